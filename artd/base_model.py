@@ -1,0 +1,95 @@
+"""Base models: a local Hugging Face folder, looked at without torch, and pinned by the sha256 of every file.
+
+Owner of: nothing. Invariants: a run trains one base for ever; every start compares size, mtime and inode with the
+pinned manifest and hashes again where they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from artd_schema.codec import digest, to_json
+from artd_schema.families import FAMILIES
+
+from .errors import Conflict, Invalid
+
+
+class BaseFile(Struct, frozen=True):
+    """One file of the folder; sha256 in hex, mtime in nanoseconds."""
+
+    name: str
+    bytes: int
+    sha256: str
+    mtime_ns: int
+    inode: int
+
+
+class BaseModel(Struct, frozen=True):
+    """digest: sha256 over (name, sha256) of every file; vocab_size: ids that a token may have."""
+
+    digest: str
+    vocab_size: int
+    files: tuple[BaseFile, ...]
+
+
+def pin(folder: str) -> BaseModel:
+    """Check a model folder and hash it (about a second per GB). Errors: Invalid, naming what is wrong with `model`."""
+    path = Path(folder)
+    config = read_config(path)
+    files = tuple(_entry(path / name) for name in sorted(_files(path)))
+    return BaseModel(_digest(files), int(config["vocab_size"]), files)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`config.json` of a model that artd can train. Errors: Invalid."""
+    if not path.is_absolute():
+        raise Invalid(f"model {str(path)!r} is not an absolute path of a local folder", field="spec.model")
+    if not path.is_dir():
+        raise Invalid(f"there is no model folder {path}: give a local Hugging Face checkpoint", field="spec.model")
+    try:
+        config: dict[str, Any] = msgspec.json.decode((path / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise Invalid(f"{path}/config.json cannot be read: {error}", field="spec.model") from None
+    architectures = config.get("architectures") or ["none"]
+    if architectures[0] not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise Invalid(f"{path} has architecture {architectures[0]}; artd trains {known}", field="spec.model")
+    if not list(path.glob("*.safetensors")):
+        raise Invalid(f"{path} holds no *.safetensors; convert the checkpoint to safetensors first", field="spec.model")
+    return config
+
+
+def check_pinned(folder: str, pinned: BaseModel) -> None:
+    """Errors: Conflict when a file is not what the run was made with."""
+    path = Path(folder)
+    for entry in pinned.files:
+        try:
+            stat = (path / entry.name).stat()
+        except FileNotFoundError:
+            raise Conflict(f"base model {path} lost {entry.name}: put it back, or start another run") from None
+        if (stat.st_size, stat.st_mtime_ns, stat.st_ino) == (entry.bytes, entry.mtime_ns, entry.inode):
+            continue
+        if _entry(path / entry.name).sha256 != entry.sha256:
+            raise Conflict(
+                f"base model file {path / entry.name} changed since the run was created: put the old one back"
+            )
+
+
+def _files(path: Path) -> list[str]:
+    return [p.name for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
+
+
+def _entry(path: Path) -> BaseFile:
+    with path.open("rb") as file:
+        sha = hashlib.file_digest(file, "sha256").hexdigest()
+    stat = path.stat()
+    return BaseFile(path.name, stat.st_size, sha, stat.st_mtime_ns, stat.st_ino)
+
+
+def _digest(files: tuple[BaseFile, ...]) -> str:
+    return digest(to_json([(f.name, f.sha256) for f in files]))

@@ -1,0 +1,212 @@
+"""A step becomes real: the staged files are verified and published, then one transaction makes the checkpoint.
+
+Owner of: the folder `checkpoints`, checkpoint rows, `run.step`. Invariants: the worker's word is not enough: the
+daemon hashes and fsyncs every file itself; reported now or found at boot, a result goes through the same functions
+with the same guards.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from artd_schema.codec import digest
+from artd_schema.manifest import CheckpointManifest
+from artd_schema.worker import CheckpointRef
+
+from .core.decide import after_failure
+from .rundir import DataDir
+from .store import fs
+from .store.blobs import hash_file
+from .store.store import emit, move
+
+MANIFEST = "manifest.json"
+
+
+class BadResult(Exception):
+    """A staged result that cannot be committed; the text says which file or field."""
+
+
+class Stale(Exception):
+    """The job moved on: its fence is older, or it was cancelled, or its run or parent changed."""
+
+
+def verify(folder: Path) -> tuple[str, CheckpointManifest]:
+    """Hash every file of a staged or published folder against its manifest. Errors: BadResult."""
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+        manifest = msgspec.json.decode(raw, type=CheckpointManifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise BadResult(f"{folder / MANIFEST} cannot be read: {error}") from None
+    listed = {entry.name for entry in manifest.files} | {MANIFEST}
+    if extra := {path.name for path in folder.iterdir()} ^ listed:
+        raise BadResult(f"{folder}: {', '.join(sorted(extra))} is not both in the folder and in its manifest")
+    for entry in manifest.files:
+        if hash_file(folder / entry.name) != (entry.sha256, entry.bytes):
+            raise BadResult(f"{folder / entry.name} does not have the sha256 and size that its manifest says")
+    return digest(raw), manifest
+
+
+def publish(data: DataDir, staged: Path, manifest: CheckpointManifest) -> str:
+    """fsync the staged folder and rename it to its final name; returns that name, relative to the data folder."""
+    relative = data.checkpoint(manifest.run, manifest.lineage, manifest.step, manifest.job, manifest.fence)
+    target = data.root / relative
+    if staged != target:
+        fs.fsync_tree(staged)
+        fs.remove_tree(target)
+        fs.publish(staged, target)
+    return relative
+
+
+def commit(
+    c: sqlite3.Connection, now: int, data: DataDir, relative: str, sha: str, manifest: CheckpointManifest,
+    seconds: dict[str, float],
+) -> CheckpointRef:  # fmt: skip
+    """Checkpoint row, `run.step`, batch and trajectories trained, job succeeded, push prepared, event. Errors: Stale,
+    BadResult."""
+    job = c.execute("SELECT * FROM job WHERE id = ?", (manifest.job,)).fetchone()
+    run = c.execute("SELECT * FROM run WHERE id = ?", (job["run_id"],)).fetchone() if job else None
+    if job is None or run is None or (job["state"], job["fence"], job["cancel"]) != ("running", manifest.fence, 0):
+        raise Stale(f"job {manifest.job} fence {manifest.fence} is not the running one")
+    if run["state"] == "finished":
+        raise Stale(f"run {run['name']} is finished")
+    _check(c, run, job, manifest)
+    size = sum(entry.bytes for entry in manifest.files)
+    checkpoint = c.execute(
+        "INSERT INTO checkpoint (run_id, step, epoch, lineage, parent_id, job_id, sha, dir, bytes, state, created)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'committed', ?)",
+        (
+            run["id"],
+            manifest.step,
+            manifest.epoch,
+            run["lineage"],
+            job["parent_id"],
+            job["id"],
+            sha,
+            relative,
+            size,
+            now,
+        ),
+    ).lastrowid
+    changed = c.execute(
+        "UPDATE run SET step = ? WHERE id = ? AND step = ?", (manifest.step, run["id"], manifest.step - 1)
+    ).rowcount
+    if changed != 1:
+        raise Stale(f"run {run['name']} is not at step {manifest.step - 1}")
+    if job["batch_id"] is not None:
+        _mark_trained(c, job["batch_id"])
+    spent = msgspec.json.decode(job["seconds"]) | seconds
+    metrics = msgspec.json.encode(manifest.metrics)
+    move(c, "job", job["id"], "succeeded", start="running", worker=None, ended=now, error="", metrics=metrics,
+         seconds=msgspec.json.encode(spent))  # fmt: skip
+    c.execute(
+        "UPDATE attempt SET ended = ?, outcome = 'succeeded' WHERE job_id = ? AND fence = ?",
+        (now, job["id"], job["fence"]),
+    )
+    c.executemany(
+        "INSERT OR REPLACE INTO metric (run_id, step, name, value) VALUES (?, ?, ?, ?)",
+        [(run["id"], manifest.step, name, value) for name, value in manifest.metrics.items() if value == value],
+    )
+    mode = msgspec.json.decode(run["spec"])["rollout_weights_mode"]
+    prepare_push(c, now, run["id"], int(checkpoint or 0), mode)
+    emit(
+        c,
+        now,
+        run["name"],
+        "step.committed",
+        manifest.step,
+        sha=sha,
+        job=job["id"],
+        metrics=manifest.metrics,
+        seconds=spent,
+    )
+    return CheckpointRef(run=run["name"], step=manifest.step, epoch=manifest.epoch, lineage=run["lineage"], sha=sha,
+                         dir=str(data.root / relative))  # fmt: skip
+
+
+def _check(c: sqlite3.Connection, run: sqlite3.Row, job: sqlite3.Row, manifest: CheckpointManifest) -> None:
+    parent = c.execute("SELECT sha FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
+    batch = c.execute("SELECT manifest FROM batch WHERE id = ?", (job["batch_id"],)).fetchone()
+    expected = {
+        "run": run["name"],
+        "step": job["step"],
+        "epoch": job["epoch"],
+        "lineage": run["lineage"],
+        "parent": parent["sha"] if parent else "",
+        "batch": batch["manifest"] if batch else "",
+        "base_digest": run["base_digest"],
+    }
+    for name, value in expected.items():
+        if (found := getattr(manifest, name)) != value:
+            raise BadResult(f"job {job['id']}: the checkpoint's {name} is {found!r}, the job's is {value!r}")
+
+
+def _mark_trained(c: sqlite3.Connection, batch: int) -> None:
+    move(c, "batch", batch, "trained", start="packed")
+    c.execute(
+        "UPDATE trajectory_group SET state = 'trained' WHERE state = 'packed' AND id IN"
+        " (SELECT group_id FROM trajectory WHERE batch_id = ?)",
+        (batch,),
+    )
+    c.execute("UPDATE trajectory SET state = 'trained' WHERE batch_id = ? AND state = 'packed'", (batch,))
+
+
+def prepare_push(c: sqlite3.Connection, now: int, run_id: int, checkpoint: int, mode: str) -> None:
+    c.execute(
+        "INSERT INTO push (run_id, engine, checkpoint_id, mode, state, created) VALUES (?, 'engine', ?, ?, 'prepared', ?)",
+        (run_id, checkpoint, mode, now),
+    )
+
+
+def end_attempt(c: sqlite3.Connection, now: int, job: sqlite3.Row, failure: str, error: str) -> str:
+    """Take a running job out of `running` after `failure` (see core.decide.after_failure). Returns its new state."""
+    outcome = "interrupted" if failure == "killed" else failure
+    c.execute(
+        "UPDATE attempt SET ended = ?, outcome = ?, error = ? WHERE job_id = ? AND fence = ?",
+        (now, "cancelled" if job["cancel"] else outcome, error, job["id"], job["fence"]),
+    )
+    run = c.execute("SELECT id, name, state FROM run WHERE id = ?", (job["run_id"],)).fetchone()
+    if job["cancel"]:
+        cancel_job(c, now, job, run["name"])
+        return "cancelled"
+    ending = after_failure(failure, job["attempts"], job["deaths"])
+    move(c, "job", job["id"], ending.state, start="running", worker=None, attempts=ending.attempts, deaths=ending.deaths,
+         not_before=now + ending.delay_ms, error=error)  # fmt: skip
+    emit(
+        c,
+        now,
+        run["name"],
+        f"job.{'quarantined' if ending.pause else 'requeued'}",
+        job["id"],
+        failure=failure,
+        error=error,
+    )
+    if ending.pause and run["state"] == "active":
+        move(
+            c,
+            "run",
+            run["id"],
+            "paused",
+            reason=f"job {job['id']} is quarantined: {error.splitlines()[0] if error else failure}",
+        )
+        emit(c, now, run["name"], "run.paused", run["name"], reason=f"job {job['id']} quarantined")
+    return ending.state
+
+
+def cancel_job(c: sqlite3.Connection, now: int, job: sqlite3.Row, run: str) -> None:
+    """End a job for good; its batch is abandoned and its trajectories and groups wait again."""
+    move(c, "job", job["id"], "cancelled", worker=None, ended=now)
+    if job["batch_id"] is not None:
+        move(c, "batch", job["batch_id"], "abandoned", start="packed")
+        c.execute(
+            "UPDATE trajectory_group SET state = 'sealed' WHERE state = 'packed' AND id IN"
+            " (SELECT group_id FROM trajectory WHERE batch_id = ?)",
+            (job["batch_id"],),
+        )
+        c.execute(
+            "UPDATE trajectory SET state = 'queued', batch_id = NULL WHERE batch_id = ? AND state = 'packed'",
+            (job["batch_id"],),
+        )
+    emit(c, now, run, "job.cancelled", job["id"])

@@ -1,0 +1,157 @@
+"""The daemon's settings: flag > environment > artd.toml > default.
+
+Owner of: no state. Invariants: an unknown key is an error that names file and key; paths in a file are relative to that
+file; every setting's default is here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from artd_schema import paths
+
+Level = Literal["debug", "info", "warning", "error"]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the text names the place, the key and what would be right."""
+
+
+class Gateway(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where rollout programs connect. port 0: any free one (told by `artctl status` and `run.base_url`)."""
+
+    host: str = "127.0.0.1"
+    port: Port = 0
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """max_message_mib: all frames of one message together. max_body_kib: a trajectory body kept in a database row; a
+    larger one becomes a file."""
+
+    max_message_mib: Positive = 64
+    max_body_kib: Positive = 64
+
+
+class Interpreter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An interpreter of the user's own in place of the installed runtime. pythonpath: folders after artd's own code."""
+
+    python: str = ""
+    pythonpath: tuple[str, ...] = ()
+
+
+class Runtimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    trainer: Interpreter = Interpreter()
+    engine: Interpreter = Interpreter()
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a daemon is told at start. data_dir: absolute after `load`. drain_s: seconds that workers get to
+    end."""
+
+    data_dir: str = ""
+    log_level: Level = "info"
+    drain_s: Seconds = 60.0
+    gateway: Gateway = Gateway()
+    limits: Limits = Limits()
+    runtimes: Runtimes = Runtimes()
+
+
+def load(
+    config: str | None = None,
+    data_dir: str | None = None,
+    log_level: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Settings:
+    """Settings from flags (the arguments), the environment and the TOML file. Raises ConfigError.
+
+    The file is `config`, else $ARTD_CONFIG, else `$XDG_CONFIG_HOME/artd/artd.toml` where that exists.
+    """
+    env = os.environ if env is None else env
+    path = _file(config, env)
+    settings = read(path) if path else Settings()
+    changes: dict[str, Any] = {}
+    if chosen := log_level or env.get("ARTD_LOG"):
+        changes["log_level"] = _level(chosen.lower(), "--log-level" if log_level else "ARTD_LOG")
+    chosen = data_dir or env.get("ARTD_DATA_DIR") or settings.data_dir or str(paths.default_data_dir())
+    changes["data_dir"] = str(Path(chosen).expanduser().absolute())
+    return msgspec.structs.replace(settings, **changes)
+
+
+def read(path: Path) -> Settings:
+    """One TOML file; relative paths in it are taken from its folder. Raises ConfigError."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}. Next: make it, or leave out --config") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if unknown := _unknown(content, Settings):
+        raise ConfigError(f"{path}: {unknown}")
+    try:
+        settings = msgspec.convert(content, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_in_words(str(error))}") from None
+    return _absolute(settings, path.parent.absolute())
+
+
+def _file(config: str | None, env: Mapping[str, str]) -> Path | None:
+    if chosen := config or env.get("ARTD_CONFIG"):
+        return Path(chosen).expanduser()
+    home = env.get("XDG_CONFIG_HOME", "")
+    standard = (Path(home) if home.startswith("/") else Path.home() / ".config") / "artd" / "artd.toml"
+    return standard if standard.exists() else None
+
+
+def _level(value: str, where: str) -> str:
+    try:
+        return msgspec.convert(value, Level)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{where}: {value!r} is no log level; debug, info, warning or error are") from None
+
+
+def _unknown(content: Mapping[str, Any], kind: Any, prefix: str = "") -> str | None:
+    """The first key that `kind` does not have, dotted, with the nearest one that it has."""
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in content.items():
+        if key not in known:
+            return (
+                f"unknown key {prefix}{key!s}{did_you_mean(key, known)}; {prefix or 'the file'} has {', '.join(known)}"
+            )
+        inner = known[key]
+        nested = isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, dict)
+        if nested and (found := _unknown(value, inner, f"{prefix}{key}.")):
+            return found
+    return None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _in_words(error: str) -> str:
+    """msgspec's message with its path in front, dotted as in the file."""
+    text, _, path = error.partition(" - at `$.")
+    return f"{path.rstrip('`')}: {text}" if path else text
+
+
+def _absolute(settings: Settings, folder: Path) -> Settings:
+    def fixed(text: str) -> str:
+        return str(folder / Path(text).expanduser()) if text else ""
+
+    def interpreter(own: Interpreter) -> Interpreter:
+        return Interpreter(python=fixed(own.python), pythonpath=tuple(fixed(p) for p in own.pythonpath))
+
+    runtimes = Runtimes(trainer=interpreter(settings.runtimes.trainer), engine=interpreter(settings.runtimes.engine))
+    return msgspec.structs.replace(settings, data_dir=fixed(settings.data_dir), runtimes=runtimes)

@@ -1,0 +1,1 @@
+"""Pure decisions of the daemon: transition tables and functions from committed rows to what happens next."""

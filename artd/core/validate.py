@@ -1,0 +1,102 @@
+"""The rules that a trajectory keeps before it is stored, each a clear error with the path of the bad field.
+
+Owner of: nothing; pure. Invariants: whatever passes can be packed and trained: lengths agree, ids lie in the
+vocabulary, logprobs are finite and <= 0, the behaviour policy is one that the trainer can score.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+from artd_schema.trajectory import Sampling, Turn
+
+
+class InvalidField(Exception):
+    """field: path such as `turns[1].logprobs`; message: what is wrong with it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+def check_turns(turns: Sequence[Turn], vocab_size: int, trained: bool, next_epoch: int | None = None) -> int:
+    """Check a trajectory's turns and count its sampled tokens. next_epoch: epochs at or above it are unknown (None: not
+    checked, for engines that artd does not run). Errors: InvalidField."""
+    if not turns:
+        raise InvalidField("turns", "a trajectory needs at least one turn")
+    sampled = 0
+    for index, turn in enumerate(turns):
+        sampled += _check_turn(turn, f"turns[{index}]", vocab_size, trained, next_epoch)
+    return sampled
+
+
+def _check_turn(turn: Turn, path: str, vocab_size: int, trained: bool, next_epoch: int | None) -> int:
+    _ids(turn.prompt_ids, f"{path}.prompt_ids", vocab_size)
+    count = _ids(turn.token_ids, f"{path}.token_ids", vocab_size)
+    if not turn.prompt_ids:
+        raise InvalidField(f"{path}.prompt_ids", "is empty: the first sampled token needs a token before it")
+    _logprobs(turn.logprobs, f"{path}.logprobs", count)
+    _epochs(turn.policy_epoch, f"{path}.policy_epoch", count, next_epoch)
+    _epochs(turn.kv_cache_epoch, f"{path}.kv_cache_epoch", count, next_epoch)
+    if trained:
+        check_sampling(turn.sampling, f"{path}.sampling")
+    return count
+
+
+def _ids(column: bytes, path: str, vocab_size: int) -> int:
+    if len(column) % 4:
+        raise InvalidField(path, f"has {len(column)} bytes, not a whole number of int32")
+    ids = array("i", column)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        position = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise InvalidField(f"{path}[{position}]", f"token id {ids[position]} is outside the vocabulary of {vocab_size}")
+    return len(ids)
+
+
+def _logprobs(column: bytes, path: str, count: int) -> None:
+    if len(column) != 4 * count:
+        raise InvalidField(path, f"has {len(column) // 4} values for {count} token ids")
+    values = array("f", column)
+    if not values or (max(values) <= 0 and math.isfinite(sum(values))):
+        return
+    for position, value in enumerate(values):
+        if not (math.isfinite(value) and value <= 0):
+            raise InvalidField(f"{path}[{position}]", f"logprob {value} is not a finite number <= 0")
+
+
+def _epochs(spans: tuple[tuple[int, int], ...], path: str, count: int, next_epoch: int | None) -> None:
+    if not spans:
+        return
+    if spans[0][0] != 0:
+        raise InvalidField(path, "the first span must start at token 0")
+    for (start, epoch), (later, newer) in zip(spans, spans[1:], strict=False):
+        if later <= start or newer < epoch:
+            raise InvalidField(path, "spans must have rising starts and epochs that never fall")
+    if spans[-1][0] >= max(count, 1):
+        raise InvalidField(path, f"a span starts at token {spans[-1][0]} of {count}")
+    if next_epoch is not None and (spans[-1][1] >= next_epoch or spans[0][1] < 0):
+        raise InvalidField(path, f"policy epoch {spans[-1][1]} was never served by this run")
+
+
+def check_sampling(sampling: Sampling, path: str) -> None:
+    """Only untruncated sampling at a temperature above 0 can be scored again by the trainer. Errors: InvalidField."""
+    if sampling.temperature <= 0:
+        raise InvalidField(
+            f"{path}.temperature", "greedy samples (temperature 0) have no policy gradient; use split=eval"
+        )
+    plain = Sampling()
+    for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        value = getattr(sampling, name)
+        if value != getattr(plain, name) and not (name == "top_k" and value == -1):
+            raise InvalidField(
+                f"{path}.{name}",
+                f"{value} truncates or reshapes the policy, which the trainer cannot score; leave it out",
+            )
+
+
+def epoch_range(turns: Sequence[Turn]) -> tuple[int | None, int | None]:
+    """Oldest and newest policy epoch of the sampled tokens, or (None, None) when unknown."""
+    epochs = [epoch for turn in turns for _, epoch in turn.policy_epoch]
+    return (min(epochs), max(epochs)) if epochs else (None, None)

@@ -1,0 +1,274 @@
+"""Train jobs: claimed, sent to the trainer, watched, reported, committed.
+
+Owner of: job and attempt rows. Invariants: fence + 1 at every claim, and every effect is conditional on it; a worker
+past its lease is killed and its death proven before the job is claimed again; `Committed` leaves only after COMMIT.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from artd_schema import worker as w
+
+from . import commit as result
+from .commit import BadResult, Stale, end_attempt
+from .core.decide import job_to_claim
+from .rundir import DataDir
+from .store import fs
+from .store.store import Store, emit, move
+from .views import active_run, load_worker, queued_jobs
+from .wire import WorkerWire
+
+log = logging.getLogger(__name__)
+TRAINER = "trainer"
+LEASE_S = 30.0
+LOST_RUN_S = 5.0
+
+
+@dataclass
+class Claim:
+    """The job that the trainer has now. beat: monotonic time of its last heartbeat; sent: of the last Run."""
+
+    run: w.Run
+    spawn: int
+    beat: float
+    sent: float
+    seen: bool = False
+
+
+class Dispatch:
+    """kill(worker, reason): ends a worker's process; its death comes back through `died`."""
+
+    def __init__(
+        self, store: Store, wire: WorkerWire, data: DataDir, instance: str, kill: Callable[[str, str], None]
+    ) -> None:
+        self._store = store
+        self._wire = wire
+        self._data = data
+        self._instance = instance
+        self._kill = kill
+        self._claim: Claim | None = None
+        self._committing: set[tuple[int, int]] = set()
+
+    async def run(self) -> None:
+        """Claim jobs as they become due and watch the lease, until cancelled."""
+        while True:
+            changed = self._store.change()
+            await self._claim_next()
+            self._watch()
+            with anyio.move_on_after(1.0):
+                await changed.wait()
+
+    async def _claim_next(self) -> None:
+        if self._claim is not None or self._wire.spawn(TRAINER) is None:
+            return
+        run = await self._store.write(self._claim_due)
+        if run is None:
+            return
+        now = self._store.clock.monotonic()
+        self._claim = Claim(run, self._wire.spawn(TRAINER) or 0, now, now)
+        self._wire.send(TRAINER, run)
+
+    def _claim_due(self, c: sqlite3.Connection) -> w.Run | None:
+        run = active_run(c)
+        if run is None:
+            return None
+        now = self._store.clock.now_ms()
+        trainer = load_worker(c, TRAINER)
+        live = c.execute("SELECT 1 FROM push WHERE state = 'sending' AND source = 'live'").fetchone()
+        chosen = job_to_claim(queued_jobs(c, run["id"]), trainer, run["state"], live is not None, now)
+        if chosen is None or trainer is None or trainer.spawn != self._wire.spawn(TRAINER):
+            return None
+        job = c.execute("SELECT * FROM job WHERE id = ?", (chosen.id,)).fetchone()
+        fence = job["fence"] + 1
+        move(
+            c,
+            "job",
+            job["id"],
+            "running",
+            start="queued",
+            fence=fence,
+            worker=TRAINER,
+            spawn=trainer.spawn,
+            started=now,
+        )
+        move(c, "process", TRAINER, "busy", start="ready", since=now)
+        c.execute(
+            "INSERT INTO attempt (job_id, fence, worker, spawn, started) VALUES (?, ?, ?, ?, ?)",
+            (job["id"], fence, TRAINER, trainer.spawn, now),
+        )
+        emit(c, now, run["name"], "job.claimed", job["id"], job=job["kind"], step=job["step"], fence=fence)
+        return self._order(c, run, job, fence)
+
+    def _order(self, c: sqlite3.Connection, run: sqlite3.Row, job: sqlite3.Row, fence: int) -> w.Run:
+        parent = c.execute("SELECT * FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
+        batch = c.execute("SELECT * FROM batch WHERE id = ?", (job["batch_id"],)).fetchone()
+        blob = self._data.blobs
+        return w.Run(
+            job=job["id"],
+            fence=fence,
+            kind=job["kind"],
+            step=job["step"],
+            epoch=job["epoch"],
+            lineage=run["lineage"],
+            dir=str(self._data.staging(job["id"], fence)),
+            instance=self._instance,
+            parent=checkpoint_ref(self._data, run["name"], parent) if parent else None,
+            batch=str(blob / batch["tensors"][:2] / batch["tensors"]) if batch else "",
+            manifest=str(blob / batch["manifest"][:2] / batch["manifest"]) if batch else "",
+            batch_sha=batch["manifest"] if batch else "",
+        )
+
+    def _watch(self) -> None:
+        claim = self._claim
+        if claim is None:
+            return
+        now = self._store.clock.monotonic()
+        if now - claim.beat > LEASE_S:
+            claim.beat = now
+            self._kill(TRAINER, f"no heartbeat for {LEASE_S:.0f} s while it had job {claim.run.job}")
+        elif not claim.seen and now - claim.sent > LOST_RUN_S:
+            claim.sent = now
+            self._wire.send(TRAINER, claim.run)
+
+    # ---- what the trainer says ----------------------------------------------------------------------------------------
+
+    def beat(self, name: str, message: w.Beat) -> None:
+        claim = self._claim
+        if claim is not None and name == TRAINER:
+            claim.beat = self._store.clock.monotonic()
+            claim.seen = claim.seen or message.job == claim.run.job
+
+    def accepted(self, message: w.Accepted) -> None:
+        if self._claim is not None and self._claim.run.job == message.job:
+            self._claim.seen = True
+
+    async def staged(self, message: w.Staged) -> None:
+        """Verify, publish, commit, and only then say Committed. A report that comes again while this runs is left
+        alone."""
+        identity = (message.job, message.fence)
+        if identity in self._committing:
+            return
+        self._committing.add(identity)
+        try:
+            answer = await self._finish(message)
+        finally:
+            self._committing.discard(identity)
+        if isinstance(answer, w.Fenced):
+            await anyio.to_thread.run_sync(fs.remove_tree, self._data.staging(*identity))
+        self._release(*identity)
+        self._wire.send(TRAINER, answer)
+
+    async def _finish(self, message: w.Staged) -> w.Committed | w.Fenced | w.Ack:
+        known = await self._store.write(lambda c: self._already(c, message))
+        if known is not None:
+            return known
+        started = time.monotonic()
+        folder = Path(message.dir)
+        expected = self._data.staging(message.job, message.fence)
+        try:
+            if folder != expected:
+                raise BadResult(f"the worker staged in {folder}, not in {expected}")
+            sha, manifest = await anyio.to_thread.run_sync(result.verify, folder)
+            if sha != message.manifest_sha or (manifest.job, manifest.fence) != (message.job, message.fence):
+                raise BadResult(f"{folder} is not what the worker reported for job {message.job} fence {message.fence}")
+            relative = await anyio.to_thread.run_sync(result.publish, self._data, folder, manifest)
+            seconds = message.seconds | {"commit": time.monotonic() - started}
+
+            def write(c: sqlite3.Connection) -> w.CheckpointRef:
+                now = self._store.clock.now_ms()
+                reference = result.commit(c, now, self._data, relative, sha, manifest, seconds)
+                _free_trainer(c, now)
+                return reference
+
+            reference = await self._store.write(write)
+        except BadResult as error:
+            await self._end(message.job, message.fence, "permanent", str(error))
+            return w.Ack(job=message.job, fence=message.fence)
+        except Stale as error:
+            log.info("job %d fence %d: %s", message.job, message.fence, error)
+            await self._end(message.job, message.fence, "interrupted", str(error))
+            return w.Fenced(job=message.job, fence=message.fence)
+        return w.Committed(job=message.job, fence=message.fence, checkpoint=reference)
+
+    def _already(self, c: sqlite3.Connection, message: w.Staged) -> w.Committed | w.Fenced | None:
+        """What to answer a report that is not of the running (job, fence); None when it is."""
+        job = c.execute("SELECT state, fence FROM job WHERE id = ?", (message.job,)).fetchone()
+        if job is not None and (job["state"], job["fence"]) == ("running", message.fence):
+            return None
+        row = c.execute(
+            "SELECT k.*, r.name FROM checkpoint k JOIN run r ON r.id = k.run_id WHERE k.job_id = ? AND k.sha = ?",
+            (message.job, message.manifest_sha),
+        ).fetchone()
+        if row is None:
+            return w.Fenced(job=message.job, fence=message.fence)
+        return w.Committed(
+            job=message.job, fence=message.fence, checkpoint=checkpoint_ref(self._data, row["name"], row)
+        )
+
+    async def failed(self, message: w.Failed) -> None:
+        ended = await self._end(message.job, message.fence, message.failure, message.error)
+        self._release(message.job, message.fence)
+        log.warning("job %d fence %d failed (%s): %s", message.job, message.fence, message.failure, message.error)
+        answer = w.Ack if ended else w.Fenced
+        self._wire.send(TRAINER, answer(job=message.job, fence=message.fence))
+
+    async def died(self, spawn: int, ordered: bool, error: str) -> None:
+        """The trainer's process is proven dead: whatever it had goes back."""
+        claim, self._claim = self._claim, None
+
+        def write(c: sqlite3.Connection) -> None:
+            rows = c.execute("SELECT id, fence FROM job WHERE state = 'running' AND spawn <= ?", (spawn,)).fetchall()
+            for row in rows:
+                self._end_in(c, row["id"], row["fence"], "killed" if ordered else "died", error)
+
+        await self._store.write(write)
+        if claim is not None:
+            staging = self._data.staging(claim.run.job, claim.run.fence)
+            await anyio.to_thread.run_sync(fs.remove_tree, staging)
+
+    async def _end(self, job: int, fence: int, failure: str, error: str) -> bool:
+        return await self._store.write(lambda c: self._end_in(c, job, fence, failure, error))
+
+    def _end_in(self, c: sqlite3.Connection, job_id: int, fence: int, failure: str, error: str) -> bool:
+        job = c.execute(
+            "SELECT * FROM job WHERE id = ? AND fence = ? AND state = 'running'", (job_id, fence)
+        ).fetchone()
+        if job is None:
+            return False
+        now = self._store.clock.now_ms()
+        end_attempt(c, now, job, failure, error)
+        _free_trainer(c, now)
+        return True
+
+    def _release(self, job: int, fence: int) -> None:
+        if self._claim is not None and (self._claim.run.job, self._claim.run.fence) == (job, fence):
+            self._claim = None
+
+    def cancel_running(self, job: int) -> None:
+        """Tell the trainer to stop this job, if it has it."""
+        if self._claim is not None and self._claim.run.job == job:
+            self._wire.send(TRAINER, w.Cancel(job=job, fence=self._claim.run.fence))
+
+
+def _free_trainer(c: sqlite3.Connection, now: int) -> None:
+    c.execute("UPDATE process SET state = 'ready', since = ? WHERE name = ? AND state = 'busy'", (now, TRAINER))
+
+
+def checkpoint_ref(data: DataDir, run: str, row: sqlite3.Row) -> w.CheckpointRef:
+    return w.CheckpointRef(
+        run=run,
+        step=row["step"],
+        epoch=row["epoch"],
+        lineage=row["lineage"],
+        sha=row["sha"],
+        dir=str(data.root / row["dir"]),
+    )

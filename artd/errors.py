@@ -1,0 +1,35 @@
+"""Errors that reach a client, each with the code that `artd_schema.client_api.CODES` names."""
+
+from __future__ import annotations
+
+
+class RequestError(Exception):
+    """A request that cannot be served. message: what was wrong, where, what to do next; field: path of a bad field."""
+
+    code = "failed"
+
+    def __init__(self, message: str, field: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class Invalid(RequestError):
+    code = "invalid"
+
+
+class NotFound(RequestError):
+    code = "not_found"
+
+
+class Conflict(RequestError):
+    code = "conflict"
+
+
+class Busy(RequestError):
+    code = "busy"
+
+
+class Draining(RequestError):
+    code = "draining"

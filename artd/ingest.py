@@ -1,0 +1,319 @@
+"""Trajectories come in: by value, or by reference to the gateway's ledger; groups seal.
+
+Owner of: trajectory_group, trajectory (until packed), exchange. Invariants: an answer leaves after its COMMIT; a
+dedup key is taken for ever; an exchange's choice belongs to at most one trajectory; a group seals once, and one
+without variance is discarded then.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from asyncio import Future
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from artd_schema import client_api as api
+from artd_schema import worker as w
+from artd_schema.codec import digest, to_json
+from artd_schema.spec import RunSpec
+from artd_schema.trajectory import Turn
+
+from .core.groups import group_outcome
+from .core.validate import InvalidField, check_turns, epoch_range
+from .errors import Conflict, Invalid, NotFound
+from .store.blobs import Blobs, add_row
+from .store.store import Store, emit, move
+
+_turns = msgspec.msgpack.Decoder(list[Turn])
+_turn = msgspec.msgpack.Decoder(Turn)
+DUE = "SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ?"
+
+
+class RunFacts(NamedTuple):
+    """What of a run never changes."""
+
+    id: int
+    spec: RunSpec
+    vocab_size: int
+
+
+class Parcel(NamedTuple):
+    """A checked trajectory on its way to its row."""
+
+    op: api.Submit
+    run: RunFacts
+    key: str
+    content: str
+    digest: str
+    body: bytes | None
+    blob: str | None
+    size: int
+    tokens: int
+    epochs: tuple[int | None, int | None]
+
+
+class Ingest:
+    """submit, seal, flush for clients; exchanges for the gateway; `run` seals groups at their deadline."""
+
+    def __init__(self, store: Store, blobs: Blobs, max_inline: int) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._max_inline = max_inline
+        self._runs: dict[str, RunFacts] = {}
+
+    async def facts(self, name: str) -> RunFacts:
+        """Errors: NotFound."""
+        if name not in self._runs:
+            rows = await self._store.read("SELECT id, spec, vocab_size FROM run WHERE name = ?", (name,))
+            if not rows:
+                raise NotFound(f"there is no run {name!r}; create it with Client.run({name!r}, model=...)", field="run")
+            spec = msgspec.json.decode(rows[0]["spec"], type=RunSpec)
+            self._runs[name] = RunFacts(rows[0]["id"], spec, rows[0]["vocab_size"])
+        return self._runs[name]
+
+    # ---- trajectories -------------------------------------------------------------------------------------------------
+
+    def submit_now(self, op: api.Submit, bulk: list[bytes]) -> Future[api.Submitted] | None:
+        """The fast way for a small trajectory by value of a known run; None when it needs `submit`."""
+        run = self._runs.get(op.run)
+        if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline:
+            return None
+        parcel = self._check(op, run, bulk[0], None)
+        return self._store.submit(lambda c: self._insert(c, parcel))
+
+    async def submit(self, op: api.Submit, bulk: list[bytes]) -> api.Submitted:
+        run = await self.facts(op.run)
+        if op.refs:
+            if bulk:
+                raise Invalid("a trajectory is submitted by reference or by value, not both", field="refs")
+            _check_header(op)
+            return await self._store.write(lambda c: self._insert_by_reference(c, op, run))
+        if len(bulk) != 1:
+            raise Invalid(f"by value a submit has one bulk frame, msgpack list[Turn]; got {len(bulk)}", field="turns")
+        blob = None
+        if len(bulk[0]) > self._max_inline:
+            blob = await anyio.to_thread.run_sync(self._blobs.put, bulk[0])
+        parcel = self._check(op, run, bulk[0], blob)
+        return await self._store.write(lambda c: self._insert(c, parcel))
+
+    def _check(self, op: api.Submit, run: RunFacts, body: bytes, blob: str | None) -> Parcel:
+        _check_header(op)
+        try:
+            turns = _turns.decode(body)
+            tokens = check_turns(turns, run.vocab_size, op.split == "train")
+        except msgspec.DecodeError as error:
+            raise Invalid(f"the body is not msgpack list[Turn]: {error}", field="turns") from None
+        except InvalidField as error:
+            raise Invalid(str(error), field=error.field) from None
+        if not tokens:
+            raise Invalid("no turn has a sampled token", field="turns")
+        sha = digest(body)
+        content = digest(to_json([op.group, op.reward, op.split, sha, op.metrics, op.metadata]))
+        return Parcel(
+            op, run, op.key or sha, content, sha, None if blob else body, blob, len(body), tokens, epoch_range(turns)
+        )
+
+    def _insert_by_reference(self, c: sqlite3.Connection, op: api.Submit, run: RunFacts) -> api.Submitted:
+        key = op.key or digest(to_json(op.refs))
+        content = digest(to_json([op.group, op.reward, op.split, op.refs, op.metrics, op.metadata]))
+        if known := _known(c, run.id, key, content):
+            return known
+        rows = [self._exchange(c, run, op, index) for index in range(len(op.refs))]
+        body = msgspec.msgpack.encode([msgspec.Raw(row["turn"]) for row in rows])
+        turns = [_turn.decode(row["turn"]) for row in rows]
+        next_epoch = c.execute("SELECT next_epoch FROM run WHERE id = ?", (run.id,)).fetchone()[0]
+        try:
+            tokens = check_turns(turns, run.vocab_size, op.split == "train", next_epoch)
+        except InvalidField as error:
+            raise Invalid(str(error), field=error.field) from None
+        blob = None
+        if len(body) > self._max_inline:
+            blob = self._blobs.put(body)
+        epochs = epoch_range(turns)
+        inline = None if blob else body
+        parcel = Parcel(op, run, key, content, digest(body), inline, blob, len(body), tokens, epochs)
+        answer = self._insert(c, parcel)
+        c.executemany(
+            "UPDATE exchange SET trajectory_id = ? WHERE id = ?", [(answer.trajectory, row["id"]) for row in rows]
+        )
+        return answer
+
+    def _exchange(self, c: sqlite3.Connection, run: RunFacts, op: api.Submit, index: int) -> sqlite3.Row:
+        ref = op.refs[index]
+        row: sqlite3.Row | None = c.execute(
+            "SELECT id, turn, split, trajectory_id FROM exchange WHERE run_id = ? AND response_id = ? AND choice = ?",
+            (run.id, ref.response_id, ref.choice),
+        ).fetchone()
+        where = f"refs[{index}]"
+        if row is None:
+            raise NotFound(
+                f"{where}: run {op.run!r} has no response {ref.response_id!r} choice {ref.choice}; it was not served by this "
+                "daemon's gateway, or has expired",
+                field=where,
+            )
+        if row["trajectory_id"] is not None:
+            raise Conflict(f"{where}: this response is part of trajectory {row['trajectory_id']} already", field=where)
+        if row["split"] != op.split:
+            raise Conflict(f"{where}: this response was made for split {row['split']!r}, not {op.split!r}", field=where)
+        return row
+
+    def _insert(self, c: sqlite3.Connection, parcel: Parcel) -> api.Submitted:
+        op, run = parcel.op, parcel.run
+        if known := _known(c, run.id, parcel.key, parcel.content):
+            return known
+        now = self._store.clock.now_ms()
+        group_id, size = self._open_group(c, run, op, now)
+        if parcel.blob:
+            add_row(c, parcel.blob, parcel.size, "trajectory", now)
+        extra = msgspec.json.encode({"metrics": op.metrics, "metadata": op.metadata})
+        cursor = c.execute(
+            "INSERT INTO trajectory (run_id, group_id, key, content, digest, reward, split, state, body, blob, metrics, tokens,"
+            " epoch_min, epoch_max, created) VALUES (?, ?, ?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?)",
+            (run.id, group_id, parcel.key, parcel.content, parcel.digest, op.reward, op.split, parcel.body, parcel.blob, extra,
+             parcel.tokens, *parcel.epochs, now),
+        )  # fmt: skip
+        trajectory = cursor.lastrowid
+        assert trajectory is not None
+        emit(c, now, op.run, "trajectory.submitted", trajectory, group=op.group, reward=op.reward, split=op.split)
+        c.execute("UPDATE trajectory_group SET size = size + 1 WHERE id = ?", (group_id,))
+        state = "open"
+        if size + 1 >= run.spec.group_size and op.split == "train":
+            state = seal_group(c, now, group_id)
+        return api.Submitted(trajectory=trajectory, duplicate=False, group_state=state)
+
+    def _open_group(self, c: sqlite3.Connection, run: RunFacts, op: api.Submit, now: int) -> tuple[int, int]:
+        row = c.execute(
+            "SELECT g.id, g.size, g.state, g.split, r.state AS run_state FROM run r LEFT JOIN trajectory_group g"
+            " ON g.run_id = r.id AND g.name = ? WHERE r.id = ?",
+            (op.group, run.id),
+        ).fetchone()
+        if row["run_state"] == "finished":
+            raise Conflict(f"run {op.run!r} is finished and takes no more trajectories", field="run")
+        if row["id"] is None:
+            deadline = now + int(run.spec.group_timeout_s * 1000)
+            cursor = c.execute(
+                "INSERT INTO trajectory_group (run_id, name, split, state, deadline, created) VALUES (?, ?, ?, 'open', ?, ?)",
+                (run.id, op.group, op.split, deadline, now),
+            )
+            assert cursor.lastrowid is not None
+            return cursor.lastrowid, 0
+        if row["state"] != "open":
+            raise Conflict(f"group {op.group!r} is {row['state']} and takes no more trajectories", field="group")
+        if row["split"] != op.split:
+            raise Conflict(f"group {op.group!r} is of split {row['split']!r}, not {op.split!r}", field="split")
+        return row["id"], row["size"]
+
+    # ---- groups -------------------------------------------------------------------------------------------------------
+
+    async def seal(self, op: api.Seal) -> api.GroupInfo:
+        run = await self.facts(op.run)
+
+        def write(c: sqlite3.Connection) -> api.GroupInfo:
+            row = c.execute(
+                "SELECT id, state FROM trajectory_group WHERE run_id = ? AND name = ?", (run.id, op.group)
+            ).fetchone()
+            if row is None:
+                raise NotFound(f"run {op.run!r} has no group {op.group!r}", field="group")
+            if row["state"] == "open":
+                seal_group(c, self._store.clock.now_ms(), row["id"])
+            done = c.execute("SELECT state, size, reason FROM trajectory_group WHERE id = ?", (row["id"],)).fetchone()
+            return api.GroupInfo(group=op.group, state=done["state"], size=done["size"], reason=done["reason"])
+
+        return await self._store.write(write)
+
+    async def flush(self, op: api.Flush) -> api.Done:
+        run = await self.facts(op.run)
+
+        def write(c: sqlite3.Connection) -> api.Done:
+            now = self._store.clock.now_ms()
+            open_groups = c.execute("SELECT id FROM trajectory_group WHERE run_id = ? AND state = 'open'", (run.id,))
+            for row in open_groups.fetchall():
+                seal_group(c, now, row["id"])
+            c.execute("UPDATE run SET flush = 1 WHERE id = ?", (run.id,))
+            emit(c, now, op.run, "run.flushed")
+            return api.Done()
+
+        return await self._store.write(write)
+
+    async def run(self) -> None:
+        """Seal groups at their deadline, until cancelled."""
+        while True:
+            now = self._store.clock.now_ms()
+            if await self._store.read(DUE, (now,)):
+                await self._store.write(self._seal_due)
+            await anyio.sleep(0.5)
+
+    def _seal_due(self, c: sqlite3.Connection) -> None:
+        now = self._store.clock.now_ms()
+        for row in c.execute(DUE, (now,)).fetchall():
+            seal_group(c, now, row["id"])
+
+    # ---- the gateway's ledger -----------------------------------------------------------------------------------------
+
+    async def exchange(self, message: w.Exchange, bulk: list[bytes]) -> w.ExchangeAck:
+        """Write one response, all its choices, to the ledger; the answer is durable."""
+        run = await self.facts(message.run)
+        if len(bulk) != message.choices:
+            return w.ExchangeAck(
+                response_id=message.response_id, error=f"{len(bulk)} turns for {message.choices} choices"
+            )
+        now = self._store.clock.now_ms()
+        rows = [
+            (run.id, message.response_id, choice, message.model, message.split, turn, now)
+            for choice, turn in enumerate(bulk)
+        ]
+
+        def write(c: sqlite3.Connection) -> None:
+            c.executemany(
+                "INSERT INTO exchange (run_id, response_id, choice, model, split, turn, created) VALUES (?, ?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (run_id, response_id, choice) DO NOTHING",
+                rows,
+            )
+
+        await self._store.write(write)
+        return w.ExchangeAck(response_id=message.response_id)
+
+
+def _check_header(op: api.Submit) -> None:
+    if not math.isfinite(op.reward):
+        raise Invalid(f"reward {op.reward} is not finite", field="reward")
+    if not 1 <= len(op.group) <= 256:
+        raise Invalid("a group's name has 1 to 256 characters", field="group")
+    if len(op.key) > 256:
+        raise Invalid("a key has at most 256 characters", field="key")
+
+
+def _known(c: sqlite3.Connection, run_id: int, key: str, content: str) -> api.Submitted | None:
+    """The first answer again when this key is known with this content. Errors: Conflict with other content."""
+    row: Any = c.execute(
+        "SELECT t.id, t.content, g.state FROM trajectory t JOIN trajectory_group g ON g.id = t.group_id"
+        " WHERE t.run_id = ? AND t.key = ?",
+        (run_id, key),
+    ).fetchone()
+    if row is None:
+        return None
+    if row["content"] != content:
+        raise Conflict(f"key {key!r} was used for trajectory {row['id']} with other content", field="key")
+    return api.Submitted(trajectory=row["id"], duplicate=True, group_state=row["state"])
+
+
+def seal_group(c: sqlite3.Connection, now: int, group_id: int) -> str:
+    """Seal an open group: `sealed`, or `discarded` with its trajectories when nothing can be learned from it."""
+    group = c.execute(
+        "SELECT g.name, g.split, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.id = ?",
+        (group_id,),
+    ).fetchone()
+    rewards = [row[0] for row in c.execute("SELECT reward FROM trajectory WHERE group_id = ?", (group_id,))]
+    outcome = group_outcome(rewards) if group["split"] == "train" else "trainable"
+    if outcome == "trainable":
+        move(c, "trajectory_group", group_id, "sealed", start="open")
+        emit(c, now, group["run"], "group.sealed", group["name"], size=len(rewards))
+        return "sealed"
+    move(c, "trajectory_group", group_id, "discarded", start="open", reason=outcome)
+    c.execute("UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ?", (outcome, group_id))
+    emit(c, now, group["run"], "group.discarded", group["name"], size=len(rewards), reason=outcome)
+    return "discarded"

@@ -1,0 +1,153 @@
+"""`python -m artd.packing.child`: packs one batch; exec'ed by the daemon for each batch.
+
+Request: one JSON object on stdin (`PackRequest`). Answer: one JSON line on stdout, `PackResult` with exit 0, or
+`PackFailure` with exit 1. Owner of: `out_dir/batch.safetensors` and `out_dir/manifest.json`, both complete and fsynced,
+the folder too, before the answer is printed. Invariants: SQLite is opened read-only; a body is used only if its sha256
+is the row's digest.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+import msgspec
+
+from artd_schema.codec import digest, to_json
+from artd_schema.manifest import Drop
+
+from .manifest import PackError, PackSpec, Source, fill, pack
+from .tensors import serialise
+
+TENSORS = "batch.safetensors"
+MANIFEST = "manifest.json"
+
+
+class PackRequest(PackSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """db, blobs_dir, out_dir: absolute paths; out_dir exists or is made; trajectory_ids in the order of the batch."""
+
+    db: str
+    blobs_dir: str
+    trajectory_ids: list[int]
+    out_dir: str
+
+
+class WrittenFile(msgspec.Struct, frozen=True):
+    """sha256 in hex."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+
+class PackResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="packed"):
+    """What lies in out_dir. fill: share of the rows' positions that hold a token."""
+
+    tensors: WrittenFile
+    manifest: WrittenFile
+    rows: int
+    fill: float
+    logical_tokens: int
+    physical_tokens: int
+    trainable_tokens: int
+    drops: int
+
+
+class PackFailure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failed"):
+    """trajectory: row id, 0 when none is to blame; position: path of the bad field; drops: why nothing was left."""
+
+    error: str
+    trajectory: int = 0
+    position: str = ""
+    drops: tuple[Drop, ...] = ()
+
+
+def run(request: PackRequest) -> PackResult:
+    """Pack and write one batch. Raises PackError, OSError or sqlite3.Error."""
+    sources = read_sources(request.db, Path(request.blobs_dir), request.trajectory_ids)
+    tensors, manifest = pack(request, sources)
+    out = Path(request.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    files = [_write(out, TENSORS, serialise(tensors)), _write(out, MANIFEST, to_json(manifest))]
+    _sync_folder(out)
+    return PackResult(
+        tensors=files[0],
+        manifest=files[1],
+        rows=manifest.rows,
+        fill=fill(manifest),
+        logical_tokens=manifest.logical_tokens,
+        physical_tokens=manifest.physical_tokens,
+        trainable_tokens=manifest.trainable_tokens,
+        drops=len(manifest.drops),
+    )
+
+
+def read_sources(db: str, blobs: Path, ids: list[int]) -> list[Source]:
+    """Trajectories in the order of `ids`, each body checked against its row's digest. Raises PackError."""
+    connection = sqlite3.connect(f"file:{quote(db)}?mode=ro", uri=True)
+    try:
+        connection.execute("BEGIN")  # one snapshot for all rows
+        query = "SELECT group_id, reward, digest, body, blob FROM trajectory WHERE id = ?"
+        return [_source(number, connection.execute(query, (number,)).fetchone(), blobs) for number in ids]
+    finally:
+        connection.close()
+
+
+def _source(number: int, row: tuple[int, float, str, bytes | None, str | None] | None, blobs: Path) -> Source:
+    if row is None:
+        raise PackError(f"trajectory {number}: no such row", trajectory=number, position="id")
+    group, reward, expected, body, blob = row
+    if body is None and blob is None:
+        raise PackError(f"trajectory {number}: its payload has expired", trajectory=number, position="body")
+    if body is None:
+        assert blob is not None
+        path = blobs / blob[:2] / blob
+        try:
+            body = path.read_bytes()
+        except OSError as error:
+            message = f"trajectory {number}: blob {blob}: {error.strerror}"
+            raise PackError(message, trajectory=number, position="blob") from error
+    found = digest(body)
+    if found != expected:
+        message = f"trajectory {number}: its body has sha256 {found}, its row says {expected}: the store is damaged"
+        raise PackError(message, trajectory=number, position="digest")
+    return Source(number, group, reward, expected, body)
+
+
+def _write(folder: Path, name: str, data: bytes) -> WrittenFile:
+    with (folder / name).open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(name, digest(data), len(data))
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def main() -> Literal[0, 1]:
+    answer: PackResult | PackFailure
+    try:
+        answer = run(msgspec.json.decode(sys.stdin.buffer.read(), type=PackRequest))
+    except PackError as error:
+        answer = PackFailure(error=str(error), trajectory=error.trajectory, position=error.position, drops=error.drops)
+    except msgspec.DecodeError as error:
+        answer = PackFailure(error=f"the request is not a PackRequest: {error}", position="request")
+    except (OSError, sqlite3.Error) as error:
+        answer = PackFailure(error=f"{type(error).__name__}: {error}")
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+    return 0 if isinstance(answer, PackResult) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The packer service: sees that a batch is due, has a child pack it, and commits batch and train job together.
+
+Owner of: batch rows until trained, the state `packed` of trajectories. Invariants: files first, rows second; the
+child's word is not enough: its files are hashed again here; one transaction makes {blobs, batch, trajectories and
+groups packed, train job, event}.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from artd_schema.codec import digest
+from artd_schema.manifest import BatchManifest
+from artd_schema.spec import RunSpec
+
+from ..core.decide import Group, batch_to_pack
+from ..rundir import DataDir
+from ..store import fs
+from ..store.blobs import Blobs, add_row
+from ..store.store import Store, emit, move
+from ..views import active_run, load_run
+from .child import MANIFEST, TENSORS, PackFailure, PackRequest, PackResult
+
+log = logging.getLogger(__name__)
+RETRY_S = 5.0
+
+
+class Packer:
+    """One batch at a time, in an exec'ed child, so that packing never holds the event loop."""
+
+    def __init__(self, store: Store, blobs: Blobs, data: DataDir) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._data = data
+
+    async def run(self) -> None:
+        """Pack whatever is due, until cancelled."""
+        while True:
+            changed = self._store.change()
+            request, groups = await self._store.write(self._due)
+            if request is None:
+                await changed.wait()
+            elif not await self._pack(request, groups):
+                await anyio.sleep(RETRY_S)
+
+    def _due(self, c: sqlite3.Connection) -> tuple[PackRequest | None, tuple[Group, ...]]:
+        row = active_run(c)
+        groups = batch_to_pack(load_run(c, row["id"])) if row else ()
+        if row is None:
+            return None, ()
+        if not groups:
+            if row["flush"] and not load_run(c, row["id"]).job:
+                c.execute("UPDATE run SET flush = 0 WHERE id = ?", (row["id"],))  # there was nothing to flush
+            return None, ()
+        spec = msgspec.json.decode(row["spec"], type=RunSpec)
+        ids: list[int] = []
+        for group in groups:
+            members = c.execute("SELECT id FROM trajectory WHERE group_id = ? ORDER BY id", (group.id,))
+            ids.extend(member["id"] for member in members)
+        step = row["step"] + 1
+        request = PackRequest(
+            run=row["name"],
+            step=step,
+            seed=spec.seed + step,
+            row_length=spec.row_length,
+            scale_rewards=spec.scale_rewards,
+            base_digest=row["base_digest"],
+            db=str(self._store.path),
+            blobs_dir=str(self._blobs.root),
+            trajectory_ids=ids,
+            out_dir=str(self._data.tmp / f"pack-s{step}"),
+        )
+        return request, groups
+
+    async def _pack(self, request: PackRequest, groups: tuple[Group, ...]) -> bool:
+        started = time.monotonic()
+        out = Path(request.out_dir)
+        await anyio.to_thread.run_sync(fs.remove_tree, out)
+        answer = await run_child(request)
+        if isinstance(answer, PackFailure):
+            log.warning("packing step %d failed: %s", request.step, answer.error)
+            return await self._store.write(lambda c: self._failed(c, request, groups, answer))
+        tensors = await anyio.to_thread.run_sync(self._adopt, out / TENSORS, answer.tensors.sha256)
+        manifest_bytes = (out / MANIFEST).read_bytes()
+        manifest = await anyio.to_thread.run_sync(self._adopt, out / MANIFEST, answer.manifest.sha256)
+        await anyio.to_thread.run_sync(fs.remove_tree, out)
+        decoded = msgspec.json.decode(manifest_bytes, type=BatchManifest)
+        seconds = time.monotonic() - started
+        await self._store.write(lambda c: self._commit(c, groups, answer, decoded, (tensors, manifest), seconds))
+        return True
+
+    def _adopt(self, path: Path, expected: str) -> tuple[str, int]:
+        sha, size = self._blobs.adopt(path)
+        if sha != expected:
+            raise OSError(
+                f"{path} has sha256 {sha}, the packer wrote {expected}: the disk returns other bytes than it was given"
+            )
+        return sha, size
+
+    def _commit(
+        self,
+        c: sqlite3.Connection,
+        groups: tuple[Group, ...],
+        result: PackResult,
+        manifest: BatchManifest,
+        files: tuple[tuple[str, int], tuple[str, int]],
+        seconds: float,
+    ) -> None:
+        now = self._store.clock.now_ms()
+        run = c.execute("SELECT id, next_epoch, step, state FROM run WHERE name = ?", (manifest.run,)).fetchone()
+        if run["step"] + 1 != manifest.step or run["state"] != "active":
+            return  # the run moved on meanwhile; the next look at the rows decides again
+        (tensors, tensor_bytes), (sha, manifest_bytes) = files
+        add_row(c, tensors, tensor_bytes, "batch", now)
+        add_row(c, sha, manifest_bytes, "manifest", now)
+        batch = c.execute(
+            "INSERT INTO batch (run_id, step, state, tensors, manifest, trajectories, tokens, fill, created)"
+            " VALUES (?, ?, 'packed', ?, ?, ?, ?, ?, ?)",
+            (
+                run["id"],
+                manifest.step,
+                tensors,
+                sha,
+                len(manifest.trajectories),
+                result.physical_tokens,
+                result.fill,
+                now,
+            ),
+        ).lastrowid
+        reasons = {drop.trajectory: drop.reason for drop in manifest.drops}
+        for packed in manifest.trajectories:
+            if packed.rows:
+                move(c, "trajectory", packed.id, "packed", start="queued", batch_id=batch)
+            else:
+                move(c, "trajectory", packed.id, "discarded", start="queued", reason=reasons.get(packed.id, "dropped"))
+        for group in groups:
+            move(c, "trajectory_group", group.id, "packed", start="sealed")
+        parent = c.execute(
+            "SELECT k.id FROM checkpoint k JOIN run r ON r.id = k.run_id AND r.step = k.step AND r.lineage = k.lineage"
+            " WHERE r.id = ?",
+            (run["id"],),
+        ).fetchone()["id"]
+        c.execute(
+            "INSERT INTO job (run_id, kind, step, epoch, batch_id, parent_id, state, seconds, created)"
+            " VALUES (?, 'train', ?, ?, ?, ?, 'queued', ?, ?)",
+            (run["id"], manifest.step, run["next_epoch"], batch, parent, msgspec.json.encode({"pack": seconds}), now),
+        )
+        c.execute("UPDATE run SET next_epoch = next_epoch + 1, flush = 0 WHERE id = ?", (run["id"],))
+        emit(
+            c, now, manifest.run, "batch.packed", batch, step=manifest.step, rows=result.rows, fill=result.fill,
+            trajectories=len(manifest.trajectories), logical_tokens=result.logical_tokens,
+            physical_tokens=result.physical_tokens, trainable_tokens=result.trainable_tokens, seconds=seconds,
+        )  # fmt: skip
+
+    def _failed(
+        self, c: sqlite3.Connection, request: PackRequest, groups: tuple[Group, ...], answer: PackFailure
+    ) -> bool:
+        """Discard what can never be packed; True when trying again at once makes sense."""
+        now = self._store.clock.now_ms()
+        emit(c, now, request.run, "batch.failed", request.step, error=answer.error, trajectory=answer.trajectory)
+        if answer.trajectory:
+            row = c.execute("SELECT group_id FROM trajectory WHERE id = ?", (answer.trajectory,)).fetchone()
+            bad = [row["group_id"]] if row else []
+        else:
+            bad = [group.id for group in groups] if answer.drops else []
+        for group in bad:
+            move(c, "trajectory_group", group, "discarded", start="sealed", reason=answer.error)
+            c.execute("UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ?", (answer.error, group))
+        return bool(bad)
+
+
+async def run_child(request: PackRequest) -> PackResult | PackFailure:
+    """Exec `python -m artd.packing.child` for one batch."""
+    command = [sys.executable, "-m", "artd.packing.child"]
+    done = await anyio.run_process(command, input=msgspec.json.encode(request), check=False, start_new_session=True)
+    try:
+        return msgspec.json.decode(done.stdout, type=PackResult | PackFailure)
+    except msgspec.DecodeError:
+        tail = done.stderr.decode(errors="replace").strip()[-2000:]
+        return PackFailure(error=f"the packer ended with status {done.returncode}: {tail or digest(done.stdout)}")

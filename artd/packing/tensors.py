@@ -1,0 +1,95 @@
+"""Packed rows as tensors: the arrays that `BatchManifest.tensors` lists, filled, digested and serialised.
+
+Owner of: no state. Invariants: names and dtypes are `PADDING`; all are C-contiguous; padding is one tail per row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from artd_schema.manifest import TensorInfo
+
+from .assemble import Sequence
+from .plan import Placed, Segment
+
+Tensors = dict[str, NDArray]
+
+PADDING: dict[str, tuple[type[np.generic], float]] = {
+    "tokens": (np.int32, 0),
+    "segment_ids": (np.int32, -1),
+    "parent_ids": (np.int32, -1),
+    "position_ids": (np.int32, 0),
+    "loss_mask": (np.uint8, 0),
+    "old_logprobs": (np.float32, float("nan")),
+    "advantages": (np.float32, 0.0),
+    "weights": (np.float32, 0.0),
+    "temperatures": (np.float32, 1.0),
+    "policy_epochs": (np.int32, -1),
+    "trajectory_index": (np.int32, -1),
+}
+"""Tensor name -> (dtype, value where a row has nothing)."""
+
+_NAMES = {"int32": "I32", "float32": "F32", "uint8": "U8"}
+
+
+class Filler:
+    """Writes segments into tensors of shape [rows, row_length]."""
+
+    def __init__(self, rows: int, row_length: int) -> None:
+        self.tensors: Tensors = {
+            name: np.full((rows, row_length), value, kind) for name, (kind, value) in PADDING.items()
+        }
+        self._positions = np.arange(row_length, dtype=np.int32)
+
+    def fill(
+        self,
+        row: int,
+        segments: Seq[Segment],
+        sequence_of: dict[Placed, Sequence],
+        trajectory_of: dict[Placed, int],
+        advantage_of: Seq[float],
+    ) -> int:
+        """Fill one row and return its tokens. advantage_of: by index of the trajectory.
+
+        Shared segments hold context only: no trajectory, no advantage, no weight.
+        """
+        out = {name: array[row] for name, array in self.tensors.items()}
+        at = 0
+        for number, segment in enumerate(segments):
+            sequence = sequence_of[segment.owner]
+            there = slice(at, at + segment.end - segment.start)
+            here = slice(segment.start, segment.end)
+            out["tokens"][there] = sequence.tokens[here]
+            out["segment_ids"][there] = number
+            out["parent_ids"][there] = segment.parent
+            out["position_ids"][there] = self._positions[here]
+            if segment.leaf:
+                trajectory = trajectory_of[segment.owner]
+                mask = sequence.mask[here]
+                out["loss_mask"][there] = mask
+                out["old_logprobs"][there] = sequence.logprobs[here]
+                out["temperatures"][there] = sequence.temperatures[here]
+                out["policy_epochs"][there] = sequence.epochs[here]
+                out["weights"][there] = mask
+                np.multiply(mask, np.float32(advantage_of[trajectory]), out=out["advantages"][there])
+                out["trajectory_index"][there] = trajectory
+            at = there.stop
+        return at
+
+
+def describe(tensors: Tensors) -> dict[str, TensorInfo]:
+    """Name -> dtype, shape and sha256 of the raw bytes."""
+    return {
+        name: TensorInfo(_NAMES[array.dtype.name], array.shape, hashlib.sha256(array.data).hexdigest())
+        for name, array in sorted(tensors.items())
+    }
+
+
+def serialise(tensors: Tensors) -> bytes:
+    """The safetensors file."""
+    return save(dict(sorted(tensors.items())))

@@ -1,0 +1,84 @@
+"""The shared-prefix tree of one group: which tokens its sequences can have in common in a packed row.
+
+Owner of: no state. Invariants: nodes are in preorder (the parent precedes the child, a subtree is contiguous); every
+sequence ends in a leaf of its own; the token before a sequence's first trainable one, and everything after it, lies in
+that leaf, because the logits at that token predict the sequence's own continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .assemble import I32, Sequence
+
+MIN_SHARED = 64
+"""Tokens; a common prefix shorter than this is shared only where it is a whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Tokens [start, end) of the sequences below. parent: index of a node, -1 at a root. leaf: sequence, -1 inside."""
+
+    start: int
+    end: int
+    parent: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """nodes: preorder. leaves[i]: the node that ends sequence i."""
+
+    nodes: tuple[Node, ...]
+    leaves: tuple[int, ...]
+
+    def path(self, sequence: int) -> list[int]:
+        """Nodes from the leaf of `sequence` up to its root."""
+        path = [self.leaves[sequence]]
+        while (parent := self.nodes[path[-1]].parent) >= 0:
+            path.append(parent)
+        return path
+
+
+def shareable(sequence: Sequence) -> int:
+    """How many tokens of a sequence may be shared: all before the one that precedes the first trainable token."""
+    return max(sequence.first_trainable - 1, 0)
+
+
+def build_tree(sequences: Seq[Sequence], min_shared: int = MIN_SHARED) -> Tree:
+    """The tree of one group's sequences, each of at least one trainable token."""
+    limits = [shareable(sequence) for sequence in sequences]
+    # Token ids are never negative, so big-endian bytes sort as the ids do.
+    keys = [sequence.tokens[:limit].astype(">i4").tobytes() for sequence, limit in zip(sequences, limits, strict=True)]
+    order = sorted(range(len(sequences)), key=lambda index: (keys[index], index))
+    common = [
+        _common_prefix(sequences[a].tokens[: limits[a]], sequences[b].tokens[: limits[b]]) for a, b in pairwise(order)
+    ]
+    nodes: list[Node] = []
+    leaves = [-1] * len(sequences)
+    stack = [(0, len(order), 0, -1)] if order else []
+    while stack:
+        low, high, start, parent = stack.pop()
+        if high - low == 1:
+            index = order[low]
+            leaves[index] = len(nodes)
+            nodes.append(Node(start, len(sequences[index]), parent, index))
+            continue
+        end = min(common[low : high - 1])
+        # In sorted order the first sequence is the shortest prefix of the others, if one is.
+        whole_prompt = end == limits[order[low]] and end > start
+        if whole_prompt or end - start >= min_shared:
+            nodes.append(Node(start, end, parent, -1))
+            parent, start = len(nodes) - 1, end
+        cuts = [low, *(i + 1 for i in range(low, high - 1) if common[i] == end), high]
+        stack.extend((a, b, start, parent) for a, b in reversed(list(pairwise(cuts))))
+    return Tree(tuple(nodes), tuple(leaves))
+
+
+def _common_prefix(a: I32, b: I32) -> int:
+    size = min(len(a), len(b))
+    different = a[:size] != b[:size]
+    first = int(different.argmax()) if size else 0
+    return first if size and different[first] else size

@@ -1,0 +1,253 @@
+"""Pushes: committed checkpoints go into the engine: hold, update, verify, live.
+
+Owner of: push and serving rows. Invariants: the step that is served changes only with a verified `Live`; an engine
+whose push did not end well is unknown and is restarted, never verified back; at most one push per engine is under
+way, and only the newest matters.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import anyio
+import msgspec
+
+from artd_schema import worker as w
+from artd_schema.spec import RunSpec
+
+from .commit import prepare_push
+from .core.decide import plan_push
+from .dispatch import TRAINER, checkpoint_ref
+from .rundir import DataDir
+from .store.store import Store, emit, get_meta, move, set_meta
+from .views import active_run, load_worker, newest_checkpoint, open_pushes
+from .wire import WorkerWire
+
+log = logging.getLogger(__name__)
+ENGINE = "engine"
+GATEWAY = "gateway"
+HELD_S = 10.0
+DEADLINE_S = 180.0
+KEEP_LIVE = 2
+MAX_ATTEMPTS = 5
+
+
+@dataclass
+class Sending:
+    """The push under way. end: monotonic deadline."""
+
+    message: w.Push
+    end: float
+
+
+class Pusher:
+    """kill(worker, reason): ends a worker's process; its death comes back through `engine_died`."""
+
+    def __init__(self, store: Store, wire: WorkerWire, data: DataDir, kill: Callable[[str, str], None]) -> None:
+        self._store = store
+        self._wire = wire
+        self._data = data
+        self._kill = kill
+        self._sending: Sending | None = None
+        self._held = anyio.Event()
+
+    async def run(self) -> None:
+        """Send what is due and watch its deadline, until cancelled."""
+        while True:
+            changed = self._store.change()
+            if self._sending is None:
+                await self._send_due()
+            elif self._store.clock.monotonic() > self._sending.end:
+                message = self._sending.message
+                self._sending.end += DEADLINE_S
+                self._kill(ENGINE, f"push {message.push} to {message.name} passed its deadline")
+            with anyio.move_on_after(1.0):
+                await changed.wait()
+
+    async def _send_due(self) -> None:
+        message = await self._store.write(self._claim)
+        if message is None:
+            return
+        self._sending = Sending(message, self._store.clock.monotonic() + message.deadline_s + message.drain_s)
+        if message.mode == "merged":
+            await self._hold(message)
+        if message.source == "live":
+            self._wire.send(TRAINER, message)
+        self._wire.send(ENGINE, message)
+
+    async def _hold(self, message: w.Push) -> None:
+        """The gateway stops admitting before the engine is touched; without a gateway nothing is admitted at all."""
+        self._held = anyio.Event()
+        if not self._wire.send(GATEWAY, w.Hold(push=message.push, engine=ENGINE)):
+            return
+        with anyio.move_on_after(HELD_S) as scope:
+            await self._held.wait()
+        if scope.cancelled_caught:
+            self._kill(GATEWAY, f"it did not confirm the hold of push {message.push} within {HELD_S:.0f} s")
+
+    def held(self, message: w.Held) -> None:
+        if self._sending is not None and message.push == self._sending.message.push:
+            self._held.set()
+
+    def _claim(self, c: sqlite3.Connection) -> w.Push | None:
+        run = active_run(c)
+        if run is None:
+            return None
+        now = self._store.clock.now_ms()
+        spec = msgspec.json.decode(run["spec"], type=RunSpec)
+        newest = newest_checkpoint(c, run["id"])
+        engine = load_worker(c, ENGINE)
+        trainer = load_worker(c, TRAINER)
+        busy = trainer is not None and trainer.state == "busy"
+        plan = plan_push(engine, newest["id"] if newest else None, open_pushes(c, ENGINE), busy, now)
+        for push in plan.supersede:
+            move(c, "push", push, "superseded", start="prepared", ended=now)
+        if plan.create is not None and not self._gave_up(c, run, plan.create):
+            prepare_push(c, now, run["id"], plan.create, spec.rollout_weights_mode)
+        if plan.send is None or engine is None or newest is None or engine.spawn != self._wire.spawn(ENGINE):
+            return None
+        fence = int(get_meta(c, "push_fence", "0")) + 1
+        set_meta(c, "push_fence", str(fence))
+        live = self._can_feed(c, newest, engine.spawn) and spec.rollout_weights_mode == "merged" and not busy
+        source: Literal["live", "disk"] = "live" if live else "disk"
+        move(c, "push", plan.send, "sending", start="prepared", fence=fence, source=source, started=now)
+        name = f"{run['name']}@{newest['step']}"
+        emit(c, now, run["name"], "push.sending", plan.send, step=newest["step"], source=source, fence=fence)
+        return w.Push(
+            push=plan.send,
+            fence=fence,
+            checkpoint=checkpoint_ref(self._data, run["name"], newest),
+            mode=spec.rollout_weights_mode,
+            source=source,
+            name=name,
+            drain_s=spec.push_drain_s,
+            deadline_s=DEADLINE_S,
+            rendezvous=str(self._data.spawn_dir(ENGINE, engine.spawn) / f"pair-{trainer.spawn}")
+            if trainer and live
+            else "",
+        )
+
+    def _gave_up(self, c: sqlite3.Connection, run: sqlite3.Row, checkpoint: int) -> bool:
+        """A paused run whose newest push failed for good waits for `artctl resume`."""
+        last = c.execute(
+            "SELECT state FROM push WHERE checkpoint_id = ? ORDER BY id DESC LIMIT 1", (checkpoint,)
+        ).fetchone()
+        return run["state"] == "paused" and last is not None and last["state"] == "failed"
+
+    def _can_feed(self, c: sqlite3.Connection, checkpoint: sqlite3.Row, engine_spawn: int) -> bool:
+        """Whether the trainer that made this checkpoint still holds it, and this engine process has served before."""
+        spawn = self._wire.spawn(TRAINER)
+        job = c.execute("SELECT spawn FROM job WHERE id = ?", (checkpoint["job_id"],)).fetchone()
+        verified = c.execute("SELECT 1 FROM serving WHERE spawn = ? AND engine = ?", (engine_spawn, ENGINE)).fetchone()
+        return spawn is not None and job["spawn"] == spawn and verified is not None
+
+    # ---- what workers say ---------------------------------------------------------------------------------------------
+
+    async def live(self, message: w.Live) -> None:
+        gone = await self._store.write(lambda c: self._go_live(c, message))
+        if gone is None:
+            return
+        self._end(message.push, message.fence)
+        for name in gone:
+            self._wire.send(ENGINE, w.Unload(name=name))
+
+    def _go_live(self, c: sqlite3.Connection, message: w.Live) -> list[str] | None:
+        """The served step changes here and nowhere else. Returns adapter names to unload; None when the fence is
+        old."""
+        row = c.execute(
+            "SELECT p.*, k.step, r.name AS run FROM push p JOIN checkpoint k ON k.id = p.checkpoint_id JOIN run r"
+            " ON r.id = p.run_id WHERE p.id = ? AND p.fence = ? AND p.state = 'sending'",
+            (message.push, message.fence),
+        ).fetchone()
+        spawn = self._wire.spawn(ENGINE)
+        if row is None or spawn is None:
+            return None
+        now = self._store.clock.now_ms()
+        for old in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (ENGINE,)).fetchall():
+            move(c, "push", old["id"], "superseded", start="live", ended=now)
+        move(c, "push", message.push, "live", start="sending", max_abs=message.max_abs, mean_abs=message.mean_abs,
+             seconds=msgspec.json.encode(message.seconds), error="")  # fmt: skip
+        keep = 0 if row["mode"] == "merged" else KEEP_LIVE - 1
+        served = c.execute(
+            "SELECT id, name FROM serving WHERE engine = ? AND state = 'live' ORDER BY id DESC", (ENGINE,)
+        )
+        gone = served.fetchall()[keep:]
+        for old in gone:
+            move(c, "serving", old["id"], "gone", start="live")
+        c.execute(
+            "INSERT INTO serving (engine, spawn, run_id, checkpoint_id, name, state, created) VALUES (?, ?, ?, ?, ?, 'live', ?)",
+            (ENGINE, spawn, row["run_id"], row["checkpoint_id"], f"{row['run']}@{row['step']}", now),
+        )
+        emit(c, now, row["run"], "push.live", message.push, step=row["step"], source=row["source"], max_abs=message.max_abs,
+             mean_abs=message.mean_abs, seconds=message.seconds)  # fmt: skip
+        return [old["name"] for old in gone] if row["mode"] == "lora" else []
+
+    async def failed(self, message: w.PushFailed) -> None:
+        """The harness ends its engine after this; the push waits for the next process."""
+        log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
+        await self._store.write(
+            lambda c: self._put_back(c, message.push, message.fence, f"{message.phase}: {message.error}")
+        )
+        self._end(message.push, message.fence)
+
+    async def refused(self, message: w.Refused) -> None:
+        """The trainer does not hold the weights any more: the engine restarts and loads them from disk."""
+        if self._sending is not None and self._sending.message.push == message.push:
+            self._kill(ENGINE, f"the trainer refused push {message.push}: {message.reason}")
+
+    async def trainer_died(self) -> None:
+        """A live push can no longer be fed."""
+        if self._sending is not None and self._sending.message.source == "live":
+            self._kill(ENGINE, f"the trainer died while it fed push {self._sending.message.push}")
+
+    async def engine_died(self, error: str) -> None:
+        """Nothing of this engine is served any more; its push goes back."""
+
+        def write(c: sqlite3.Connection) -> None:
+            now = self._store.clock.now_ms()
+            forget_engine(c, now, error, MAX_ATTEMPTS)
+
+        await self._store.write(write)
+        if self._sending is not None:
+            self._end(self._sending.message.push, self._sending.message.fence)
+
+    def _put_back(self, c: sqlite3.Connection, push: int, fence: int, error: str) -> None:
+        row = c.execute("SELECT * FROM push WHERE id = ? AND fence = ? AND state = 'sending'", (push, fence)).fetchone()
+        if row is not None:
+            put_back(c, self._store.clock.now_ms(), row, error, MAX_ATTEMPTS)
+
+    def _end(self, push: int, fence: int) -> None:
+        if self._sending is not None and self._sending.message.push == push:
+            if self._sending.message.source == "live":
+                self._wire.send(TRAINER, w.PushEnd(push=push, fence=fence))
+            self._sending = None
+
+
+def forget_engine(c: sqlite3.Connection, now: int, error: str, max_attempts: int) -> None:
+    """An engine process is gone: what it served and what was being pushed to it."""
+    for row in c.execute("SELECT * FROM push WHERE engine = ? AND state = 'sending'", (ENGINE,)).fetchall():
+        put_back(c, now, row, error, max_attempts)
+    for row in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (ENGINE,)).fetchall():
+        move(c, "push", row["id"], "superseded", start="live", ended=now)
+    for row in c.execute("SELECT id FROM serving WHERE engine = ? AND state <> 'gone'", (ENGINE,)).fetchall():
+        move(c, "serving", row["id"], "gone")
+
+
+def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, max_attempts: int) -> None:
+    """A push under way ended badly: `prepared` again, or `failed` and the run paused after too many attempts."""
+    attempts = row["attempts"] + 1
+    run = c.execute("SELECT id, name, state FROM run WHERE id = ?", (row["run_id"],)).fetchone()
+    if attempts < max_attempts:
+        move(c, "push", row["id"], "prepared", start="sending", attempts=attempts, error=error)
+        emit(c, now, run["name"], "push.retried", row["id"], error=error, attempts=attempts)
+        return
+    move(c, "push", row["id"], "failed", start="sending", attempts=attempts, error=error, ended=now)
+    emit(c, now, run["name"], "push.failed", row["id"], error=error)
+    if run["state"] == "active":
+        reason = f"push {row['id']} failed {attempts} times: {error.splitlines()[0] if error else 'no reason given'}"
+        move(c, "run", run["id"], "paused", reason=reason)
+        emit(c, now, run["name"], "run.paused", run["name"], reason=reason)

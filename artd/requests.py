@@ -1,0 +1,216 @@
+"""What clients ask: each request is answered by exactly one reply, errors by their code.
+
+Owner of: nothing; the services own the rows. Invariants: nothing a client sends ends the daemon; a reply to a change
+leaves after its COMMIT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+
+from artd_schema import PROTOCOL
+from artd_schema import client_api as api
+
+from . import __version__
+from .commit import cancel_job
+from .core.states import IllegalTransition
+from .dispatch import Dispatch
+from .errors import Busy, Conflict, Draining, Invalid, NotFound, RequestError
+from .ingest import Ingest
+from .lists import read_events, read_rows
+from .runs import Runs, set_run_state
+from .store.store import Store, emit, move
+from .store.writer import StoreFull
+
+log = logging.getLogger(__name__)
+Send = Callable[[bytes, api.Reply], object]
+DISCARDED = "the daemon is stopping; start it again with `artd start` and resend"
+
+
+class Requests:
+    """`take` is the client router's handler. stop(drain_s): asks the daemon to end."""
+
+    def __init__(
+        self, store: Store, ingest: Ingest, runs: Runs, dispatch: Dispatch, send: Send, stop: Callable[[float], None],
+        instance: str, max_message: int,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._ingest = ingest
+        self._runs = runs
+        self._dispatch = dispatch
+        self._send = send
+        self._stop = stop
+        self._welcome = api.Welcome(protocol=PROTOCOL, instance=instance, version=__version__, max_message=max_message)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.draining = False
+
+    def take(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
+        if (
+            isinstance(request.op, api.Submit)
+            and not self.draining
+            and self._submit_fast(peer, request, request.op, bulk)
+        ):
+            return
+        task = asyncio.ensure_future(self._answer(peer, request, bulk))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _submit_fast(self, peer: bytes, request: api.Request, op: api.Submit, bulk: list[bytes]) -> bool:
+        """Small submits by value need no task of their own."""
+        try:
+            future = self._ingest.submit_now(op, bulk)
+        except RequestError as error:
+            self._send(peer, api.Reply(id=request.id, answer=_error(error)))
+            return True
+        if future is None:
+            return False
+        future.add_done_callback(lambda done: self._send(peer, api.Reply(id=request.id, answer=_outcome(done))))
+        return True
+
+    async def _answer(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
+        try:
+            if self.draining and not isinstance(request.op, api.Hello | api.List | api.Shutdown):
+                raise Draining(DISCARDED)
+            answer = await self._serve(request.op, bulk)
+        except Exception as error:
+            answer = _failure(error)
+        self._send(peer, api.Reply(id=request.id, answer=answer))
+
+    def _serve(self, op: api.Op, bulk: list[bytes]) -> Awaitable[api.Answer]:
+        match op:
+            case api.Submit():
+                return self._ingest.submit(op, bulk)
+            case api.WaitStep():
+                return self._runs.wait(op)
+            case api.CreateRun():
+                return self._runs.create(op)
+            case api.Seal():
+                return self._ingest.seal(op)
+            case api.Flush():
+                return self._ingest.flush(op)
+            case api.List():
+                return self._list(op)
+            case api.Events():
+                return self._events(op)
+            case api.Pause():
+                return self._runs.set_state(op.run, "paused", op.reason)
+            case api.Resume():
+                return self._runs.set_state(op.run, "active")
+            case api.Finish():
+                return self._runs.set_state(op.run, "finished")
+            case api.CancelJob():
+                return self._cancel(op.job)
+            case api.RetryJob():
+                return self._retry(op.job)
+            case api.Hello():
+                return self._hello(op)
+            case api.Shutdown():
+                return self._shutdown(op)
+
+    async def _hello(self, op: api.Hello) -> api.Answer:
+        if op.protocol != PROTOCOL:
+            raise Invalid(
+                f"client speaks protocol {op.protocol}, this daemon {PROTOCOL}: install artd {__version__} there"
+            )
+        return self._welcome
+
+    async def _shutdown(self, op: api.Shutdown) -> api.Answer:
+        self._stop(op.drain_s)
+        return api.Done()
+
+    async def _list(self, op: api.List) -> api.Rows:
+        return api.Rows(rows=await read_rows(self._store, op))
+
+    async def _events(self, op: api.Events) -> api.Rows:
+        end = self._store.clock.monotonic() + min(op.timeout_s, 60.0)
+        while True:
+            changed = self._store.change()
+            rows = await read_events(self._store, op)
+            left = end - self._store.clock.monotonic()
+            if rows or left <= 0:
+                return api.Rows(rows=rows)
+            with anyio.move_on_after(left):
+                await changed.wait()
+
+    async def _cancel(self, job_id: int) -> api.Done:
+        """Cancel a job for good. Its trajectories wait again, and the run pauses so that they are not packed at
+        once."""
+
+        def write(c: sqlite3.Connection) -> bool:
+            job = _job(c, job_id)
+            now = self._store.clock.now_ms()
+            if job["kind"] == "init":
+                raise Conflict(
+                    f"job {job_id} makes the run's first checkpoint; finish the run instead: artctl finish RUN"
+                )
+            if job["state"] == "running":
+                c.execute("UPDATE job SET cancel = 1 WHERE id = ?", (job_id,))
+            elif job["state"] in ("queued", "quarantined"):
+                cancel_job(c, now, job, job["run"])
+            else:
+                raise Conflict(f"job {job_id} is {job['state']} already")
+            if job["run_state"] == "active":
+                set_run_state(c, now, job["run_id"], "paused", f"job {job_id} was cancelled")
+            return bool(job["state"] == "running")
+
+        if await self._store.write(write):
+            self._dispatch.cancel_running(job_id)
+        return api.Done()
+
+    async def _retry(self, job_id: int) -> api.Done:
+        """Queue a quarantined job again on the same batch, and let its run go on."""
+
+        def write(c: sqlite3.Connection) -> api.Done:
+            job = _job(c, job_id)
+            if job["state"] != "quarantined":
+                raise Conflict(f"job {job_id} is {job['state']}; only a quarantined job can be retried")
+            now = self._store.clock.now_ms()
+            move(c, "job", job_id, "queued", start="quarantined", attempts=0, deaths=0, not_before=0)
+            emit(c, now, job["run"], "job.retried", job_id)
+            if job["run_state"] == "paused":
+                set_run_state(c, now, job["run_id"], "active", "")
+            return api.Done()
+
+        return await self._store.write(write)
+
+
+def _job(c: sqlite3.Connection, job_id: int) -> sqlite3.Row:
+    row: sqlite3.Row | None = c.execute(
+        "SELECT j.*, r.name AS run, r.state AS run_state FROM job j JOIN run r ON r.id = j.run_id WHERE j.id = ?",
+        (job_id,),
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"there is no job {job_id}; `artctl jobs` lists them", field="job")
+    return row
+
+
+def _outcome(done: asyncio.Future[Any]) -> api.Answer:
+    error = done.exception()
+    if error is None:
+        answer: api.Answer = done.result()
+        return answer
+    return _failure(error)
+
+
+def _failure(error: BaseException) -> api.Error:
+    """The typed answer to any exception; what nobody foresaw is logged with its stack."""
+    if isinstance(error, RequestError):
+        return _error(error)
+    if isinstance(error, StoreFull):
+        return _error(Busy(str(error), retry_after_s=5.0))
+    if isinstance(error, IllegalTransition):
+        return _error(Conflict(str(error)))
+    log.error("a request failed", exc_info=error)
+    return api.Error(
+        code="failed", message=f"{type(error).__name__}: {error} (see the daemon's log: artctl logs daemon)"
+    )
+
+
+def _error(error: RequestError) -> api.Error:
+    return api.Error(code=error.code, message=error.message, field=error.field, retry_after_s=error.retry_after_s)

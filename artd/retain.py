@@ -1,0 +1,73 @@
+"""What is kept: the newest checkpoints of a run, and whatever is still served or trained from.
+
+Owner of: checkpoints in state `retired`. Invariants: row first, files second; a checkpoint that is a parent of
+unfinished work, under push or served is never retired; every row stays, only its files go.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from artd_schema.spec import RunSpec
+
+from .rundir import DataDir
+from .store import fs
+from .store.store import Store, emit, move
+
+log = logging.getLogger(__name__)
+PERIOD_S = 5.0
+
+NEEDED = """
+SELECT parent_id FROM job WHERE state IN ('queued', 'running', 'quarantined') AND parent_id IS NOT NULL
+UNION SELECT checkpoint_id FROM push WHERE state IN ('prepared', 'sending', 'live')
+UNION SELECT s.checkpoint_id FROM serving s JOIN process p ON p.name = s.engine AND p.spawn = s.spawn
+  JOIN run r ON r.id = s.run_id WHERE json_extract(r.spec, '$.rollout_weights_mode') = 'lora'
+UNION SELECT k.id FROM checkpoint k JOIN run r ON r.id = k.run_id AND r.step = k.step AND r.lineage = k.lineage
+"""
+
+
+class Retain:
+    """Retires checkpoints beyond `keep_checkpoints`. In lora mode the engine may read an adapter again at any time,
+    so every adapter that the running engine process ever served is kept until that process has gone."""
+
+    def __init__(self, store: Store, data: DataDir) -> None:
+        self._store = store
+        self._data = data
+
+    async def run(self) -> None:
+        """Retire what is due after each change, until cancelled."""
+        while True:
+            changed = self._store.change()
+            for folder in await self._store.write(self._retire):
+                await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / folder)
+            await changed.wait()
+            await anyio.sleep(PERIOD_S)
+
+    def _retire(self, c: sqlite3.Connection) -> list[str]:
+        now = self._store.clock.now_ms()
+        folders = []
+        for run in c.execute("SELECT id, name, spec FROM run").fetchall():
+            keep = msgspec.json.decode(run["spec"], type=RunSpec).keep_checkpoints
+            rows = c.execute(
+                f"SELECT id, step, dir FROM checkpoint WHERE run_id = ? AND state = 'committed' AND id NOT IN ({NEEDED})"
+                " ORDER BY id DESC LIMIT -1 OFFSET max(0, ? - (SELECT count(*) FROM checkpoint WHERE run_id = ? AND"
+                f" state = 'committed' AND id IN ({NEEDED})))",
+                (run["id"], keep, run["id"]),
+            ).fetchall()
+            for row in rows:
+                move(c, "checkpoint", row["id"], "retired", start="committed")
+                emit(c, now, run["name"], "checkpoint.retired", row["step"])
+                folders.append(row["dir"])
+        return folders
+
+
+def sweep(c: sqlite3.Connection, data: DataDir) -> list[str]:
+    """At boot: folders of retired checkpoints, and folders below `checkpoints` that no row knows."""
+    known = {row["dir"] for row in c.execute("SELECT dir FROM checkpoint WHERE state = 'committed'")}
+    found = [str(path.relative_to(data.root)) for path in data.checkpoints.glob("*/*") if path.is_dir()]
+    return [folder for folder in found if folder not in known]

@@ -1,0 +1,176 @@
+"""Runs: created, attached to, paused, resumed, finished; and what a client waits for.
+
+Owner of: the run table. Invariants: a spec never changes; one run is active (or paused) at a time; creating a run
+queues its init job in the same transaction.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from artd_schema import client_api as api
+from artd_schema.codec import to_json
+from artd_schema.spec import RunSpec, first_difference
+
+from .base_model import BaseModel, pin
+from .core.decide import is_stalled
+from .errors import Conflict, Invalid, NotFound, RequestError
+from .store.store import Store, emit, get_meta, move
+from .views import load_run
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Runs:
+    """What clients ask about runs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def create(self, op: api.CreateRun) -> api.RunInfo:
+        """Create a run or attach to it. Errors: Invalid, NotFound, Conflict."""
+        known = await self._store.read("SELECT spec FROM run WHERE name = ?", (op.name,))
+        if known:
+            _check_same(op, msgspec.json.decode(known[0]["spec"], type=RunSpec))
+            return await self.info(op.name, created=False)
+        if op.spec is None:
+            raise NotFound(f"there is no run {op.name!r}; give a model to create it", field="name")
+        if not NAME.fullmatch(op.name):
+            raise Invalid(
+                f"run name {op.name!r}: 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit",
+                field="name",
+            )
+        base = await anyio.to_thread.run_sync(pin, op.spec.model)
+        spec = op.spec
+        await self._store.write(lambda c: _insert(c, self._store.clock.now_ms(), op.name, spec, base))
+        return await self.info(op.name, created=True)
+
+    async def info(self, name: str, created: bool) -> api.RunInfo:
+        def read(c: sqlite3.Connection) -> api.RunInfo:
+            run = c.execute("SELECT * FROM run WHERE name = ?", (name,)).fetchone()
+            if run is None:
+                raise NotFound(f"there is no run {name!r}", field="run")
+            return api.RunInfo(
+                name=name,
+                state=run["state"],
+                reason=run["reason"],
+                spec=msgspec.json.decode(run["spec"], type=RunSpec),
+                step=run["step"],
+                served=served_step(c, run["id"]),
+                created=created,
+                base_url=get_meta(c, "gateway_url") + "/v1",
+                api_key=get_meta(c, "gateway_token"),
+            )
+
+        return await self._store.write(read)
+
+    async def set_state(self, name: str, target: str, reason: str = "") -> api.Done:
+        """pause, resume, finish. Asking for the state that a run has is no error."""
+
+        def write(c: sqlite3.Connection) -> api.Done:
+            row = c.execute("SELECT id, state FROM run WHERE name = ?", (name,)).fetchone()
+            if row is None:
+                raise NotFound(f"there is no run {name!r}; `artctl runs` lists them", field="run")
+            if row["state"] == target:
+                return api.Done()
+            if row["state"] == "finished":
+                raise Conflict(f"run {name!r} is finished; create another", field="run")
+            set_run_state(c, self._store.clock.now_ms(), row["id"], target, reason)
+            return api.Done()
+
+        return await self._store.write(write)
+
+    async def wait(self, op: api.WaitStep) -> api.Answer:
+        """StepInfo when the step is committed and served, Stalled when it cannot come by itself, Pending at the
+        time-out."""
+        end = self._store.clock.monotonic() + min(op.timeout_s, 60.0)
+        while True:
+            changed = self._store.change()
+            answer = await self._store.write(lambda c: _progress(c, op))
+            left = end - self._store.clock.monotonic()
+            if not isinstance(answer, api.Pending) or left <= 0:
+                return answer
+            with anyio.move_on_after(left):
+                await changed.wait()
+
+
+def _check_same(op: api.CreateRun, stored: RunSpec) -> None:
+    if op.spec is None:
+        return
+    if field := first_difference(stored, op.spec):
+        raise Conflict(
+            f"run {op.name!r} exists with another spec: `{field}` differs; use another name, or that value", field=field
+        )
+
+
+def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: BaseModel) -> None:
+    other = c.execute("SELECT name FROM run WHERE state <> 'finished'").fetchone()
+    if other is not None:
+        raise Conflict(
+            f"run {other['name']!r} is active, and artd trains one at a time: `artctl finish {other['name']}` ends it",
+            field="name",
+        )
+    cursor = c.execute(
+        "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, state, next_epoch, created)"
+        " VALUES (?, ?, ?, ?, ?, 'active', 1, ?)",
+        (name, to_json(spec), base.digest, to_json(base), base.vocab_size, now),
+    )
+    c.execute(
+        "INSERT INTO job (run_id, kind, step, epoch, state, created) VALUES (?, 'init', 0, 0, 'queued', ?)",
+        (cursor.lastrowid, now),
+    )
+    emit(c, now, name, "run.created", name, model=spec.model, mode=spec.rollout_weights_mode)
+
+
+def set_run_state(c: sqlite3.Connection, now: int, run_id: int, target: str, reason: str) -> None:
+    """Move a run and tell of it."""
+    name = c.execute("SELECT name FROM run WHERE id = ?", (run_id,)).fetchone()["name"]
+    move(c, "run", run_id, target, reason=reason if target == "paused" else "")
+    verb = {"active": "resumed", "paused": "paused", "finished": "finished"}[target]
+    emit(c, now, name, f"run.{verb}", name, reason=reason)
+
+
+def served_step(c: sqlite3.Connection, run_id: int) -> int:
+    """Newest live step of a run, -1 when none is served."""
+    row = c.execute(
+        "SELECT max(k.step) AS step FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
+        " WHERE s.run_id = ? AND s.state = 'live'",
+        (run_id,),
+    ).fetchone()
+    return -1 if row["step"] is None else int(row["step"])
+
+
+def _progress(c: sqlite3.Connection, op: api.WaitStep) -> api.Answer:
+    row = c.execute("SELECT id, reason FROM run WHERE name = ?", (op.run,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no run {op.run!r}", field="run")
+    run = load_run(c, row["id"])
+    if run.step >= op.step and served_step(c, row["id"]) >= op.step:
+        return _step_info(c, row["id"], op)
+    if run.state != "active" and run.step < op.step:
+        what = f": {row['reason']}" if row["reason"] else ""
+        raise RequestError(f"run {op.run!r} is {run.state}{what}; step {op.step} will not come. Next: artctl status")
+    if is_stalled(run, op.step):
+        return api.Stalled(step=run.step, sealed=len(run.sealed), trainable=len(run.sealed), needed=run.groups_per_step)
+    phase = run.job or ("serve" if run.step >= op.step else "collect")
+    return api.Pending(step=run.step, phase=phase)
+
+
+def _step_info(c: sqlite3.Connection, run_id: int, op: api.WaitStep) -> api.StepInfo:
+    row = c.execute(
+        "SELECT k.sha, j.metrics, j.seconds FROM checkpoint k JOIN job j ON j.id = k.job_id WHERE k.run_id = ? AND k.step = ?"
+        " ORDER BY k.lineage DESC LIMIT 1",
+        (run_id, op.step),
+    ).fetchone()
+    return api.StepInfo(
+        run=op.run,
+        step=op.step,
+        checkpoint=row["sha"],
+        metrics=msgspec.json.decode(row["metrics"]),
+        seconds=msgspec.json.decode(row["seconds"]),
+    )

@@ -1,0 +1,1 @@
+"""The database and the blobs: the only state of artd that outlives its processes."""

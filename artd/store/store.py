@@ -1,0 +1,127 @@
+"""The store: one SQLite file, one writer thread, read-only connections, and word of every change.
+
+Owner of: `artd.db`. Invariants: every state change goes through `move`, which knows the transition tables; every
+change is told in the `event` table in the same transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiosqlite
+import msgspec
+
+from ..clock import Clock
+from ..core.states import IllegalTransition, sources
+from .migrate import migrate
+from .writer import Writer, connect
+
+T = TypeVar("T")
+
+
+class Store:
+    """`await write(fn)` for everything that changes rows, `await read(sql)` for the rest."""
+
+    def __init__(self, path: Path, clock: Clock, on_fatal: Callable[[BaseException], None]) -> None:
+        self.path = path
+        self.clock = clock
+        self._on_fatal = on_fatal
+        self._changed = asyncio.Event()
+        self._reader: aiosqlite.Connection | None = None
+
+    async def open(self) -> None:
+        """Create or migrate the file and start the writer. Errors: migrate.SchemaTooNew."""
+        connection = connect(self.path)
+        migrate(connection)
+        connection.close()
+        self._writer = Writer(self.path, self._on_fatal)
+        self._writer.start(asyncio.get_running_loop(), self._announce)
+        self._reader = await aiosqlite.connect(f"file:{self.path}?mode=ro", uri=True)
+        self._reader.row_factory = sqlite3.Row
+        await self._reader.execute("PRAGMA query_only = 1")
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            await self._reader.close()
+        await asyncio.to_thread(self._writer.stop)
+
+    def submit(self, fn: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        """Queue `fn` for the writer; the future resolves after COMMIT returned."""
+        return self._writer.submit(fn)
+
+    async def write(self, fn: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `fn(connection)` in a transaction of the writer. A cancelled caller's write still happens."""
+        return await self._writer.submit(fn)
+
+    async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        assert self._reader is not None
+        return list(await self._reader.execute_fetchall(sql, parameters))
+
+    def change(self) -> asyncio.Event:
+        """An event that is set at the next commit that changes something; take it *before* reading."""
+        return self._changed
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    @property
+    def commits(self) -> tuple[int, int]:
+        """(commits, writes) so far."""
+        return self._writer.commits, self._writer.writes
+
+
+def move(
+    connection: sqlite3.Connection,
+    entity: str,
+    row_id: int | str,
+    target: str,
+    *,
+    start: str | None = None,
+    **columns: Any,
+) -> None:
+    """Move one row of `entity` to state `target`, from `start` or from any state that may, and set other columns.
+
+    Errors: IllegalTransition when the row was in none of these states.
+    """
+    allowed = sources(entity, target)
+    if start is not None:
+        if start not in allowed:
+            raise IllegalTransition(f"{entity}: {start!r} may not become {target!r}")
+        allowed = (start,)
+    key = "name" if entity == "process" else "id"
+    sets = "".join(f", {name} = ?" for name in columns)
+    marks = ",".join("?" * len(allowed))
+    cursor = connection.execute(
+        f"UPDATE {entity} SET state = ?{sets} WHERE {key} = ? AND state IN ({marks})",
+        (target, *columns.values(), row_id, *allowed),
+    )
+    if cursor.rowcount != 1:
+        found = connection.execute(f"SELECT state FROM {entity} WHERE {key} = ?", (row_id,)).fetchone()
+        raise IllegalTransition(
+            f"{entity} {row_id} is {found[0] if found else 'not there'}, so it cannot become {target}"
+        )
+
+
+def emit(connection: sqlite3.Connection, now: int, run: str, kind: str, ref: object = "", **data: Any) -> None:
+    """Append an event, in the transaction of the change that it tells of."""
+    connection.execute(
+        "INSERT INTO event (at, run, kind, ref, data) VALUES (?, ?, ?, ?, ?)",
+        (now, run, kind, str(ref), msgspec.json.encode(data)),
+    )
+
+
+def get_meta(connection: sqlite3.Connection, key: str, default: str = "") -> str:
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return row[0] if row else default
+
+
+def set_meta(connection: sqlite3.Connection, key: str, value: str) -> None:
+    connection.execute(
+        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (key, value),
+    )

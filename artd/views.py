@@ -1,0 +1,72 @@
+"""Rows as the pure core sees them. Read inside the writer, so that a decision and its write see the same state."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+
+from artd_schema.spec import RunSpec
+
+from .core.decide import Group, JobView, PushView, RunView, WorkerView
+
+
+def active_run(c: sqlite3.Connection) -> sqlite3.Row | None:
+    """The one run that is not finished."""
+    row: sqlite3.Row | None = c.execute("SELECT * FROM run WHERE state <> 'finished'").fetchone()
+    return row
+
+
+def load_run(c: sqlite3.Connection, run_id: int) -> RunView:
+    run = c.execute("SELECT * FROM run WHERE id = ?", (run_id,)).fetchone()
+    spec = msgspec.json.decode(run["spec"], type=RunSpec)
+    job = c.execute(
+        "SELECT kind FROM job WHERE run_id = ? AND state IN ('queued', 'running', 'quarantined') ORDER BY id LIMIT 1",
+        (run_id,),
+    ).fetchone()
+    sealed = c.execute(
+        "SELECT id, size FROM trajectory_group WHERE run_id = ? AND state = 'sealed' AND split = 'train' ORDER BY id",
+        (run_id,),
+    )
+    open_groups = c.execute(
+        "SELECT count(*) FROM trajectory_group WHERE run_id = ? AND state = 'open' AND split = 'train'", (run_id,)
+    )
+    return RunView(
+        state=run["state"],
+        step=run["step"],
+        groups_per_step=spec.groups_per_step,
+        flush=bool(run["flush"]),
+        job=job["kind"] if job else "",
+        sealed=tuple(Group(row["id"], row["size"]) for row in sealed),
+        open_groups=open_groups.fetchone()[0],
+    )
+
+
+def load_worker(c: sqlite3.Connection, name: str) -> WorkerView | None:
+    row = c.execute("SELECT name, state, spawn FROM process WHERE name = ?", (name,)).fetchone()
+    return WorkerView(row["name"], row["state"], row["spawn"]) if row else None
+
+
+def queued_jobs(c: sqlite3.Connection, run_id: int) -> list[JobView]:
+    rows = c.execute(
+        "SELECT id, kind, not_before, cancel FROM job WHERE run_id = ? AND state = 'queued' ORDER BY id", (run_id,)
+    )
+    return [JobView(row["id"], row["kind"], row["not_before"], bool(row["cancel"])) for row in rows]
+
+
+def open_pushes(c: sqlite3.Connection, engine: str) -> list[PushView]:
+    rows = c.execute(
+        "SELECT id, checkpoint_id, state, not_before FROM push WHERE engine = ? AND state IN ('prepared', 'sending', 'live')",
+        (engine,),
+    )
+    return [PushView(row["id"], row["checkpoint_id"], row["state"], row["not_before"]) for row in rows]
+
+
+def newest_checkpoint(c: sqlite3.Connection, run_id: int) -> sqlite3.Row | None:
+    """The checkpoint of the run's current step and lineage."""
+    row: sqlite3.Row | None = c.execute(
+        "SELECT k.* FROM checkpoint k JOIN run r ON r.id = k.run_id WHERE k.run_id = ? AND k.step = r.step"
+        " AND k.lineage = r.lineage",
+        (run_id,),
+    ).fetchone()
+    return row

@@ -1,0 +1,122 @@
+"""ZeroMQ ROUTER sockets: messages in, messages out, and who is still there.
+
+Owner of: one ROUTER per socket and the list of its peers. Invariants: `poll` then drain without waiting, so that a
+cancelled wait loses nothing (pyzmq #1925); a peer that is gone is an answer (False), never a silent drop
+(ROUTER_MANDATORY); only this user's processes may connect (IPC_FILTER_UID, socket in a 0700 folder).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import anyio
+import anyio.lowlevel
+import zmq
+import zmq.asyncio
+
+from artd_schema import worker as w
+from artd_schema.codec import Codec, WireError
+
+log = logging.getLogger(__name__)
+In = TypeVar("In")
+DRAIN = 256
+
+
+class Router(Generic[In]):
+    """One bound ROUTER. `handler(peer, message, bulk)` is called in the loop for every message; it must not block."""
+
+    def __init__(
+        self, path: Path, codec: Codec[In], max_message: int, handler: Callable[[bytes, In, list[bytes]], None]
+    ) -> None:
+        self.endpoint = f"ipc://{path}"
+        self._path = path
+        self._codec = codec
+        self._max_message = max_message
+        self._handler = handler
+        self._context = zmq.asyncio.Context()
+        self.undecodable = 0
+
+    def bind(self) -> None:
+        """Bind the socket; the data folder's lock guarantees that no other daemon holds this path."""
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.SNDHWM, 10_000)
+        socket.setsockopt(zmq.RCVHWM, 10_000)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_message)  # a fuse: clients refuse larger ones by themselves
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        self._path.unlink(missing_ok=True)
+        socket.bind(self.endpoint)
+        self._socket = socket
+        self._raw: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+
+    async def run(self) -> None:
+        """Receive until cancelled."""
+        while True:
+            await self._socket.poll()
+            for _ in range(DRAIN):
+                try:
+                    frames = self._raw.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(frames)
+            await anyio.lowlevel.checkpoint()
+
+    def _take(self, frames: list[bytes]) -> None:
+        peer = frames[0]
+        try:
+            message, bulk = self._codec.decode(frames[1:])
+        except WireError as error:
+            self.undecodable += 1
+            log.warning("%s sent a message that cannot be decoded: %s", peer.decode(errors="replace"), error)
+            return
+        self._handler(peer, message, bulk)
+
+    def send(self, peer: bytes, message: object, bulk: Sequence[bytes] = ()) -> bool:
+        """Whether the message was handed to the peer's queue; False when the peer is gone or does not read."""
+        try:
+            self._raw.send_multipart([peer, *self._codec.encode(message, bulk)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError) as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self._path.unlink(missing_ok=True)
+
+
+class WorkerWire:
+    """Sends to workers by name; which peer a name is, `register` says (its Hello was accepted)."""
+
+    def __init__(self) -> None:
+        self.router: Router[w.FromWorker] | None = None
+        self._peers: dict[str, tuple[bytes, int]] = {}
+
+    def register(self, name: str, spawn: int, peer: bytes) -> None:
+        self._peers[name] = (peer, spawn)
+
+    def forget(self, name: str, spawn: int) -> None:
+        if self.spawn(name) == spawn:
+            del self._peers[name]
+
+    def spawn(self, name: str) -> int | None:
+        """Which process of this worker is connected, or None."""
+        known = self._peers.get(name)
+        return known[1] if known else None
+
+    def who(self, peer: bytes) -> tuple[str, int] | None:
+        """(name, spawn) of a registered peer."""
+        return next(((name, spawn) for name, (known, spawn) in self._peers.items() if known == peer), None)
+
+    def send(self, name: str, message: w.ToWorker, bulk: Sequence[bytes] = ()) -> bool:
+        """Whether the message was handed over; False when the worker is not connected."""
+        known = self._peers.get(name)
+        return self.router is not None and known is not None and self.router.send(known[0], message, bulk)

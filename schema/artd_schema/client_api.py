@@ -1,0 +1,241 @@
+"""Messages between clients (Python client, artctl) and the daemon: DEALER to the client ROUTER.
+
+Frames: [b"A1", Request or Reply in msgpack, bulk...]. Requests are numbered by the client; a reply carries the number.
+Submit carries its body (msgpack list[Turn]) as the one bulk frame. Requests with a `key` are idempotent: the same key
+with the same content gives the first reply again, with other content `Conflict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from .spec import RunSpec
+from .trajectory import ExchangeRef, Split
+
+
+class _Op(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_defaults=True, gc=False):
+    pass
+
+
+class Hello(_Op, frozen=True):
+    """First request of a connection; answered by Welcome."""
+
+    protocol: int
+    client: str
+
+
+class CreateRun(_Op, frozen=True):
+    """Create a run or attach to it; answered by RunInfo. spec None = attach only (NotFound if there is none)."""
+
+    name: str
+    spec: RunSpec | None = None
+
+
+class Submit(_Op, frozen=True):
+    """Submit one trajectory to a group; answered by Submitted.
+
+    key: dedup key, unique in the run for ever ("" = sha256 of its response ids or of its body). By reference: refs, no
+    bulk. By value: one bulk frame, msgpack list[Turn]. group: name of the group, created on first use.
+    """
+
+    run: str
+    group: str
+    reward: float
+    key: str = ""
+    refs: tuple[ExchangeRef, ...] = ()
+    split: Split = "train"
+    metrics: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class Seal(_Op, frozen=True):
+    """Seal a group: no more trajectories; answered by GroupInfo."""
+
+    run: str
+    group: str
+
+
+class Flush(_Op, frozen=True):
+    """Seal every open group and pack what there is, even fewer than groups_per_step; answered by Done."""
+
+    run: str
+
+
+class WaitStep(_Op, frozen=True):
+    """Answered by StepInfo once `step` is committed and served, by Stalled when no rollout is open and too few groups
+    are trainable, or by Pending after timeout_s."""
+
+    run: str
+    step: int
+    timeout_s: float = 30.0
+
+
+class List(_Op, frozen=True):
+    """Rows of a table, newest first; answered by Rows. states: () = all."""
+
+    what: Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
+    run: str = ""
+    states: tuple[str, ...] = ()
+    after: int = 0
+    limit: int = 100
+
+
+class Events(_Op, frozen=True):
+    """Events with id > after, oldest first; waits up to timeout_s for the first; answered by Rows."""
+
+    after: int = 0
+    run: str = ""
+    limit: int = 1000
+    timeout_s: float = 30.0
+
+
+class Pause(_Op, frozen=True):
+    run: str
+    reason: str = "operator"
+
+
+class Resume(_Op, frozen=True):
+    run: str
+
+
+class Finish(_Op, frozen=True):
+    """End a run for good: no more training; its engine and trainer stop."""
+
+    run: str
+
+
+class CancelJob(_Op, frozen=True):
+    job: int
+
+
+class RetryJob(_Op, frozen=True):
+    job: int
+
+
+class Shutdown(_Op, frozen=True):
+    """Stop the daemon; workers get drain_s seconds. Answered by Done before it goes."""
+
+    drain_s: float = 60.0
+
+
+Op = (
+    Hello
+    | CreateRun
+    | Submit
+    | Seal
+    | Flush
+    | WaitStep
+    | List
+    | Events
+    | Pause
+    | Resume
+    | Finish
+    | CancelJob
+    | RetryJob
+    | Shutdown
+)
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    id: int
+    op: Op
+
+
+class _Answer(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_defaults=True, gc=False):
+    pass
+
+
+class Welcome(_Answer, frozen=True):
+    """max_message: bytes, all frames of a message together; the client refuses larger ones before sending."""
+
+    protocol: int
+    instance: str
+    version: str
+    max_message: int
+
+
+class RunInfo(_Answer, frozen=True):
+    """state: active, paused or finished; step: newest committed (-1 before the init job); served: newest live step
+    (-1)."""
+
+    name: str
+    state: str
+    reason: str
+    spec: RunSpec
+    step: int
+    served: int
+    created: bool
+    base_url: str
+    api_key: str
+
+
+class Submitted(_Answer, frozen=True):
+    """trajectory: id; duplicate: the key was known with the same content; group_state: open or sealed."""
+
+    trajectory: int
+    duplicate: bool
+    group_state: str
+
+
+class GroupInfo(_Answer, frozen=True):
+    """outcome at the seal: trainable, or discarded(reason)."""
+
+    group: str
+    state: str
+    size: int
+    reason: str = ""
+
+
+class StepInfo(_Answer, frozen=True):
+    """A committed step that is served."""
+
+    run: str
+    step: int
+    checkpoint: str
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+class Stalled(_Answer, frozen=True):
+    """No rollout is open and fewer than `needed` sealed groups are trainable: submit more groups or flush."""
+
+    step: int
+    sealed: int
+    trainable: int
+    needed: int
+
+
+class Pending(_Answer, frozen=True):
+    """The wait timed out; ask again. phase: what the run is doing now."""
+
+    step: int
+    phase: str
+
+
+class Rows(_Answer, frozen=True):
+    rows: list[dict[str, Any]]
+
+
+class Done(_Answer, frozen=True):
+    pass
+
+
+class Error(_Answer, frozen=True):
+    """code: one of CODES; message: what was wrong, where, what to do next; field: path of a bad field."""
+
+    code: str
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+
+
+CODES = ("invalid", "not_found", "conflict", "busy", "too_large", "draining", "failed")
+
+Answer = Welcome | RunInfo | Submitted | GroupInfo | StepInfo | Stalled | Pending | Rows | Done | Error
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    id: int
+    answer: Answer

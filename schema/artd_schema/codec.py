@@ -1,0 +1,48 @@
+"""Codecs for the wire and for disk: msgpack on the wire, JSON on disk, sha256 hex digests.
+
+Frames of every message: [MAGIC, header, bulk...]. Decoding never raises anything but `WireError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAGIC = b"A1"
+T = TypeVar("T")
+
+
+class WireError(Exception):
+    """A message that cannot be decoded: wrong magic, unknown tag, missing field, too few frames."""
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes one direction of one socket. `kind` is a union of tagged Structs."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, message: object, bulk: Sequence[bytes] = ()) -> list[bytes]:
+        return [MAGIC, self._encoder.encode(message), *bulk]
+
+    def decode(self, frames: Sequence[bytes]) -> tuple[T, list[bytes]]:
+        if len(frames) < 2 or frames[0] != MAGIC:
+            raise WireError(f"not an artd message: {len(frames)} frames")
+        try:
+            return self._decoder.decode(frames[1]), list(frames[2:])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(str(error)) from None
+
+
+def to_json(value: object) -> bytes:
+    """Canonical JSON: keys sorted, so that equal values have equal digests."""
+    return msgspec.json.encode(value, order="sorted")
+
+
+def digest(data: bytes) -> str:
+    """sha256 in hex."""
+    return hashlib.sha256(data).hexdigest()

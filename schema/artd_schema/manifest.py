@@ -1,0 +1,137 @@
+"""What lies on disk beside tensors: batch manifests, checkpoint manifests, weight tables and canaries (all JSON).
+
+A checkpoint's sha is the sha256 of its `manifest.json`; a batch's is the sha256 of its manifest blob.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+
+class TensorInfo(Struct, frozen=True):
+    """dtype: safetensors name (I32, F32, U8 ...); sha256: hex digest of the raw little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+class PackedTrajectory(Struct, frozen=True, kw_only=True):
+    """id: row id; digest: sha256 hex of the body; rows: packed rows that hold some of its tokens."""
+
+    id: int
+    digest: str
+    group: int
+    reward: float
+    advantage: float
+    rows: tuple[int, ...]
+
+
+class GroupAdvantage(Struct, frozen=True, kw_only=True):
+    """Reward statistics of one group; std is the population standard deviation."""
+
+    group: int
+    size: int
+    mean: float
+    std: float
+
+
+class Drop(Struct, frozen=True):
+    """A trajectory, or part of one, that was left out, and why."""
+
+    trajectory: int
+    reason: str
+
+
+class BatchManifest(Struct, frozen=True, kw_only=True):
+    """Everything that determines a packed batch, and what came out.
+
+    tensors: safetensors name -> TensorInfo, each of shape [rows, row_length]: tokens I32, segment_ids I32 (pad -1),
+    parent_ids I32 (own id at a root, pad -1), position_ids I32 (position in the original sequence), loss_mask U8 (1 =
+    this token is trained), old_logprobs F32 (NaN where not sampled), advantages F32, weights F32, temperatures F32 (1
+    where not sampled), policy_epochs I32 (-1 where unknown), trajectory_index I32 (index into `trajectories`; -1 in
+    shared or padded positions). token_digest: sha256 of the tokens tensor. logical_tokens: without sharing; physical:
+    as packed.
+    """
+
+    version: int = 1
+    packer: str
+    run: str
+    step: int
+    seed: int
+    base_digest: str
+    row_length: int
+    rows: int
+    tensors: dict[str, TensorInfo]
+    token_digest: str
+    trajectories: tuple[PackedTrajectory, ...]
+    groups: tuple[GroupAdvantage, ...]
+    drops: tuple[Drop, ...] = ()
+    logical_tokens: int
+    physical_tokens: int
+    trainable_tokens: int
+    scale_rewards: bool
+
+
+class FileEntry(Struct, frozen=True):
+    """A file of a checkpoint folder; sha256 in hex."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class WeightEntry(Struct, frozen=True):
+    """One tensor as the engine is served it: Hugging Face name, torch dtype name, sha256 hex of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+class WeightTable(Struct, frozen=True, kw_only=True):
+    """`weights.json`: the ordered tensors of a push. merged: the full weights W + (alpha/r) B A; lora: the adapter."""
+
+    mode: str
+    tensors: tuple[WeightEntry, ...]
+
+
+class Canary(Struct, frozen=True, kw_only=True):
+    """Fixed prompts (token ids) and the trainer's logprobs of tokens 1..n-1 given what precedes them (temperature 1).
+
+    max_abs: largest |difference| allowed to an engine that serves the same weights in `dtype`; mean_abs: bound on the
+    mean.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    max_abs: float
+    mean_abs: float
+
+
+class CheckpointManifest(Struct, frozen=True, kw_only=True):
+    """`manifest.json` of a committed checkpoint folder. epoch: the policy epoch that these weights are served under.
+
+    files: every other file of the folder. batch: sha of the batch manifest trained on ("" at step 0).
+    metrics: of the train job. environment: what a bitwise repeat needs (CPU features, threads, versions).
+    """
+
+    version: int = 1
+    run: str
+    step: int
+    epoch: int
+    lineage: int
+    parent: str
+    batch: str
+    base_digest: str
+    spec_digest: str
+    instance: str
+    job: int
+    fence: int
+    files: tuple[FileEntry, ...]
+    canary: Canary
+    metrics: dict[str, float] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)

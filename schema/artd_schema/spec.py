@@ -1,0 +1,96 @@
+"""The run spec: what a user decides about a run, fixed when the run is created.
+
+Immutable: attaching to a run with another spec is a `Conflict` that names the first field that differs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Mode = Literal["merged", "lora"]
+
+
+class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters on every linear (arXiv:2106.09685); the product is scaled by alpha / rank."""
+
+    rank: Positive = 16
+    alpha: Positive = 32
+
+
+class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW (arXiv:1711.05101) with a global gradient-norm clip."""
+
+    lr: NonNegative = 1e-5
+    beta1: NonNegative = 0.9
+    beta2: NonNegative = 0.999
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip_grad_norm: NonNegative = 1.0
+
+
+class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Policy loss. cispo: arXiv:2506.13585, weight sg(min(ratio, clip_high)); the loss is summed over trainable
+    tokens and divided by their number in the whole batch (`token`) or averaged per sequence first (`sequence`)."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_high: NonNegative = 5.0
+    normalise: Literal["token", "sequence"] = "token"
+
+
+class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the inference engine is started. Lengths in tokens, memory in MiB."""
+
+    kind: Literal["vllm"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: Positive = 1024
+    max_num_seqs: Positive = 64
+    kv_cache_mib: Positive = 256
+
+
+class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One policy being trained.
+
+    model: absolute path of a local Hugging Face checkpoint (safetensors).
+    rollout_weights_mode: `merged` replaces the engine's weights in place, `lora` hot-loads one adapter per step.
+    group_size: trajectories per group; groups_per_step: trainable groups per batch; group_timeout_s: an open group
+    seals after this many seconds. row_length: tokens per packed row. scale_rewards: divide advantages by the
+    population standard deviation (+1e-6). push_drain_s: how long a merged push waits for requests in flight.
+    threads: OpenMP threads of the CPU trainer (0 = all cores of the machine). keep_checkpoints: newest ones kept.
+    """
+
+    model: str
+    rollout_weights_mode: Mode = "merged"
+    seed: int = 0
+    group_size: Positive = 8
+    groups_per_step: Positive = 8
+    group_timeout_s: NonNegative = 600.0
+    row_length: Positive = 1024
+    scale_rewards: bool = True
+    lora: LoraSpec = LoraSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    loss: LossSpec = LossSpec()
+    engine: EngineSpec = EngineSpec()
+    push_drain_s: NonNegative = 30.0
+    threads: Annotated[int, Meta(ge=0)] = 0
+    keep_checkpoints: Positive = 3
+
+
+def first_difference(stored: RunSpec, asked: RunSpec) -> str | None:
+    """Dotted name of the first field in which two specs differ, or None when they are equal."""
+    return _difference(msgspec.to_builtins(stored), msgspec.to_builtins(asked), "")
+
+
+def _difference(a: dict[str, Any], b: dict[str, Any], prefix: str) -> str | None:
+    for name, value in a.items():
+        other = b[name]
+        if isinstance(value, dict):
+            if found := _difference(value, other, f"{prefix}{name}."):
+                return found
+        elif value != other:
+            return prefix + name
+    return None

@@ -1,0 +1,238 @@
+-- artd's one database. STRICT tables, a CHECK per state machine, times in integer milliseconds since the epoch.
+-- Only the daemon's writer thread writes; every other connection is mode=ro.
+
+CREATE TABLE meta (
+  key TEXT PRIMARY KEY,
+  value TEXT NOT NULL
+) STRICT, WITHOUT ROWID;  -- instance, boot, clean, created, device_inode
+
+CREATE TABLE run (
+  id INTEGER PRIMARY KEY,
+  name TEXT NOT NULL UNIQUE CHECK (length(name) BETWEEN 1 AND 64),
+  spec BLOB NOT NULL,                        -- JSON RunSpec
+  base_digest TEXT NOT NULL,
+  base_manifest BLOB NOT NULL,               -- JSON [{name, bytes, sha256, mtime_ns, inode}]
+  vocab_size INTEGER NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('active', 'paused', 'finished')),
+  reason TEXT NOT NULL DEFAULT '',
+  step INTEGER NOT NULL DEFAULT -1,          -- newest committed step
+  lineage INTEGER NOT NULL DEFAULT 0,
+  next_epoch INTEGER NOT NULL DEFAULT 0,     -- policy epochs are never used twice
+  flush INTEGER NOT NULL DEFAULT 0 CHECK (flush IN (0, 1)),
+  created INTEGER NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX run_one_active ON run ((1)) WHERE state <> 'finished';
+
+CREATE TABLE trajectory_group (
+  id INTEGER PRIMARY KEY,
+  run_id INTEGER NOT NULL REFERENCES run,
+  name TEXT NOT NULL,
+  split TEXT NOT NULL CHECK (split IN ('train', 'eval')),
+  state TEXT NOT NULL CHECK (state IN ('open', 'sealed', 'packed', 'trained', 'discarded')),
+  reason TEXT NOT NULL DEFAULT '',
+  size INTEGER NOT NULL DEFAULT 0,
+  deadline INTEGER NOT NULL,
+  created INTEGER NOT NULL,
+  UNIQUE (run_id, name)
+) STRICT;
+CREATE INDEX group_open ON trajectory_group (run_id, deadline) WHERE state = 'open';
+CREATE INDEX group_sealed ON trajectory_group (run_id, id) WHERE state = 'sealed' AND split = 'train';
+
+CREATE TABLE blob (
+  sha TEXT PRIMARY KEY,
+  bytes INTEGER NOT NULL,
+  kind TEXT NOT NULL CHECK (kind IN ('trajectory', 'batch', 'manifest')),
+  created INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE trajectory (
+  id INTEGER PRIMARY KEY,
+  run_id INTEGER NOT NULL REFERENCES run,
+  group_id INTEGER NOT NULL REFERENCES trajectory_group,
+  key TEXT NOT NULL,
+  content TEXT NOT NULL,                     -- sha256 of everything submitted: same key + other content is a Conflict
+  digest TEXT NOT NULL,                      -- sha256 of the body
+  reward REAL NOT NULL,
+  split TEXT NOT NULL CHECK (split IN ('train', 'eval')),
+  state TEXT NOT NULL CHECK (state IN ('queued', 'packed', 'trained', 'discarded')),
+  reason TEXT NOT NULL DEFAULT '',
+  payload TEXT NOT NULL DEFAULT 'kept' CHECK (payload IN ('kept', 'expired')),
+  body BLOB,                                 -- msgpack list[Turn], up to 64 KiB
+  blob TEXT REFERENCES blob,                 -- or in a file
+  metrics BLOB NOT NULL,                     -- JSON {metrics, metadata}
+  tokens INTEGER NOT NULL,                   -- sampled tokens
+  epoch_min INTEGER,                         -- oldest and newest policy epoch of its tokens, when known
+  epoch_max INTEGER,
+  batch_id INTEGER REFERENCES batch,
+  created INTEGER NOT NULL,
+  UNIQUE (run_id, key),
+  CHECK ((payload = 'expired') = (body IS NULL AND blob IS NULL)),
+  CHECK (NOT (body IS NOT NULL AND blob IS NOT NULL)),
+  CHECK (state NOT IN ('packed', 'trained') OR batch_id IS NOT NULL),
+  CHECK (split = 'train' OR state IN ('queued', 'discarded'))
+) STRICT;
+CREATE INDEX trajectory_group_id ON trajectory (group_id);
+CREATE INDEX trajectory_batch ON trajectory (batch_id) WHERE batch_id IS NOT NULL;
+
+CREATE TABLE batch (
+  id INTEGER PRIMARY KEY,
+  run_id INTEGER NOT NULL REFERENCES run,
+  step INTEGER NOT NULL,                     -- the step that training on it makes
+  state TEXT NOT NULL CHECK (state IN ('packed', 'trained', 'abandoned')),
+  tensors TEXT NOT NULL REFERENCES blob,
+  manifest TEXT NOT NULL REFERENCES blob,
+  trajectories INTEGER NOT NULL,
+  tokens INTEGER NOT NULL,
+  fill REAL NOT NULL,
+  created INTEGER NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX batch_step ON batch (run_id, step) WHERE state = 'packed';
+
+CREATE TABLE job (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  run_id INTEGER NOT NULL REFERENCES run,
+  kind TEXT NOT NULL CHECK (kind IN ('init', 'train')),
+  step INTEGER NOT NULL,
+  epoch INTEGER NOT NULL,
+  batch_id INTEGER REFERENCES batch,
+  parent_id INTEGER REFERENCES checkpoint,
+  state TEXT NOT NULL CHECK (state IN ('queued', 'running', 'succeeded', 'quarantined', 'cancelled')),
+  fence INTEGER NOT NULL DEFAULT 0,
+  attempts INTEGER NOT NULL DEFAULT 0,
+  deaths INTEGER NOT NULL DEFAULT 0,         -- times its worker died though nobody ordered it
+  not_before INTEGER NOT NULL DEFAULT 0,
+  worker TEXT,
+  spawn INTEGER,
+  cancel INTEGER NOT NULL DEFAULT 0 CHECK (cancel IN (0, 1)),
+  error TEXT NOT NULL DEFAULT '',
+  metrics BLOB NOT NULL DEFAULT x'7b7d',     -- JSON
+  seconds BLOB NOT NULL DEFAULT x'7b7d',     -- JSON {phase: seconds}
+  created INTEGER NOT NULL,
+  started INTEGER,
+  ended INTEGER,
+  CHECK ((state = 'running') = (worker IS NOT NULL)),
+  CHECK ((kind = 'train') = (batch_id IS NOT NULL)),
+  CHECK ((state IN ('succeeded', 'cancelled')) = (ended IS NOT NULL))
+) STRICT;
+CREATE INDEX job_active ON job (run_id, id) WHERE state IN ('queued', 'running');
+
+CREATE TABLE attempt (
+  job_id INTEGER NOT NULL REFERENCES job,
+  fence INTEGER NOT NULL,
+  worker TEXT NOT NULL,
+  spawn INTEGER NOT NULL,
+  started INTEGER NOT NULL,
+  ended INTEGER,
+  outcome TEXT CHECK (outcome IN ('succeeded', 'transient', 'permanent', 'interrupted', 'died', 'cancelled')),
+  error TEXT NOT NULL DEFAULT '',
+  PRIMARY KEY (job_id, fence)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE checkpoint (
+  id INTEGER PRIMARY KEY,
+  run_id INTEGER NOT NULL REFERENCES run,
+  step INTEGER NOT NULL,
+  epoch INTEGER NOT NULL,
+  lineage INTEGER NOT NULL,
+  parent_id INTEGER REFERENCES checkpoint,
+  job_id INTEGER NOT NULL REFERENCES job,
+  sha TEXT NOT NULL,                         -- sha256 of manifest.json
+  dir TEXT NOT NULL,                         -- relative to the data folder
+  bytes INTEGER NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('committed', 'retired')),
+  created INTEGER NOT NULL,
+  UNIQUE (run_id, lineage, step),
+  UNIQUE (run_id, epoch)
+) STRICT;
+
+CREATE TABLE push (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  run_id INTEGER NOT NULL REFERENCES run,
+  engine TEXT NOT NULL,
+  checkpoint_id INTEGER NOT NULL REFERENCES checkpoint,
+  mode TEXT NOT NULL CHECK (mode IN ('merged', 'lora')),
+  source TEXT CHECK (source IN ('live', 'disk')),
+  state TEXT NOT NULL CHECK (state IN ('prepared', 'sending', 'live', 'superseded', 'failed')),
+  fence INTEGER NOT NULL DEFAULT 0,
+  attempts INTEGER NOT NULL DEFAULT 0,
+  not_before INTEGER NOT NULL DEFAULT 0,
+  max_abs REAL,
+  mean_abs REAL,
+  seconds BLOB NOT NULL DEFAULT x'7b7d',
+  error TEXT NOT NULL DEFAULT '',
+  created INTEGER NOT NULL,
+  started INTEGER,
+  ended INTEGER
+) STRICT;
+CREATE UNIQUE INDEX push_live ON push (engine) WHERE state = 'live';
+CREATE UNIQUE INDEX push_sending ON push (engine) WHERE state = 'sending';
+
+CREATE TABLE serving (
+  id INTEGER PRIMARY KEY,
+  engine TEXT NOT NULL,
+  spawn INTEGER NOT NULL,
+  run_id INTEGER NOT NULL REFERENCES run,
+  checkpoint_id INTEGER NOT NULL REFERENCES checkpoint,
+  name TEXT NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('live', 'draining', 'gone')),
+  created INTEGER NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX serving_live ON serving (engine, name) WHERE state <> 'gone';
+
+CREATE TABLE process (
+  name TEXT PRIMARY KEY,                     -- trainer, engine, gateway
+  kind TEXT NOT NULL CHECK (kind IN ('trainer', 'engine', 'gateway')),
+  state TEXT NOT NULL CHECK (state IN ('stopped', 'starting', 'ready', 'busy', 'draining', 'backoff', 'broken')),
+  boot INTEGER NOT NULL,
+  boot_id TEXT NOT NULL DEFAULT '',          -- the kernel's
+  spawn INTEGER NOT NULL DEFAULT 0,          -- counts this worker's processes, over all boots
+  pid INTEGER,
+  ticks INTEGER,                             -- start time of pid, clock ticks since the machine's start
+  session INTEGER,
+  restarts INTEGER NOT NULL DEFAULT 0,
+  error TEXT NOT NULL DEFAULT '',
+  log TEXT NOT NULL DEFAULT '',
+  address TEXT NOT NULL DEFAULT '',          -- engine: its Unix socket; gateway: its URL
+  since INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE request (
+  run_id INTEGER NOT NULL REFERENCES run,
+  key TEXT NOT NULL,
+  content TEXT NOT NULL,
+  reply BLOB NOT NULL,
+  created INTEGER NOT NULL,
+  PRIMARY KEY (run_id, key)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE exchange (
+  id INTEGER PRIMARY KEY,
+  run_id INTEGER NOT NULL REFERENCES run,
+  response_id TEXT NOT NULL,
+  choice INTEGER NOT NULL,
+  model TEXT NOT NULL,
+  split TEXT NOT NULL CHECK (split IN ('train', 'eval')),
+  turn BLOB NOT NULL,                        -- msgpack Turn
+  trajectory_id INTEGER REFERENCES trajectory,
+  created INTEGER NOT NULL,
+  UNIQUE (run_id, response_id, choice)
+) STRICT;
+CREATE INDEX exchange_trajectory ON exchange (trajectory_id) WHERE trajectory_id IS NOT NULL;
+
+CREATE TABLE metric (
+  run_id INTEGER NOT NULL REFERENCES run,
+  step INTEGER NOT NULL,
+  name TEXT NOT NULL,
+  value REAL NOT NULL,
+  PRIMARY KEY (run_id, step, name)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE event (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  at INTEGER NOT NULL,
+  run TEXT NOT NULL DEFAULT '',
+  kind TEXT NOT NULL,                        -- entity.verb, for example step.committed
+  ref TEXT NOT NULL DEFAULT '',
+  data BLOB NOT NULL DEFAULT x'7b7d'         -- JSON
+) STRICT;
+CREATE INDEX event_run ON event (run, id);

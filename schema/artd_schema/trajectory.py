@@ -1,0 +1,58 @@
+"""Trajectories: token-level turns with the behaviour policy that made them.
+
+One form for the wire (by value), the ledger and the store: columns are little-endian bytes, never lists.
+A trajectory's body is the msgpack encoding of `list[Turn]`; its digest is the sha256 of that body.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Split = Literal["train", "eval"]
+
+
+class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The effective sampling parameters of a turn. Trainable only with top_p 1, top_k 0 and min_p 0 (no truncation);
+    stop and max_tokens do not change the distribution of the tokens that were sampled."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One generation.
+
+    prompt_ids: int32 [P]; token_ids: int32 [C], the sampled tokens; logprobs: float32 [C], natural log, processed
+    (after the temperature), finite and <= 0. policy_epoch, kv_cache_epoch: run-length (start_token, epoch) over the C
+    sampled tokens, starts rising from 0; empty when unknown (engines that artd does not run).
+    raw: the raw response (JSON) with unknown fields kept, without what the columns hold.
+    """
+
+    prompt_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    sampling: Sampling = Sampling()
+    policy_epoch: tuple[tuple[int, int], ...] = ()
+    kv_cache_epoch: tuple[tuple[int, int], ...] = ()
+    num_evictions: int = 0
+    finish_reason: str = ""
+    response_id: str = ""
+    choice: int = 0
+    raw: bytes = b""
+
+
+class ExchangeRef(Struct, frozen=True):
+    """One choice of a response that artd's gateway served and wrote to its ledger."""
+
+    response_id: str
+    choice: int = 0
