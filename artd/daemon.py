@@ -7,13 +7,12 @@ COMMIT or fsync exits 70 and answers nobody.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import json
 import logging
 import os
 import secrets
 import signal
+import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ from .supervise import procfs
 from .supervise.code import install_code
 from .supervise.reap import Recorded, reap
 from .wire import Router, WorkerWire
-from .workforce import Workforce
+from .workforce import Boot, Workforce
 
 log = logging.getLogger(__name__)
 EX_IOERR = 70
@@ -84,6 +83,7 @@ class Daemon:
         self._clock = Clock()
         self._stopping = anyio.Event()
         self._forced = False
+        self._failed = False
         self._drain_s = settings.drain_s
 
     async def run(self) -> int:
@@ -101,7 +101,7 @@ class Daemon:
             await store.write(lambda c: set_meta(c, "clean", "1"))
             await store.close()
             self._leave()
-        return 130 if self._forced else 0
+        return 130 if self._forced else int(self._failed)
 
     async def _reap(self, store: Store, instance: str, boot: int, previous: paths.DaemonFile | None) -> None:
         owner = procfs.Identity(previous.boot_id, previous.pid, previous.ticks) if previous else None
@@ -132,31 +132,29 @@ class Daemon:
         self._file = dataclasses.replace(self._file, socket=clients.endpoint)
         self._wire = wire
         self._store = store
+        boot_info = Boot(instance=instance, number=boot, code=code, endpoint=workers.endpoint, token=token)
         self._workforce = workforce = Workforce(
-            store=store, wire=wire, data=data, settings=settings, instance=instance, boot=boot, code=code,
-            endpoint=workers.endpoint, token=token, announce=self._announce_gateway,
+            store=store, wire=wire, data=data, settings=settings, boot=boot_info, announce=self._announce_gateway,
+            on_death=self._worker_died,
         )  # fmt: skip
         self._ingest = Ingest(store, blobs, settings.limits.max_body_kib << 10)
         self._dispatch = Dispatch(store, wire, data, instance, workforce.kill)
         self._pusher = Pusher(store, wire, data, workforce.kill)
-        workforce.on_death = self._worker_died
+        runs = Runs(store, workforce.require_runtimes)
         self._requests = Requests(
-            store, self._ingest, Runs(store), self._dispatch, clients.send, self.stop, instance, max_message
+            store, self._ingest, runs, self._dispatch, clients.send, self.stop, instance, max_message
         )
         services = [
             workers.run, clients.run, workforce.run, RouteTable(store, wire).run, Packer(store, blobs, data).run,
             self._dispatch.run, self._pusher.run, self._ingest.run, Retain(store, data).run,
         ]  # fmt: skip
-        self._tasks: set[asyncio.Task[None]] = set()
         try:
             async with anyio.create_task_group() as group:
                 self._group = group
                 for service in services:
                     group.start_soon(service)
                 group.start_soon(self._signals)
-                await workforce.gateway_ready.wait()
-                self._tell("ready")
-                log.info("ready: %s, gateway at %s", data.root, self._file.url)
+                group.start_soon(self._await_gateway)
                 await self._stopping.wait()
                 self._tell("draining")
                 self._requests.draining = True
@@ -185,7 +183,6 @@ class Daemon:
         name, spawn = who
         match message:
             case w.Beat():
-                self._workforce.beat(name, message)
                 self._dispatch.beat(name, message)
             case w.Accepted():
                 self._dispatch.accepted(message)
@@ -242,9 +239,22 @@ class Daemon:
                     await self._workforce.kill_all()
                 self._stopping.set()
 
+    async def _await_gateway(self) -> None:
+        """Ready once the gateway listens; a gateway that cannot (its port is taken, say) ends the daemon."""
+        while not self._workforce.gateway_ready.is_set():
+            if self._workforce.supervisor.state("gateway") == "broken":
+                self._failed = True
+                log.critical("the gateway cannot start: %s", self._workforce.supervisor.info("gateway").error)
+                self._stopping.set()
+                return
+            with anyio.move_on_after(0.2):
+                await self._workforce.gateway_ready.wait()
+        self._tell("ready")
+        log.info("ready: %s, gateway at %s", self._data.root, self._file.url)
+
     def _announce_gateway(self, url: str) -> None:
         self._file = dataclasses.replace(self._file, url=url)
-        if not self._stopping.is_set():
+        if self._workforce.gateway_ready.is_set() and not self._stopping.is_set():
             self._tell("ready")
 
     def _tell(self, state: str) -> None:
@@ -255,21 +265,13 @@ class Daemon:
         (self._data.root / paths.DAEMON_JSON).unlink(missing_ok=True)
 
 
-def _token(c: object) -> str:
+def _token(c: sqlite3.Connection) -> str:
     """The gateway's bearer token, made once per data folder."""
-    import sqlite3
-
-    assert isinstance(c, sqlite3.Connection)
     token = get_meta(c, "gateway_token")
     if not token:
         token = secrets.token_urlsafe(32)
         set_meta(c, "gateway_token", token)
     return token
-
-
-def write_gateway_file(data: DataDir, url: str, token: str) -> None:
-    """DATA/gateway.json, 0600: where rollout programs that are not clients find the gateway."""
-    fs.write_file(data.root / "gateway.json", json.dumps({"url": url, "token": token}).encode())
 
 
 def _fatal(error: BaseException) -> None:
@@ -288,4 +290,5 @@ def _log_to_stderr(level: str) -> None:
         level=level.upper(), stream=sys.stderr, format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for chatty in ("httpx", "aiosqlite", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -242,10 +242,18 @@ class Ingest:
     async def run(self) -> None:
         """Seal groups at their deadline, until cancelled."""
         while True:
-            now = self._store.clock.now_ms()
-            if await self._store.read(DUE, (now,)):
+            changed = self._store.change()
+            rows = await self._store.read("SELECT min(deadline) FROM trajectory_group WHERE state = 'open'")
+            next_deadline = rows[0][0]
+            if next_deadline is None:
+                await changed.wait()
+                continue
+            left = (next_deadline - self._store.clock.now_ms()) / 1000
+            if left <= 0:
                 await self._store.write(self._seal_due)
-            await anyio.sleep(0.5)
+                continue
+            with anyio.move_on_after(left):
+                await changed.wait()
 
     def _seal_due(self, c: sqlite3.Connection) -> None:
         now = self._store.clock.now_ms()

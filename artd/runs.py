@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections.abc import Callable
 
 import anyio
 import anyio.to_thread
@@ -27,10 +28,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Runs:
-    """What clients ask about runs."""
+    """What clients ask about runs. require_runtimes: raises Conflict when trainer or engine cannot run here."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, require_runtimes: Callable[[], None]) -> None:
         self._store = store
+        self._require_runtimes = require_runtimes
 
     async def create(self, op: api.CreateRun) -> api.RunInfo:
         """Create a run or attach to it. Errors: Invalid, NotFound, Conflict."""
@@ -45,6 +47,7 @@ class Runs:
                 f"run name {op.name!r}: 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit",
                 field="name",
             )
+        self._require_runtimes()
         base = await anyio.to_thread.run_sync(pin, op.spec.model)
         spec = op.spec
         await self._store.write(lambda c: _insert(c, self._store.clock.now_ms(), op.name, spec, base))

@@ -1,0 +1,59 @@
+# artd: environments, checks, tests, demo. `make help` lists the targets.
+# PYTHON chooses the interpreter (default: python3.11 where it is found, else python3).
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+STEPS ?=
+SEED ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := artd/runtimes/locks/base-py311.txt
+# The stamp's name holds what .venv is made from: no file times, which a checkout changes.
+STAMP := $(VENV)/.artd-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-12)
+TORCH_ENV = PYTHONPATH="$$($(BIN)/python -m artd.runtimes.overlay path)" "$$($(BIN)/python -m artd.runtimes.overlay python)"
+PYTEST_TORCH = $(TORCH_ENV) -m pytest -p no:cacheprovider
+
+.PHONY: help venv runtimes demo check format quick test test-slow clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
+
+venv: $(STAMP) ## .venv for daemon, gateway, client and tests, from its lock
+
+$(STAMP):
+	@bash .ci/venv "$(PYTHON)" "$(VENV)" "$(LOCK)"
+	@rm -f $(VENV)/.artd-* && touch $(STAMP)
+
+runtimes: venv ## trainer and engine runtimes in the XDG data folder (re-used when unchanged)
+	@$(BIN)/artd runtime install megatron --cpu --test-overlay
+	@$(BIN)/artd runtime install vllm --cpu
+
+demo: venv runtimes ## train SmolLM2-135M on capitals; STEPS=n SEED=n ARGS=...
+	@$(BIN)/python examples/capitals.py $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+check: venv ## ruff, format, types, import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: venv ## let ruff rewrite the code
+	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
+
+quick: venv ## inner loop: ruff, then unit, model and wire tests; no engine, no install
+	@$(BIN)/ruff check .
+	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch" $(wildcard tests/unit tests/model tests/wire)
+
+test: venv runtimes ## every test but the slow ones, the real ones included
+	@$(BIN)/python -m pytest -m "not slow and not torch" --ignore=tests/trainer
+	@$(PYTEST_TORCH) -m "not slow" tests/trainer
+
+test-slow: venv runtimes ## the slow tests
+	@$(BIN)/python -m pytest -m "slow and not torch" --ignore=tests/trainer
+	@rc=0; $(PYTEST_TORCH) -m slow tests/trainer || rc=$$?; [ $$rc -eq 0 ] || [ $$rc -eq 5 ]
+
+clean: ## delete .venv and caches (runtimes stay: `artd runtime list` says where)
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

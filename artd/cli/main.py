@@ -1,0 +1,43 @@
+"""`artd`: run the daemon, its runtimes, its doctor.
+
+Owner of: no state. Invariants: a verb's heavy imports happen when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sqlite3
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from . import doctor, runtime, start, stop
+from .outcome import OK, Parser, arguments, guarded, shared
+
+VERBS = (start, stop, runtime, doctor)
+EPILOG = "exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 7 timed out, 130 interrupted"
+
+
+def parser() -> Parser:
+    out = Parser(prog="artd", description="A durable daemon for RL post-training.", epilog=EPILOG, parents=[shared()])
+    out.add_argument("--version", action="version", version=f"artd {__version__}")
+    sub = out.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for module in VERBS:
+        module.register(sub)
+    sub.add_parser("version", help="versions of artd, Python and SQLite").set_defaults(run=_version)
+    return out
+
+
+def _version(_args: argparse.Namespace) -> int:
+    print(f"artd {__version__}, Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}")
+    return OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments(argv))
+    return guarded(lambda: int(args.run(args)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

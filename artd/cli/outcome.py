@@ -1,0 +1,90 @@
+"""Exit codes and errors of both commands, and the parser that all verbs share.
+
+Owner of: no state. Invariants: data goes to stdout, talk to stderr; every failure leaves by one of the documented codes
+(docs/cli-json.md) with a text that says what, where and the next command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+OK = 0
+FAILED = 1
+USAGE = 2
+NOT_RUNNING = 3
+DEGRADED = 4
+NOT_FOUND = 5
+CONFLICT = 6
+TIMED_OUT = 7
+INTERRUPTED = 130
+
+
+class CliError(Exception):
+    """A verb that cannot go on. code: exit code; next: the command or act that helps."""
+
+    def __init__(self, code: int, message: str, next: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.next = next
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or nothing."""
+    import difflib
+
+    found = difflib.get_close_matches(word, list(known), 1, 0.5)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaint about an unknown choice is short and names the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
+            known = [word.strip(" '") for word in found[2].split(",")]
+            message = f"unknown {_what(message)} {found[1]!r}{near(found[1], known)}; there is {', '.join(known)}"
+        self.exit(USAGE, f"error: {message}\nnext: {self.prog} --help\n")
+
+
+def _what(message: str) -> str:
+    option = re.match(r"argument (--?[\w-]+|\w+)", message)
+    return option[1].lstrip("-").lower() if option else "choice"
+
+
+def shared() -> argparse.ArgumentParser:
+    """Parent of every verb: options that may stand before or after the verb."""
+    parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    parent.add_argument("--data-dir", metavar="DIR", help="the daemon's data folder")
+    parent.add_argument("--config", metavar="FILE", help="artd.toml")
+    return parent
+
+
+def guarded(call: Callable[[], int]) -> int:
+    """Run a verb; turn its errors into an exit code and a message on stderr."""
+    try:
+        code = call()
+        sys.stdout.flush()
+        return code
+    except CliError as error:
+        complain(str(error), error.next)
+        return error.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader (`| head`) has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def complain(message: str, next: str = "") -> None:
+    print(f"error: {message}", file=sys.stderr)
+    if next:
+        print(f"next: {next}", file=sys.stderr)
+
+
+def arguments(argv: Sequence[str] | None) -> list[str]:
+    return list(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,130 @@
+"""Reading the database from the command line: one read-only connection and every query that the verbs use.
+
+Owner of: no state. Invariants: `mode=ro` and `query_only`; nothing here needs a daemon; the JSON columns come back
+decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from artd_schema.paths import DATABASE
+
+from .outcome import FAILED, NOT_FOUND, NOT_RUNNING, CliError, near
+from .probe import start_command
+
+Row = dict[str, Any]
+_JSON = ("spec", "metrics", "seconds", "data")
+
+META = "SELECT key, value FROM meta"
+RUNS = """
+SELECT r.name, r.state, r.reason, r.step, r.lineage, r.created, r.base_digest, r.spec,
+  coalesce((SELECT max(c.step) FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
+            WHERE s.run_id = r.id AND s.state = 'live'), -1) AS served
+FROM run r ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"""
+GROUP_COUNTS = """
+SELECT g.split, g.state, count(*) AS groups, total(g.size) AS trajectories
+FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE r.name = :run GROUP BY g.split, g.state"""
+JOB_COUNTS = """
+SELECT j.state, count(*) AS count, total(j.state = 'queued' AND j.attempts > 0) AS retrying
+FROM job j JOIN run r ON r.id = j.run_id WHERE :run = '' OR r.name = :run GROUP BY j.state"""
+JOBS = """
+SELECT j.id, r.name AS run, j.kind, j.step, j.epoch, j.state, j.fence, j.attempts, j.deaths, j.worker, j.spawn, j.cancel,
+  j.error, j.batch_id AS batch, p.step AS parent_step, j.metrics, j.seconds, j.created, j.started, j.ended, j.not_before
+FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint p ON p.id = j.parent_id
+WHERE (:run = '' OR r.name = :run) AND (:state = '' OR j.state = :state) AND (:id = 0 OR j.id = :id)
+ORDER BY j.id DESC LIMIT :limit"""
+ATTEMPTS = """
+SELECT fence, worker, spawn, outcome, error, started, ended FROM attempt WHERE job_id = :id ORDER BY fence"""
+TRAJECTORIES = """
+SELECT t.id, r.name AS run, g.name AS "group", t.key, t.split, t.state, t.reason, t.reward, t.tokens, t.epoch_min,
+  t.epoch_max, t.batch_id AS batch, t.payload, t.digest, t.metrics, t.created
+FROM trajectory t JOIN run r ON r.id = t.run_id JOIN trajectory_group g ON g.id = t.group_id
+WHERE (:run = '' OR r.name = :run) AND (:state = '' OR t.state = :state) AND (:group = '' OR g.name = :group)
+ORDER BY t.id DESC LIMIT :limit"""
+CHECKPOINTS = """
+SELECT c.id, r.name AS run, c.step, c.epoch, c.lineage, p.step AS parent_step, c.job_id AS job, c.state, c.sha, c.dir,
+  c.bytes, c.created
+FROM checkpoint c JOIN run r ON r.id = c.run_id LEFT JOIN checkpoint p ON p.id = c.parent_id
+WHERE (:run = '' OR r.name = :run) AND (:state = '' OR c.state = :state) ORDER BY c.id DESC LIMIT :limit"""
+WORKERS = """
+SELECT name, kind, state, pid, ticks, boot_id, spawn, restarts, error, log, since FROM process
+ORDER BY CASE kind WHEN 'trainer' THEN 0 WHEN 'engine' THEN 1 ELSE 2 END, name"""
+PUSHES = """
+SELECT p.id, r.name AS run, p.engine, c.step, p.mode, p.source, p.state, p.fence, p.attempts, p.max_abs, p.mean_abs,
+  p.seconds, p.error, p.created, p.ended, p.not_before
+FROM push p JOIN run r ON r.id = p.run_id JOIN checkpoint c ON c.id = p.checkpoint_id
+WHERE (:run = '' OR r.name = :run) AND (:state = '' OR p.state = :state) ORDER BY p.id DESC LIMIT :limit"""
+SERVING = """
+SELECT s.engine, s.name, c.step, s.state, s.created FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
+WHERE s.state <> 'gone' ORDER BY s.id"""
+EVENTS_NEWEST = """
+SELECT id, at, run, kind, ref, data FROM event WHERE :run = '' OR run = :run ORDER BY id DESC LIMIT :limit"""
+EVENTS_AFTER = """
+SELECT id, at, run, kind, ref, data FROM event WHERE id > :after AND (:run = '' OR run = :run) ORDER BY id LIMIT :limit"""
+
+
+class Database:
+    """A read-only connection."""
+
+    def __init__(self, data: Path) -> None:
+        """Raises CliError: NOT_RUNNING when no daemon ever ran there, FAILED when the file cannot be read."""
+        path = data / DATABASE
+        if not path.exists():
+            raise CliError(
+                NOT_RUNNING, f"there is no database {path}: no daemon has run on {data} yet", start_command(data)
+            )
+        uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
+        try:
+            self._connection = _opened(uri)
+        except sqlite3.OperationalError as error:
+            # WAL needs its -shm file; where it is absent and cannot be made, nobody writes: read the file as it is.
+            if Path(f"{path}-wal").exists():
+                raise CliError(FAILED, f"{path} cannot be read: {error}", "run artctl as the daemon's user") from None
+            self._connection = _opened(uri + "&immutable=1")
+
+    def rows(self, sql: str, /, **parameters: object) -> list[Row]:
+        return [_decoded(row) for row in self._connection.execute(sql, parameters)]
+
+    def run_names(self) -> list[str]:
+        return [name for (name,) in self._connection.execute("SELECT name FROM run ORDER BY id")]
+
+    def checked_run(self, name: str) -> str:
+        """`name`, which must exist unless empty. Raises CliError(NOT_FOUND)."""
+        if name and name not in (known := self.run_names()):
+            listed = f"; there is {', '.join(known[-5:])}" if known else "; there is none yet"
+            raise CliError(NOT_FOUND, f"there is no run {name!r}{near(name, known)}{listed}", "artctl runs")
+        return name
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _opened(uri: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(uri, uri=True, timeout=5.0)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA query_only = 1")
+    connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    return connection
+
+
+def _decoded(row: sqlite3.Row) -> Row:
+    keys: Sequence[str] = row.keys()
+    return {key: _value(key, row[key]) for key in keys}
+
+
+def _value(key: str, value: Any) -> Any:
+    if key in _JSON and isinstance(value, bytes | str):
+        return json.loads(value or b"{}")
+    return value
+
+
+def counts(rows: Sequence[Mapping[str, Any]], states: Sequence[str], column: str) -> dict[str, int]:
+    """{state: number}, zero where the query had no row."""
+    found = {row["state"]: int(row[column]) for row in rows}
+    return {name: found.get(name, 0) for name in states}

@@ -1,0 +1,123 @@
+"""How things look: JSON documents, tables, colours, times.
+
+Owner of: no state. Invariants: every time is given as milliseconds and, beside it, as ISO text in UTC; colours only on a
+terminal, and never with NO_COLOR or TERM=dumb.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+TIMES = ("at", "created", "started", "ended", "since", "deadline", "not_before")
+_COLOURS = {"green": "32", "yellow": "33", "red": "31", "dim": "2", "bold": "1"}
+GOOD = ("ready", "busy", "active", "live", "succeeded", "committed", "trained", "ok")
+BAD = ("broken", "quarantined", "failed", "stopped", "degraded")
+BETWEEN = ("backoff", "paused", "starting", "draining", "sending", "running", "abandoned", "discarded")
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def iso(ms: int | None) -> str | None:
+    """`2026-01-02T03:04:05.678Z`."""
+    if ms is None:
+        return None
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(ms // 1000)) + f".{ms % 1000:03d}Z"
+
+
+def stamped(row: Mapping[str, Any]) -> Row:
+    """The row with an `X_iso` after each time X."""
+    out: Row = {}
+    for key, value in row.items():
+        out[key] = value
+        if key in TIMES:
+            out[f"{key}_iso"] = iso(value or None)
+    return out
+
+
+def document(verb: str, data: Path, **content: Any) -> None:
+    """Print the one JSON document of a verb."""
+    head = stamped({"schema": f"artctl.{verb}/1", "at": now_ms()}) | {"data_dir": str(data)}
+    print(json.dumps(head | content, indent=1, ensure_ascii=False))
+
+
+def line(row: Mapping[str, Any]) -> None:
+    """Print one object of a stream (JSON lines), at once."""
+    print(json.dumps(row, ensure_ascii=False), flush=True)
+
+
+def coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: str) -> str:
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if coloured() else text
+
+
+def state(word: str, width: int = 0) -> str:
+    colour = "green" if word in GOOD else "red" if word in BAD else "yellow" if word in BETWEEN else "dim"
+    return paint(word.ljust(width), colour)
+
+
+def span(ms: float) -> str:
+    """A duration in the two largest units: `850ms`, `12s`, `3m04s`, `2h14m`, `5d03h`."""
+    if ms < 1000:
+        return f"{max(0, int(ms))}ms"
+    s = int(ms // 1000)
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h{s // 60 % 60:02d}m"
+    return f"{s // 86400}d{s // 3600 % 24:02d}h"
+
+
+def ago(ms: int | None) -> str:
+    return f"{span(now_ms() - ms)} ago" if ms else "-"
+
+
+def clock(ms: int) -> str:
+    """Local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(ms / 1000))
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def one_line(text: str, width: int = 100) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Aligned columns; a column named `state` is painted; numbers to the right."""
+    body = [list(row) for row in rows]
+    if not body:
+        return
+    texts = [["" if cell is None else str(cell) for cell in row] for row in body]
+    widths = [max(len(name), *(len(row[i]) for row in texts)) for i, name in enumerate(columns)]
+    numeric = [all(isinstance(row[i], int | float | None) for row in body) for i in range(len(columns))]
+    print(
+        paint(
+            "  ".join(n.rjust(w) if r else n.ljust(w) for n, w, r in zip(columns, widths, numeric, strict=True)), "dim"
+        )
+    )
+    for row in texts:
+        cells = []
+        for name, text, width, right in zip(columns, row, widths, numeric, strict=True):
+            cells.append(state(text, width) if name == "state" else text.rjust(width) if right else text.ljust(width))
+        print("  ".join(cells).rstrip())

@@ -1,0 +1,213 @@
+"""The state of a data folder in one document: what `artctl status` prints and `artctl status --json` gives.
+
+Owner of: no state. Invariants: everything is taken from the database, the lock and /proc; what only a live daemon can
+make true (served steps, ready workers) is never claimed of a dead one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from artd_schema.paths import boot_id, process_ticks
+
+from . import read, show
+from .probe import Daemon, daemon, option, start_command
+from .show import Row, iso, span, stamped
+
+LOW_DISK = 1 << 30
+GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
+JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What keeps artd from working, and the command or act that helps."""
+
+    what: str
+    next: str
+
+
+@dataclass
+class Snapshot:
+    """health: ok, degraded or down; run: the run that is not finished, else the newest one."""
+
+    data: Path
+    daemon: Daemon
+    database: bool = False
+    clean: bool = False
+    run: Row | None = None
+    groups: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    jobs: dict[str, int] = field(default_factory=dict)
+    active: list[Row] = field(default_factory=list)
+    workers: list[Row] = field(default_factory=list)
+    pushes: list[Row] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)
+    disk_free: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def health(self) -> str:
+        return "down" if not self.daemon.running else "degraded" if self.problems else "ok"
+
+
+def take(data: Path) -> Snapshot:
+    """Look at a data folder. A folder without a database gives an empty snapshot."""
+    shot = Snapshot(data, daemon(data))
+    if (data / read.DATABASE).exists():
+        database = read.Database(data)
+        try:
+            _fill(shot, database)
+        finally:
+            database.close()
+        disk = os.statvfs(data)
+        shot.disk_free = disk.f_bavail * disk.f_frsize
+    shot.problems = _problems(shot)
+    return shot
+
+
+def _fill(shot: Snapshot, database: read.Database) -> None:
+    shot.database = True
+    meta = {row["key"]: row["value"] for row in database.rows(read.META)}
+    shot.clean = meta.get("clean") == "1"
+    runs = database.rows(read.RUNS, limit=1)
+    if runs:
+        shot.run = runs[0]
+        if not shot.daemon.running:
+            shot.run["served"] = -1
+        name = shot.run["name"]
+        counted = database.rows(read.GROUP_COUNTS, run=name)
+        shot.groups = {split: _group_counts(counted, split) for split in ("train", "eval")}
+        shot.pushes = database.rows(read.PUSHES, run=name, state="", limit=3)
+        counted = database.rows(read.JOB_COUNTS, run=name)
+        shot.jobs = read.counts(counted, JOB_STATES, "count")
+        shot.jobs["retrying"] = sum(int(row["retrying"]) for row in counted)
+        for state in ("running", "quarantined", "queued"):
+            shot.active += database.rows(read.JOBS, run=name, state=state, id=0, limit=5)
+    shot.workers = database.rows(read.WORKERS)
+    serving = database.rows(read.SERVING) if shot.daemon.running else []
+    for worker in shot.workers:
+        worker["alive"] = _alive(worker)
+        worker["serving"] = [
+            row["name"] for row in serving if row["engine"] == worker["name"] and row["state"] == "live"
+        ]
+    shot.events = database.rows(read.EVENTS_NEWEST, run="", limit=5)
+
+
+def _group_counts(rows: list[Row], split: str) -> dict[str, dict[str, int]]:
+    mine = [row for row in rows if row["split"] == split]
+    groups, inside = (read.counts(mine, GROUP_STATES, column) for column in ("groups", "trajectories"))
+    return {state: {"groups": groups[state], "trajectories": inside[state]} for state in GROUP_STATES}
+
+
+def _alive(worker: Row) -> bool:
+    if worker["pid"] is None or worker["boot_id"] not in ("", boot_id()):
+        return False
+    return process_ticks(worker["pid"]) == worker["ticks"]
+
+
+def _problems(shot: Snapshot) -> list[Problem]:
+    found: list[Problem] = []
+    where = option(shot.data)
+    if not shot.daemon.running:
+        return [Problem("the daemon does not run", start_command(shot.data))]
+    for worker in shot.workers:
+        if worker["state"] in ("broken", "backoff"):
+            why = f": {worker['error'].splitlines()[-1]}" if worker["error"].strip() else ""
+            found.append(
+                Problem(f"{worker['name']} is in {worker['state']}{why}", f"artctl logs {worker['name']}{where}")
+            )
+    for job in shot.active:
+        if job["state"] == "quarantined":
+            why = f": {job['error'].splitlines()[0]}" if job["error"].strip() else ""
+            found.append(Problem(f"job {job['id']} is quarantined{why}", f"artctl retry {job['id']}{where}"))
+    quarantined = any(job["state"] == "quarantined" for job in shot.active)
+    run = shot.run
+    if run and run["state"] == "paused" and run["reason"] != "operator" and not quarantined:
+        found.append(Problem(f"run {run['name']} is paused: {run['reason']}", f"artctl resume {run['name']}{where}"))
+    if shot.pushes and shot.pushes[0]["state"] == "failed":
+        push = shot.pushes[0]
+        found.append(
+            Problem(f"push {push['id']} of step {push['step']} failed: {push['error']}", f"artctl pushes{where}")
+        )
+    if shot.database and shot.disk_free < LOW_DISK:
+        found.append(Problem(f"{shot.disk_free >> 20} MiB are free under {shot.data}", "free disk space there"))
+    return found
+
+
+def doing(shot: Snapshot) -> str:
+    """One clause: what is going on now, or what is waited for."""
+    if shot.daemon.state in ("starting", "draining"):
+        return f"the daemon is {shot.daemon.state}"
+    run = shot.run
+    if run is None:
+        return "nothing; there is no run yet"
+    if run["state"] != "active":
+        return f"nothing; run {run['name']} is {run['state']}"
+    was = "" if shot.daemon.running else "was "
+    for job in shot.active:
+        if job["state"] == "running":
+            made = f"training step {job['step']}" if job["kind"] == "train" else "making checkpoint 0"
+            since = f" ({span(show.now_ms() - job['started'])})" if shot.daemon.running and job["started"] else ""
+            return f"{was}{made}{since}"
+    if shot.daemon.running:
+        sending = next((push for push in shot.pushes if push["state"] == "sending"), None)
+        if sending:
+            return f"pushing step {sending['step']} into {sending['engine']}"
+    if any(job["state"] == "queued" for job in shot.active):
+        return f"{was}waiting for the trainer to take a job"
+    train = shot.groups["train"]
+    if not shot.daemon.running:
+        return "was waiting for rollouts"
+    if run["served"] < run["step"]:
+        return f"waiting for an engine to serve step {run['step']}"
+    need, sealed = run["spec"].get("groups_per_step", 8), train["sealed"]["groups"]
+    return f"waiting for rollouts: {sealed} of {need} trainable groups, {train['open']['groups']} open"
+
+
+def advice(shot: Snapshot) -> str:
+    """The next command, or that none is needed."""
+    where = option(shot.data)
+    if shot.problems:
+        return shot.problems[0].next
+    if shot.run is None or shot.run["state"] == "finished":
+        return "create a run with artd.Client().run(NAME, model=FOLDER)"
+    if shot.run["state"] == "paused":
+        return f"artctl resume {shot.run['name']}{where}"
+    return "nothing to do"
+
+
+def content(shot: Snapshot) -> dict[str, Any]:
+    """Everything of the JSON document but its head (docs/cli-json.md)."""
+    told = shot.daemon.file
+    run = shot.run and stamped({k: v for k, v in shot.run.items() if k != "spec"}) | {
+        "lag": max(0, shot.run["step"] - shot.run["served"]) if shot.run["served"] >= 0 else None
+    }
+    return {
+        "health": shot.health,
+        "doing": doing(shot),
+        "next": advice(shot),
+        "problems": [{"what": p.what, "next": p.next} for p in shot.problems],
+        "daemon": {
+            "state": shot.daemon.state,
+            "pid": told.pid if told else None,
+            "version": told.version if told else None,
+            "started": told.started if told else None,
+            "started_iso": iso(told.started) if told else None,
+            "url": (told.url or None) if told and shot.daemon.running else None,
+            "clean": shot.clean if not shot.daemon.running else None,
+        },
+        "disk_free": shot.disk_free,
+        "run": run,
+        "groups": shot.groups,
+        "jobs": shot.jobs,
+        "active_jobs": [stamped({k: job[k] for k in _JOB}) for job in shot.active],
+        "workers": [stamped({k: worker[k] for k in _WORKER}) for worker in shot.workers],
+        "events": [stamped(event) for event in shot.events],
+    }
+
+
+_JOB = ("id", "kind", "step", "state", "fence", "attempts", "worker", "error", "created", "started")
+_WORKER = ("name", "kind", "state", "alive", "pid", "spawn", "restarts", "serving", "error", "since")

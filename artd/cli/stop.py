@@ -1,0 +1,89 @@
+"""`artd stop [--drain S]`: end the daemon and wait until it is gone. A second call while it drains forces it.
+
+Owner of: no state. Exit codes: 0 it is gone, 3 none ran, 7 it still runs. Invariants: only the process that holds the
+lock is signalled, and only while its start time is the recorded one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from artd_schema.paths import DaemonFile, process_ticks
+
+from . import probe
+from .outcome import FAILED, OK, TIMED_OUT, CliError, shared
+
+FORCE_S = 20.0
+_SLACK_S = 20.0
+_SEEN_S = 5.0
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("stop", help="end the daemon; a second call forces it", parents=[shared()])
+    parser.add_argument(
+        "--drain", type=float, metavar="S", help="let workers end for S seconds, then force (default: drain_s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    data = probe.data_dir(args)
+    found = probe.need_running(data)
+    told = found.file
+    if told is None:
+        raise CliError(FAILED, f"a daemon holds {data}, but its lock file cannot be read", f"fuser {data}/artd.lock")
+    forced = found.state == "draining"
+    _signal(told)
+    if forced:
+        gone = _gone(told, FORCE_S)
+    elif args.drain is None:
+        gone = _gone(told, told.drain_s + _SLACK_S)
+    else:
+        _drains(told, data)
+        gone = _gone(told, args.drain)
+        if not gone:
+            forced = True
+            _signal(told)
+            gone = _gone(told, FORCE_S)
+    if gone:
+        print(f"artd (pid {told.pid}) has ended", file=sys.stderr)
+        return OK
+    then = f"kill -9 {told.pid}" if forced else f"artd stop{probe.option(data)}   (forces it)"
+    raise CliError(TIMED_OUT, f"the daemon (pid {told.pid}) still runs", then)
+
+
+def _signal(told: DaemonFile) -> None:
+    """SIGTERM to that very process: a pidfd cannot mean another one once its start time was seen through it."""
+    try:
+        handle = os.pidfd_open(told.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if process_ticks(told.pid) == told.ticks:
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(handle)
+
+
+def _drains(told: DaemonFile, data: Path) -> None:
+    """Wait until the daemon has seen the first signal: a second one before that would be merged with it."""
+    end = time.monotonic() + _SEEN_S
+    while process_ticks(told.pid) == told.ticks and probe.daemon(data).state != "draining" and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _gone(told: DaemonFile, patience_s: float) -> bool:
+    """Whether the process ended in time."""
+    end = time.monotonic() + patience_s
+    while process_ticks(told.pid) == told.ticks:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,85 @@
+"""Turn what pip said, and what this machine lacks, into one sentence that names the missing thing.
+
+Owner: runtimes. Invariants: reads only; every text says what, where, next.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+HEADROOM = 1.15
+
+# Unpacked bytes of a runtime, seen on Linux x86_64; used for the disk check before anything is fetched.
+NEEDED_BYTES = {"megatron-cpu": 2_000_000_000, "vllm-cpu": 2_300_000_000, "megatron-test-overlay": 30_000_000}
+
+_PATTERNS: list[tuple[str, str]] = [
+    (
+        r"No space left on device|Errno 28",
+        "the disk is full. Next: free space there, or set XDG_DATA_HOME to another disk",
+    ),
+    (
+        r"Python\.h: No such file",
+        "the Python headers (Python.h) are missing. Next: install your Python's -dev package (Debian: python3-dev)",
+    ),
+    (
+        r"(?:command|unable to execute) '?\S*(?:cc|\+\+|clang)\S*'?(?: failed)?:? .*No such file",
+        "no C++ compiler was found. Next: install one (Debian: g++)",
+    ),
+    (
+        r"No matching distribution found for (?P<what>\S+)",
+        "no registry in pip's configuration has {what} for this Python and platform. Next: add an index or a folder "
+        "that has it (--index URL or --find-links DIR; CPU builds of torch: --index " + TORCH_CPU_INDEX + ")",
+    ),
+    (
+        r"Temporary failure in name resolution|Name or service not known|Connection refused|Network is unreachable|"
+        r"Max retries exceeded|ConnectTimeout|ProxyError|NewConnectionError",
+        "the package registry could not be reached. Next: check the network, or point pip at a mirror "
+        "(pip config set global.index-url URL, --index URL or --find-links DIR)",
+    ),
+    (r"THESE PACKAGES DO NOT MATCH THE HASHES", "a download was damaged. Next: run the command again"),
+    (r"MemoryError|Killed", "the machine ran out of memory. Next: free memory and run the command again"),
+]
+
+
+def cause(log: str) -> str:
+    """One sentence for the first known cause in pip's output; retry noise before a `No matching` is the network's."""
+    network = next(text for pattern, text in _PATTERNS if pattern.startswith("Temporary"))
+    for pattern, text in _PATTERNS:
+        match = re.search(pattern, log)
+        if match is None:
+            continue
+        if "what" in match.groupdict():
+            if re.search(r"Retrying \(.*connection broken", log):
+                return network
+            return text.replace("{what}", match["what"])
+        return text
+    return "pip failed"
+
+
+def compiler() -> str | None:
+    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+
+
+def headers(python: str) -> Path | None:
+    """Where that interpreter looks for Python.h, if it is there."""
+    code = "import sysconfig; print(sysconfig.get_paths()['include'])"
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False)
+    path = Path(done.stdout.strip() or "/nonexistent") / "Python.h"
+    return path if path.is_file() else None
+
+
+def disk_shortage(stem: str, folder: Path) -> str | None:
+    """A refusal when the disk cannot hold the runtime, else None."""
+    where = folder
+    while not where.exists():
+        where = where.parent
+    free = shutil.disk_usage(where).free
+    needed = int(NEEDED_BYTES.get(stem, 0) * HEADROOM)
+    if free >= needed:
+        return None
+    return (
+        f"{stem} needs {needed / 1e9:.1f} GB at {folder} and {free / 1e9:.1f} GB are free. "
+        "Next: free space there, or set XDG_DATA_HOME to another disk"
+    )

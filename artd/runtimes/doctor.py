@@ -1,0 +1,175 @@
+"""What this machine has and lacks for artd: one check, one line, one next step.
+
+Owner: runtimes. Invariants: changes nothing but a probe file that it deletes; `missing` makes `artd doctor` exit 1,
+`warning` does not; every line that is not `ok` says what to do next.
+"""
+
+import os
+import shutil
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from artd.runtimes import diagnose, lockfile, paths, registry
+
+FSYNC_ROUNDS = 20
+LOW_DISK = 5_000_000_000
+LOW_MEMORY = 8_000_000_000
+NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "ceph")
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    state: str  # ok | warning | missing
+    value: str
+    next: str = ""
+
+
+def report(data_dir: Path) -> list[Finding]:
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _sqlite,
+        _compiler,
+        _headers,
+        lambda: _file_system(data_dir),
+        lambda: _fsync(data_dir),
+        lambda: _disk(data_dir),
+        _memory,
+        _cores,
+    ]
+    return [check() for check in checks] + _runtimes()
+
+
+def _python() -> Finding:
+    minor = paths.minor_of_running()
+    value = f"{sys.version.split()[0]} at {sys.executable}"
+    locked = sorted({lock.minor for lock in lockfile.shipped() if lock.stem != lockfile.BASE})
+    if minor in locked:
+        return Finding("python", "ok", value)
+    known = ", ".join(f"{found[2]}.{found[3:]}" for found in locked)
+    return Finding("python", "warning", f"{value}; runtimes have locks for {known} only",
+                   "artd runtime install NAME --cpu --python python3.11")  # fmt: skip
+
+
+def wal_reset_bug(version: tuple[int, int, int]) -> bool:
+    """SQLite 3.7.0 to 3.51.2 can lose a commit when a checkpoint resets the WAL under a second connection."""
+    return (3, 7, 0) <= version <= (3, 51, 2)
+
+
+def _sqlite() -> Finding:
+    version = sqlite3.sqlite_version
+    numbers = tuple(int(part) for part in version.split(".")[:3])
+    if wal_reset_bug((numbers[0], numbers[1], numbers[2])):
+        return Finding(
+            "sqlite", "warning", f"{version}, has the WAL-reset bug of 3.7.0 to 3.51.2 (it needs two connections that "
+            "checkpoint; artd lets only its writer do so)", "a Python linked with SQLite 3.51.3 or later")  # fmt: skip
+    return Finding("sqlite", "ok", version)
+
+
+def _compiler() -> Finding:
+    found = diagnose.compiler()
+    if found:
+        return Finding("compiler", "ok", found)
+    return Finding("compiler", "warning", "no C++ compiler; needed where Megatron-Core comes as source",
+                   "install one (Debian: apt-get install g++)")  # fmt: skip
+
+
+def _headers() -> Finding:
+    found = diagnose.headers(getattr(sys, "_base_executable", "") or sys.executable)
+    if found:
+        return Finding("headers", "ok", str(found))
+    return Finding("headers", "warning", "no Python.h; needed where Megatron-Core comes as source",
+                   "install your Python's headers (Debian: apt-get install python3-dev)")  # fmt: skip
+
+
+def existing(folder: Path) -> Path:
+    """The folder or its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def file_system_of(folder: Path, mounts: str) -> str:
+    """Type of the longest mount point above `folder`, from the text of /proc/self/mounts."""
+    best, kind = "", "unknown"
+    target = str(existing(folder).resolve())
+    for line in mounts.splitlines():
+        _, point, found, *_ = line.split()
+        point = point.replace("\\040", " ")
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
+def _file_system(data_dir: Path) -> Finding:
+    try:
+        kind = file_system_of(data_dir, Path("/proc/self/mounts").read_text())
+    except OSError:
+        kind = "unknown"
+    if kind in NETWORK_FILE_SYSTEMS:
+        return Finding("file system", "missing", f"{kind} at {data_dir}: SQLite's WAL needs a local disk",
+                       "artd start --data-dir DIR on a local disk")  # fmt: skip
+    if kind == "tmpfs":
+        return Finding("file system", "warning", f"tmpfs at {data_dir}: a reboot loses everything",
+                       "artd start --data-dir DIR on a disk")  # fmt: skip
+    return Finding("file system", "ok", f"{kind} at {data_dir}")
+
+
+def _fsync(data_dir: Path) -> Finding:
+    where = existing(data_dir)
+    times = []
+    try:
+        with tempfile.TemporaryFile(dir=where) as probe:
+            for _ in range(FSYNC_ROUNDS):
+                probe.write(b"x" * 4096)
+                probe.flush()
+                start = time.perf_counter()
+                os.fdatasync(probe.fileno())
+                times.append(time.perf_counter() - start)
+    except OSError as error:
+        return Finding("fsync", "missing", f"cannot write at {where}: {error}", "artd start --data-dir DIR elsewhere")
+    milliseconds = statistics.median(times) * 1000
+    if milliseconds > 50:
+        return Finding("fsync", "warning", f"p50 {milliseconds:.1f} ms: commits will be slow", "a faster disk")
+    return Finding("fsync", "ok", f"p50 {milliseconds:.2f} ms")
+
+
+def _disk(data_dir: Path) -> Finding:
+    free = shutil.disk_usage(existing(data_dir)).free
+    value = f"{free / 1e9:.1f} GB free at {data_dir}"
+    if free < LOW_DISK:
+        return Finding("disk", "warning", value, "free space there, or artd start --data-dir DIR elsewhere")
+    return Finding("disk", "ok", value)
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if total < LOW_MEMORY:
+        return Finding("memory", "warning", f"{total / 1e9:.1f} GB; the demo's trainer and engine take about 6 GB",
+                       "close other programs, or use a smaller model")  # fmt: skip
+    return Finding("memory", "ok", f"{total / 1e9:.1f} GB")
+
+
+def _cores() -> Finding:
+    return Finding("cores", "ok", str(len(os.sched_getaffinity(0))))
+
+
+def _runtimes() -> list[Finding]:
+    findings = []
+    for row in registry.listed():
+        if row.state == "stale":
+            findings.append(Finding(row.name, "warning", f"left by another artd version at {row.path}", row.next))
+        elif row.state == "ready":
+            findings.append(Finding(row.name, "ok", f"{row.size_bytes / 1e9:.2f} GB at {row.path}"))
+        else:
+            # Tests alone need the overlay: a user without it lacks nothing.
+            state = "warning" if row.name.startswith(lockfile.OVERLAY) else "missing"
+            findings.append(Finding(row.name, state, row.state, row.next))
+    return findings

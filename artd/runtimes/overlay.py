@@ -1,0 +1,22 @@
+"""`python -m artd.runtimes.overlay path|python`: how to run tests that need torch.
+
+Owner: runtimes. For Makefile and CI; prints one line. Exit 1 with the command to type when something is missing.
+"""
+
+import sys
+
+from artd.runtimes import lockfile, registry
+
+
+def main(what: str) -> int:
+    try:
+        overlay = registry.find(lockfile.OVERLAY)
+    except registry.RuntimeMissing as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(":".join(overlay.site_paths) if what == "path" else overlay.python)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""What pip is asked for: in which order, with which flags, from where.
+
+Owner: runtimes. Invariants: pure but for reading pip's configuration; every call carries --no-deps, so nothing that the
+lock does not name is ever installed.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from artd.runtimes import diagnose, pip
+from artd.runtimes.lockfile import Lock
+
+
+def stages(lock: Lock, sources: list[str], torch_index: list[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """CPU builds first and alone (only they need the extra index, and without it they fail at once), then the rest,
+    then what may have to be built with the setuptools and pybind11 of the rest."""
+    local = [pin for pin in lock.pins if "+" in pin.version]
+    built = [pin for pin in lock.pins if pin.build]
+    rest = [pin for pin in lock.pins if pin not in local and pin not in built]
+    # Megatron-Core says Python >= 3.12; megatron.core is clean on 3.11 (only megatron.training is not).
+    build_flags = ["--no-build-isolation", "--ignore-requires-python"]
+    for pins, flags in ((local, torch_index), (rest, []), (built, build_flags)):
+        if pins:
+            yield [str(pin) for pin in pins], sources + flags
+
+
+def pip_command(interpreter: Path, extra: list[str], pins: list[str]) -> list[str]:
+    """--no-compile: byte code of what is used is written on first import; compiling everything takes longer."""
+    flags = ["--no-deps", "--no-input", "--prefer-binary", "--no-compile", "--disable-pip-version-check"]
+    return [str(interpreter), "-m", "pip", "install", *flags, *extra, *pins]
+
+
+def torch_index(lock: Lock, interpreter: Path, sources: list[str]) -> list[str]:
+    """PyTorch's CPU index, only where neither the user nor pip's configuration names a place."""
+    if "+cpu" not in lock.versions.get("torch", "") or sources or pip.has_own_sources(pip.config_list(interpreter)):
+        return []
+    return ["--extra-index-url", diagnose.TORCH_CPU_INDEX]

@@ -1,0 +1,102 @@
+"""The code that managed children run: one content-addressed copy of `artd_schema` and `artd_workers` under DATA/code/.
+
+Owner of: DATA/code/. Invariants: a folder there is complete or absent (written aside, fsynced, renamed); its name is the
+digest of its names and contents; `artd_workers` is located, never imported. Works from a checkout and from a wheel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+PACKAGES = ("artd_schema", "artd_workers")
+DIGITS = 12
+
+
+class CodeError(Exception):
+    """The children's code cannot be found."""
+
+
+def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
+    """Folder DATA/code/<12 hex> with the packages of the running artd; the folder's name is the build.
+
+    An intact copy is used again; one whose content does not match its name is replaced.
+    Raises CodeError when a package cannot be located, OSError when the copy cannot be written.
+    """
+    files: dict[str, bytes] = {}
+    for package in packages:
+        files |= read_tree(_locate(package), package)
+    root = data / "code"
+    target = root / digest_files(files)
+    if target.is_dir() and digest_files(read_tree(target)) == target.name:
+        return target
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
+    try:
+        _write_tree(aside / "new", files)
+        if target.exists():
+            target.rename(aside / "damaged")
+        (aside / "new").rename(target)
+        _sync(root)
+    finally:
+        shutil.rmtree(aside)
+    return target
+
+
+def read_tree(folder: Path, prefix: str = "") -> dict[str, bytes]:
+    """Relative POSIX names and contents of every source file below `folder`; byte code and hidden files left out."""
+    files: dict[str, bytes] = {}
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        for name in sorted(names):
+            if name.startswith(".") or name.endswith((".pyc", ".pyo")):
+                continue
+            path = Path(parent, name)
+            files[Path(prefix, path.relative_to(folder)).as_posix()] = path.read_bytes()
+    return files
+
+
+def digest_files(files: dict[str, bytes]) -> str:
+    """12 hex digits of sha256 over every (name, length, content), in order of name."""
+    total = hashlib.sha256()
+    for name in sorted(files):
+        total.update(f"{name}\0{len(files[name])}\0".encode())
+        total.update(files[name])
+    return total.hexdigest()[:DIGITS]
+
+
+def _locate(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places or not Path(places[0]).is_dir():
+        raise CodeError(
+            f"package {package!r} is not there as a folder beside artd; install artd again (pip install artd)"
+        )
+    return Path(places[0])
+
+
+def _write_tree(folder: Path, files: dict[str, bytes]) -> None:
+    parents = {folder}
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parents.update(parent for parent in path.parents if parent.is_relative_to(folder))
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    for parent in parents:
+        _sync(parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,85 @@
+"""The environment of a managed child.
+
+Owner of: the names of the tags. Invariants: the daemon's own tags, secrets and Python settings never reach a child; the
+tags do, so that every descendant can be found and attributed (SPT_NOENV keeps setproctitle from blanking them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import procfs
+
+SECRETS = ("ARTD_TOKEN", "ARTD_API_KEY")
+_PYTHON = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONSTARTUP",
+    "PYTHONEXECUTABLE",
+    "PYTHONSAFEPATH",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONWARNINGS",
+    "VIRTUAL_ENV",
+    "__PYVENV_LAUNCHER__",
+)
+_SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tags:
+    """Who a child is. socket: ipc endpoint of the daemon; build: digest of the children's code."""
+
+    instance: str
+    boot: int
+    spawn: int
+    worker: str
+    build: str
+    socket: str
+
+    def variables(self) -> dict[str, str]:
+        """ARTD_OWNER is the daemon itself as PID:TICKS: whoever finds the child can tell whether its owner lives."""
+        me = procfs.identity()
+        return {
+            "ARTD_INSTANCE": self.instance,
+            "ARTD_BOOT": str(self.boot),
+            "ARTD_SPAWN": str(self.spawn),
+            "ARTD_WORKER": self.worker,
+            "ARTD_BUILD": self.build,
+            "ARTD_SOCKET": self.socket,
+            "ARTD_OWNER": f"{me.pid}:{me.ticks}",
+        }
+
+
+def child_environment(
+    base: Mapping[str, str],
+    tags: Tags,
+    *,
+    code: Path,
+    tmpdir: Path,
+    site_paths: Sequence[str] = (),
+    extra: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Environment of one spawn. base: the daemon's own; code: folder that holds artd_schema and artd_workers;
+    site_paths: further folders for PYTHONPATH, after `code`; extra: what this kind of worker needs besides.
+
+    Raises ValueError when `extra` would change a tag: reaping and fencing rest on them.
+    """
+    fixed = tags.variables()
+    added = dict(extra or {})
+    if clash := sorted(added.keys() & (fixed.keys() | set(SECRETS))):
+        raise ValueError(f"environment of worker {tags.worker!r}: {', '.join(clash)} is set by artd; leave it out")
+    dropped = {*SECRETS, *_PYTHON, *_SERVICE}
+    return {
+        **{key: value for key, value in base.items() if key not in dropped},
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **added,
+        **fixed,
+        "SPT_NOENV": "1",
+        "PYTHONPATH": ":".join([str(code), *site_paths]),
+        "TMPDIR": str(tmpdir),
+    }

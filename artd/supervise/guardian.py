@@ -1,0 +1,219 @@
+"""The guardian: a small process between the daemon and one worker that ends the worker's whole subtree.
+
+Run as `python -I -S guardian.py DEATH_FD -- ARGV...` in a session of its own. DEATH_FD is the read end of a pipe whose
+only write end the daemon holds: its end-of-file means that the daemon is gone or wants the subtree dead.
+
+- end-of-file, or a second SIGTERM: SIGKILL to every descendant until none is left, then exit;
+- the first SIGTERM: passed on to the main child alone;
+- the main child ended: what it left behind is killed, then exit with its status (128 + n after signal n).
+
+Owner of: nothing on disk. Invariants: stand-alone (standard library only, no threads, no fork without exec); a
+subreaper, so that no descendant escapes by a session of its own or by the death of its parent; never the victim of a
+parent-death signal itself (that one is SIGCONT: it only wakes a guardian that somebody had stopped).
+`procfs` re-uses the readers below, so that there is one parser of /proc/PID/stat.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LINGER_S = 30.0
+"""How long a guardian waits for descendants that do not die of SIGKILL (uninterruptible sleep, a driver's teardown)."""
+DEAD = ("Z", "X", "x")
+
+
+class Stat(NamedTuple):
+    """One line of /proc/PID/stat. state: R, S, D, T, t, Z, X ...; ticks: start time, clock ticks since boot."""
+
+    pid: int
+    ppid: int
+    group: int
+    session: int
+    state: str
+    ticks: int
+
+
+def read_stat(pid: int) -> Stat | None:
+    """The process's line, or None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            line = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command's name may hold spaces and brackets: fields are counted from the last bracket.
+    fields = line[line.rindex(b")") + 2 :].split()
+    return Stat(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]))
+
+
+def all_stats() -> Iterator[Stat]:
+    """Every process that this /proc shows."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (stat := read_stat(int(name))) is not None:
+            yield stat
+
+
+def descendants(roots: Iterable[int], stats: Iterable[Stat]) -> list[Stat]:
+    """Everything below `roots` (roots left out), parents before their children."""
+    children: dict[int, list[Stat]] = {}
+    for stat in stats:
+        children.setdefault(stat.ppid, []).append(stat)
+    found: list[Stat] = []
+    level = list(roots)
+    while level:
+        below = [stat for pid in level for stat in children.get(pid, ())]
+        found += below
+        level = [stat.pid for stat in below]
+    return found
+
+
+def signal_exact(pid: int, ticks: int, number: int) -> bool:
+    """Signal the process (pid, ticks) and never another that took over its number; False when it is gone.
+
+    The start time is read again after the pidfd was opened: equal means that the pidfd stands for that process.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        stat = read_stat(pid)
+        if stat is None or stat.ticks != ticks:
+            return False
+        signal.pidfd_send_signal(pidfd, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
+
+
+def _say(text: str) -> None:
+    try:
+        os.write(2, f"artd guardian: {text}\n".encode(errors="replace"))
+    except OSError:
+        # The log may be on a full disk; a guardian that dies of that leaves its subtree alive.
+        return
+
+
+def _execute(command: list[str], guardian: int) -> NoReturn:
+    """In the forked child: own process group, default signals, die with the guardian, become the command."""
+    try:
+        os.setpgid(0, 0)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            if signal.getsignal(number) not in (signal.SIG_DFL, None):
+                signal.signal(number, signal.SIG_DFL)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guardian:
+            os._exit(128 + signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execvp(command[0], command)
+    except OSError as error:
+        _say(f"cannot execute {command[0]!r}: {error.strerror}")
+    finally:
+        os._exit(127)
+
+
+def _start(command: list[str]) -> int:
+    guardian = os.getpid()
+    # No handler may run in the child before its dispositions are restored.
+    before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    pid = os.fork()
+    if pid == 0:
+        _execute(command, guardian)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _reap(main: int, status: int | None) -> tuple[int | None, bool]:
+    """Collect every ended child: (exit status of the main one once known, whether any child is left)."""
+    while True:
+        try:
+            pid, raw = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status, False
+        if pid == 0:
+            return status, True
+        if pid == main:
+            code = os.waitstatus_to_exitcode(raw)
+            status = code if code >= 0 else 128 - code
+
+
+def _end_all(main: int, status: int | None) -> int:
+    """SIGKILL whatever lives below until nothing does; as the subreaper, no children means no descendants."""
+    deadline = time.monotonic() + LINGER_S
+    pause = 0.002
+    while True:
+        status, left = _reap(main, status)
+        if not left:
+            break
+        living = [stat for stat in descendants([os.getpid()], all_stats()) if stat.state not in DEAD]
+        if time.monotonic() > deadline:
+            _say(f"not dead {LINGER_S:.0f} s after SIGKILL: " + ", ".join(f"{s.pid} (state {s.state})" for s in living))
+            break
+        for stat in living:
+            try:
+                signal_exact(stat.pid, stat.ticks, signal.SIGKILL)
+            except PermissionError:
+                _say(f"may not signal process {stat.pid}")
+        time.sleep(pause)
+        pause = min(pause * 2, 0.05)
+    return 128 + signal.SIGKILL if status is None else status
+
+
+def _watch(death: int, wake: int, main: int, terms: list[int]) -> int:
+    poll = select.poll()
+    poll.register(death, select.POLLIN)
+    poll.register(wake, select.POLLIN)
+    status: int | None = None
+    passed_on = False
+    while True:
+        ready = [fd for fd, _ in poll.poll()]
+        if wake in ready:
+            os.read(wake, 4096)
+        status, _ = _reap(main, status)
+        if status is not None or (death in ready and not os.read(death, 1)) or len(terms) > 1:
+            return _end_all(main, status)
+        if terms and not passed_on:
+            os.kill(main, signal.SIGTERM)
+            passed_on = True
+
+
+def main(arguments: list[str]) -> int:
+    """Start and guard one command; returns its exit status."""
+    if len(arguments) < 3 or arguments[1] != "--":
+        _say("usage: guardian.py DEATH_FD -- ARGV...")
+        return 64
+    death, command = int(arguments[0]), arguments[2:]
+    os.set_inheritable(death, False)
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    terms: list[int] = []
+    wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda number, _: terms.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)
+    return _watch(death, wake, _start(command), terms)
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""What /proc says about processes: identities, sessions, environment tags, memory-killer counts.
+
+Owner of: no state. Invariants: a process is named by (pid, start ticks), within one boot of the machine; a process
+that vanishes while it is read is absent, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from .guardian import DEAD, Stat, all_stats, descendants, read_stat, signal_exact
+
+__all__ = [
+    "DEAD",
+    "Identity",
+    "Stat",
+    "alive",
+    "all_stats",
+    "boot_id",
+    "descendants",
+    "environment",
+    "identity",
+    "oom_kills",
+    "read_stat",
+    "session_members",
+    "signal_exact",
+    "strike",
+]
+
+
+class Identity(NamedTuple):
+    """A process for ever. boot_id: the kernel's; ticks: start time in clock ticks since the machine's start."""
+
+    boot_id: str
+    pid: int
+    ticks: int
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def identity(pid: int | None = None) -> Identity:
+    """Identity of a living process (default: this one). Raises ProcessLookupError."""
+    stat = read_stat(os.getpid() if pid is None else pid)
+    if stat is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return Identity(boot_id(), stat.pid, stat.ticks)
+
+
+def alive(who: Identity) -> bool:
+    """Whether that very process lives; a zombie does not."""
+    stat = read_stat(who.pid)
+    return stat is not None and stat.ticks == who.ticks and stat.state not in DEAD and boot_id() == who.boot_id
+
+
+def session_members(session: int) -> list[Stat]:
+    """Processes of a session that can still run; zombies are left out."""
+    return [stat for stat in all_stats() if stat.session == session and stat.state not in DEAD]
+
+
+def strike(processes: Iterable[Stat], number: int) -> None:
+    """Signal each of them exactly. One that belongs to another user stays, and shows in the caller's next look."""
+    for stat in processes:
+        try:
+            signal_exact(stat.pid, stat.ticks, number)
+        except PermissionError:
+            continue
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment that a process was exec'ed with; empty when it is gone, unreadable or was overwritten."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
+    return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
+
+
+def oom_kills() -> int:
+    """Kills by the kernel for want of memory: in this process's control group where it counts them, else machine-wide."""
+    for path in (_memory_events(), Path("/proc/vmstat")):
+        if path is None or not path.exists():
+            continue
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+    return 0
+
+
+def _memory_events() -> Path | None:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return Path("/sys/fs/cgroup") / line[3:].lstrip("/") / "memory.events"
+    return None

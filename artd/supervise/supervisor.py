@@ -1,0 +1,117 @@
+"""The managed workers of one daemon, by name.
+
+Owner of: the set of workers; each worker's task owns the rest. Invariants: tasks live in the task group that is passed
+in, so a failing callback ends the daemon; no process outlives the group; words of an older spawn are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+from anyio.abc import TaskGroup
+
+from .backoff import Backoff, Policy
+from .spec import Info, Listener, Spec
+from .states import State
+from .worker import Worker
+
+
+class UnknownWorker(KeyError):
+    """No worker has this name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Supervisor:
+    """Starts, watches, restarts and ends workers. clock: monotonic seconds; uniform: random numbers in [0, 1)."""
+
+    def __init__(
+        self,
+        group: TaskGroup,
+        listener: Listener,
+        policy: Policy = Policy(),  # noqa: B008 (frozen)
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self._group = group
+        self._listener = listener
+        self._policy = policy
+        self._clock = clock
+        self._uniform = uniform
+        self._workers: dict[str, Worker] = {}
+
+    def add(self, spec: Spec, start: bool = True) -> None:
+        """Supervise a worker from now on, running unless `start` is False. Raises ValueError when the name is taken."""
+        if spec.name in self._workers:
+            raise ValueError(f"worker {spec.name!r} is there already")
+        worker = Worker(spec, self._listener, Backoff(self._policy, self._uniform), self._clock)
+        self._workers[spec.name] = worker
+        self._group.start_soon(worker.run, name=f"worker {spec.name}")
+        if start:
+            worker.start()
+
+    def start(self, name: str) -> None:
+        """Want a stopped worker running. A broken one needs `retry_broken`."""
+        self._of(name).start()
+
+    def retry_broken(self, name: str) -> None:
+        """Start it now, past breaker and back-off; its deaths are forgotten."""
+        self._of(name).retry()
+
+    async def ready(self, name: str, spawn: int) -> bool:
+        """The process of that spawn can take work. False: it is not the present one, or it is being ended."""
+        return await self._of(name).report(spawn, "ready")
+
+    async def busy(self, name: str, spawn: int) -> bool:
+        """The process of that spawn took up a job. False as for `ready`, and when it was never ready."""
+        worker = self._of(name)
+        return worker.state != "starting" and await worker.report(spawn, "busy")
+
+    async def idle(self, name: str, spawn: int) -> bool:
+        """The process of that spawn ended its job. False as for `ready`, and when it was never ready."""
+        worker = self._of(name)
+        return worker.state != "starting" and await worker.report(spawn, "ready")
+
+    async def kill(self, name: str, spawn: int | None = None, reason: str = "killed by artd") -> None:
+        """SIGKILL the subtree; return when it is proven dead and `on_exit` (ordered) has returned. It starts again.
+
+        spawn: do nothing unless that one is the present process. Raises Undead when it does not die.
+        """
+        await self._of(name).kill(spawn, reason)
+
+    async def restart(self, name: str, grace_s: float = 10.0, reason: str = "restarted by artd") -> None:
+        """End the present process (SIGTERM, grace_s, SIGKILL); return when it is proven dead. Raises Undead."""
+        await self._of(name).restart(grace_s, reason)
+
+    async def stop(self, name: str, grace_s: float = 15.0, reason: str = "stopped by artd") -> None:
+        """End it (SIGTERM, grace_s, SIGKILL) and keep it stopped; return when it is proven dead. Raises Undead.
+
+        A second call with a shorter grace shortens the first one's.
+        """
+        await self._of(name).stop(grace_s, reason)
+
+    async def stop_all(self, grace_s: float = 15.0, reason: str = "artd is stopping") -> None:
+        """`stop` for all at once. Raises what the stops raised, after all of them ended."""
+        stops = [worker.stop(grace_s, reason) for worker in self._workers.values()]
+        results = await asyncio.gather(*stops, return_exceptions=True)
+        failed = [result for result in results if isinstance(result, Exception)]
+        if failed:
+            raise ExceptionGroup("workers that could not be stopped", failed)
+
+    def state(self, name: str) -> State:
+        return self._of(name).state
+
+    def info(self, name: str) -> Info:
+        return self._of(name).info()
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._workers)
+
+    def _of(self, name: str) -> Worker:
+        if name not in self._workers:
+            raise UnknownWorker(f"no worker {name!r}; there are: {', '.join(self._workers) or 'none'}")
+        return self._workers[name]

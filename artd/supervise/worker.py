@@ -1,0 +1,297 @@
+"""One supervised worker: a single task that starts its process, watches it, and starts it again by the policy.
+
+Owner of: the worker's state, its living process and its back-off. Invariants: at most one process, and the next one is
+made only after the last one is proven dead; the spawn number is durable before the process exists; a state is told
+(and persisted by the listener) before what follows from it; a listener never calls back into the worker it hears of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+
+import anyio
+
+from . import postmortem, procfs
+from .backoff import Backoff
+from .spawn import Child, Undead, spawn
+from .spec import Info, Launch, Listener, Spec
+from .states import State, follow
+
+ERROR_LINES = 10
+
+
+class Worker:
+    """Run `run()` in a task; the other methods order and inform it. clock: monotonic seconds."""
+
+    def __init__(
+        self, spec: Spec, listener: Listener, backoff: Backoff, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.spec = spec
+        self.state: State = "stopped"
+        self.spawn = 0
+        self.restarts = 0
+        self.error = ""
+        self._listener = listener
+        self._backoff = backoff
+        self._clock = clock
+        self._child: Child | None = None
+        self._launch: Launch | None = None
+        self._oom_kills = 0
+        self._wanted = False
+        self._retry = False
+        self._closed = False
+        self._grace: float | None = None
+        self._reason = ""
+        self._why = ""
+        self._ordered = False
+        self._delay = 0.0
+        self._wake = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._waiters: list[asyncio.Future[None]] = []
+
+    # ---- orders and news, from other tasks --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Want it running. A broken worker stays broken until `retry`."""
+        self._wanted = True
+        self._wake.set()
+
+    def retry(self) -> None:
+        """The operator's word: start it now, past back-off and breaker; its deaths are forgotten."""
+        self._wanted = self._retry = True
+        self._wake.set()
+
+    async def stop(self, grace_s: float, reason: str) -> None:
+        """Return when it is stopped and proven dead. Raises Undead."""
+        self._wanted = False
+        if self.state != "stopped":
+            await self._order(grace_s, reason)
+
+    async def restart(self, grace_s: float, reason: str) -> None:
+        """Return when the present process is proven dead; the next one follows. Raises Undead."""
+        if self._has_process():
+            self._wanted = True
+            await self._order(grace_s, reason)
+        else:
+            self.retry()
+
+    async def kill(self, spawn: int | None, reason: str) -> None:
+        """Return when the process (of that spawn number, if given) is proven dead; another follows if it is wanted.
+
+        Raises Undead when it does not die.
+        """
+        if spawn in (None, self.spawn) and self._has_process():
+            await self._order(0.0, reason)
+
+    async def report(self, spawn: int, state: State) -> bool:
+        """The process went to `state`. False: the word comes from an older process, or too late."""
+        async with self._lock:
+            child = self._child
+            late = child is None or child.exited or self._grace is not None
+            if late or spawn != self.spawn or self.state not in ("starting", "ready", "busy"):
+                return False
+            if self.state != state:
+                await self._tell(state)
+        self._wake.set()
+        return True
+
+    def _has_process(self) -> bool:
+        return self.state in ("starting", "ready", "busy", "draining") or self._child is not None
+
+    async def _order(self, grace_s: float, reason: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"worker {self.spec.name!r} is no longer supervised")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(done)
+        if self._grace is None:
+            self._grace, self._reason = grace_s, reason
+        else:
+            self._grace = min(self._grace, grace_s)
+        self._wake.set()
+        await asyncio.shield(done)
+
+    # ---- the task ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Supervise until cancelled; then the subtree is killed and proven dead. A listener's exception ends it."""
+        act = {"stopped": self._rest, "broken": self._lie_broken, "backoff": self._hold_off, "starting": self._live}
+        try:
+            while True:
+                await act[self.state]()
+        finally:
+            self._closed = True
+            with anyio.CancelScope(shield=True):
+                if self._child is not None:
+                    await self._child.kill()
+            self._settle(RuntimeError(f"worker {self.spec.name!r} is no longer supervised"))
+
+    async def _rest(self) -> None:
+        self._settle()
+        while not self._wanted:
+            await self._sleep(None)
+        await self._set("starting")
+
+    async def _hold_off(self) -> None:
+        deadline = self._clock() + self._delay
+        if self._wanted:
+            self._settle()
+        while self._wanted and not self._retry and (left := deadline - self._clock()) > 0:
+            await self._sleep(left)
+        if self._wanted:
+            await self._start_again()
+        else:
+            await self._set("stopped")
+
+    async def _lie_broken(self) -> None:
+        while True:
+            if self._child is not None and (self._retry or self._waiters):
+                buried = await self._bury()
+                self._retry = self._retry and buried
+            if self._child is None:
+                if not self._wanted:
+                    return await self._set("stopped")
+                if self._retry:
+                    return await self._start_again()
+                self._settle()
+            await self._sleep(None)
+
+    async def _start_again(self) -> None:
+        if self._retry:
+            self._backoff.reset()
+        self._retry = False
+        self.restarts += 1
+        await self._set("starting")
+
+    async def _live(self) -> None:
+        self._retry = False
+        self.spawn = await self._listener.next_spawn(self.spec.name)
+        started = self._clock()
+        self._why, self._ordered = self._make()
+        if self._child is not None:
+            async with self._lock:
+                await self._tell("starting")
+            self._why, self._ordered = await self._watch(self._child, started)
+            buried = await self._bury()
+        else:
+            buried = self._ordered or await self._record(None)
+        delay = 0.0 if self._ordered else self._backoff.died(started, self._clock())
+        self._delay = delay or 0.0
+        if buried and self._ordered and self.state == "draining":
+            await self._set("stopped")
+        else:
+            await self._set("backoff")
+            if not buried or (delay is None and self._wanted):
+                await self._set("broken")
+
+    def _make(self) -> tuple[str, bool]:
+        """Make the process; else say why there is none, and whether that was ordered."""
+        if self._grace is not None or not self._wanted:
+            return self._reason, True
+        self._launch = self.spec.launch(self.spawn)
+        self._oom_kills = procfs.oom_kills()
+        try:
+            self._launch.tmpdir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._child = spawn(
+                self.spec.name,
+                self._launch.argv,
+                self._launch.env,
+                self._launch.log,
+                cwd=self._launch.tmpdir,
+                woken=self._wake.set,
+            )
+        except OSError as error:
+            return f"worker {self.spec.name!r} could not be started: {error}", False
+        return "", False
+
+    async def _watch(self, child: Child, started: float) -> tuple[str, bool]:
+        """Until the process ended or has to: (what the supervisor itself knows of the reason, whether it is ordered)."""
+        deadline = started + self.spec.start_timeout_s
+        while not child.exited:
+            if self._grace is not None:
+                if self._grace > 0 or not self._wanted:
+                    await self._set("draining")
+                    await self._drain(child)
+                return self._reason, True
+            left = deadline - self._clock() if self.state == "starting" else None
+            if left is not None and left <= 0:
+                return f"worker {self.spec.name!r} was not ready {self.spec.start_timeout_s:g} s after its start", False
+            await self._sleep(left)
+        return "", False
+
+    async def _drain(self, child: Child) -> None:
+        began = self._clock()
+        child.terminate()
+        while not child.exited and (left := began + (self._grace or 0.0) - self._clock()) > 0:
+            await self._sleep(left)
+
+    async def _bury(self) -> bool:
+        """Kill what is left and prove it dead; False (and the error kept and told to who waits) when it does not die."""
+        assert self._child is not None and self._launch is not None
+        try:
+            code = await self._child.kill()
+        except Undead as undead:
+            self.error = str(undead)
+            self._settle(undead)
+            return False
+        await self._record(code)
+        self._child = None
+        # Sockets and scratch files of a dead process; what cannot be removed stays in a folder that nobody uses again.
+        shutil.rmtree(self._launch.tmpdir, ignore_errors=True)
+        return True
+
+    async def _record(self, code: int | None) -> bool:
+        tail = self._child.tail() if self._child is not None else ""
+        status = postmortem.explain(code, tail, procfs.oom_kills() - self._oom_kills, self._why)
+        last = tail.splitlines()[-ERROR_LINES:]
+        self.error = "" if self._ordered else "\n".join([status.text, *last])
+        await self._listener.on_exit(self.spec.name, self.spawn, status, self._ordered, tail)
+        return True
+
+    # ---- small things -----------------------------------------------------------------------------------------------
+
+    async def _set(self, state: State) -> None:
+        async with self._lock:
+            await self._tell(follow(self.spec.name, self.state, state))
+
+    async def _tell(self, state: State) -> None:
+        if state != self.state:
+            self.state = follow(self.spec.name, self.state, state)
+        if state == "ready":
+            self.error = ""
+        await self._listener.on_state(self.spec.name, state, self.info())
+
+    def info(self) -> Info:
+        """What table `process` holds of it, as of now."""
+        child, launch = self._child, self._launch
+        return Info(
+            kind=self.spec.kind,
+            spawn=self.spawn,
+            restarts=self.restarts,
+            boot_id=child.boot_id if child else "",
+            pid=child.pid if child else None,
+            ticks=child.ticks if child else None,
+            session=child.session if child else None,
+            error=self.error,
+            log=str(launch.log) if launch else "",
+        )
+
+    async def _sleep(self, seconds: float | None) -> None:
+        """Until something new is there, or the time is over. What came before it is seen at once."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        self._wake.clear()
+
+    def _settle(self, error: Exception | None = None) -> None:
+        """Nothing is left to order: answer everybody who waits."""
+        waiters, self._waiters = self._waiters, []
+        self._grace, self._reason = None, ""
+        for done in waiters:
+            if not done.done():
+                if error is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(error)

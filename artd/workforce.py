@@ -1,0 +1,287 @@
+"""Which workers run, how their processes are made, and their Hello, Ready and death.
+
+Owner of: process rows. Invariants: a spawn number is durable before its process exists; a message counts only when
+its process is the present one of its name; the services hear of a death after it is proven.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sqlite3
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from artd_schema import PROTOCOL
+from artd_schema import worker as w
+from artd_schema.spec import RunSpec
+
+from . import runtimes
+from .config import Interpreter, Settings
+from .errors import Conflict
+from .gateway_file import write_gateway_file
+from .rundir import DataDir
+from .store.store import Store, emit, get_meta, set_meta
+from .supervise.environment import Tags, child_environment
+from .supervise.postmortem import Status
+from .supervise.spawn import Undead
+from .supervise.spec import Info, Launch, Spec
+from .supervise.states import State
+from .supervise.supervisor import Supervisor
+from .views import active_run
+from .wire import WorkerWire
+
+log = logging.getLogger(__name__)
+HEARTBEAT_S = 1.0
+MODULES: dict[str, str] = {
+    "trainer": "artd_workers.trainer",
+    "engine": "artd_workers.engines",
+    "gateway": "artd_workers.gateway",
+}
+RUNTIMES = {"trainer": "megatron", "engine": "vllm"}
+START_S = {"trainer": 300.0, "engine": 600.0, "gateway": 60.0}
+KINDS: tuple[w.WorkerKind, ...] = ("gateway", "trainer", "engine")
+Death = Callable[[str, int, bool, str], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boot:
+    """What every process of this boot is told. code: folder with the workers' code; endpoint: of the worker ROUTER."""
+
+    instance: str
+    number: int
+    code: Path
+    endpoint: str
+    token: str
+
+
+@dataclass
+class Down:
+    """Last words of a harness: why its server died."""
+
+    spawn: int = -1
+    error: str = ""
+
+
+@dataclass
+class Workforce:
+    """The supervisor's listener and the workers' registrar. announce(url): the gateway can be reached there."""
+
+    store: Store
+    wire: WorkerWire
+    data: DataDir
+    settings: Settings
+    boot: Boot
+    announce: Callable[[str], None]
+    on_death: Death
+    gateway_ready: anyio.Event = field(default_factory=anyio.Event)
+    stopping: bool = False
+    _downs: dict[str, Down] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Supervise, and start and stop workers as the rows ask, until cancelled."""
+        async with anyio.create_task_group() as group:
+            self._group = group
+            self.supervisor = Supervisor(group, self)
+            for kind in KINDS:
+                launch = functools.partial(self._launch, kind)
+                spec = Spec(name=kind, kind=kind, launch=launch, start_timeout_s=START_S[kind])
+                self.supervisor.add(spec, start=kind == "gateway")
+            await self._follow_rows()
+
+    async def _follow_rows(self) -> None:
+        while True:
+            changed = self.store.change()
+            wanted = await self.store.write(lambda c: active_run(c) is not None)
+            for name in ("trainer", "engine"):
+                if self.stopping:
+                    return
+                if wanted and await self._has_runtime(name):
+                    self.supervisor.start(name)
+                elif not wanted:
+                    await self.supervisor.stop(name, self.settings.drain_s, "the run is finished")
+            with anyio.move_on_after(5.0):
+                await changed.wait()
+
+    # ---- making a process ---------------------------------------------------------------------------------------------
+
+    def require_runtimes(self) -> None:
+        """Errors: Conflict with the command to type when a runtime is missing."""
+        for name in RUNTIMES:
+            try:
+                self._interpreter(name)
+            except runtimes.RuntimeMissing as error:
+                raise Conflict(str(error)) from None
+
+    async def _has_runtime(self, name: str) -> bool:
+        try:
+            self._interpreter(name)
+        except runtimes.RuntimeMissing as error:
+            text = str(error)
+            await self.store.write(lambda c: _note_missing(c, self.store.clock.now_ms(), name, self.boot.number, text))
+            return False
+        return True
+
+    def _interpreter(self, kind: str) -> tuple[str, list[str]]:
+        """(python, folders for PYTHONPATH). Errors: RuntimeMissing."""
+        if kind == "gateway":
+            return sys.executable, []
+        own: Interpreter = getattr(self.settings.runtimes, kind)
+        if own.python:
+            return own.python, list(own.pythonpath)
+        found = runtimes.find(RUNTIMES[kind])
+        return str(found.python), [*found.site_paths, *own.pythonpath]
+
+    def _launch(self, kind: w.WorkerKind, spawn: int) -> Launch:
+        python, site_paths = self._interpreter(kind)
+        folder = self.data.spawn_dir(kind, spawn)
+        tags = Tags(
+            instance=self.boot.instance, boot=self.boot.number, spawn=spawn, worker=kind, build=self.boot.code.name,
+            socket=self.boot.endpoint,
+        )  # fmt: skip
+        extra = {"TORCH_COMPILE_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"} if kind == "trainer" else {}
+        env = child_environment(
+            os.environ, tags, code=self.boot.code, tmpdir=folder, site_paths=site_paths, extra=extra
+        )
+        return Launch(argv=(python, "-m", MODULES[kind]), env=env, log=self.data.log(kind), tmpdir=folder)
+
+    # ---- the supervisor's listener ------------------------------------------------------------------------------------
+
+    async def next_spawn(self, name: str) -> int:
+        def write(c: sqlite3.Connection) -> int:
+            c.execute(
+                "INSERT INTO process (name, kind, state, boot, spawn, since) VALUES (?, ?, 'starting', ?, 1, ?)"
+                " ON CONFLICT (name) DO UPDATE SET spawn = spawn + 1",
+                (name, name, self.boot.number, self.store.clock.now_ms()),
+            )
+            return int(c.execute("SELECT spawn FROM process WHERE name = ?", (name,)).fetchone()[0])
+
+        return await self.store.write(write)
+
+    async def on_state(self, name: str, state: State, info: Info) -> None:
+        def write(c: sqlite3.Connection) -> None:
+            now = self.store.clock.now_ms()
+            address = ", address = ''" if state != "ready" else ""
+            c.execute(
+                "INSERT INTO process (name, kind, state, boot, since) VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
+                f" state = excluded.state, boot = excluded.boot, since = excluded.since{address}",
+                (name, info.kind, state, self.boot.number, now),
+            )
+            c.execute(
+                "UPDATE process SET boot_id = ?, pid = ?, ticks = ?, session = ?, restarts = ?, error = ?, log = ? WHERE name = ?",
+                (info.boot_id, info.pid, info.ticks, info.session, info.restarts, info.error, info.log, name),
+            )
+            emit(c, now, "", f"worker.{state}", name, spawn=info.spawn, pid=info.pid, error=info.error)
+
+        await self.store.write(write)
+
+    async def on_exit(self, name: str, spawn: int, status: Status, ordered: bool, tail: str) -> None:
+        self.wire.forget(name, spawn)
+        down = self._downs.get(name, Down())
+        error = down.error if down.spawn == spawn and down.error else status.text
+        log.log(logging.INFO if ordered else logging.WARNING, "%s (spawn %d) ended: %s", name, spawn, error)
+        if name == "gateway" and not ordered and not self.settings.gateway.port:
+            await self.store.write(lambda c: set_meta(c, "gateway_port", "0"))  # perhaps somebody else has the port now
+        await self.on_death(name, spawn, ordered, error)
+
+    # ---- what workers say ---------------------------------------------------------------------------------------------
+
+    async def hello(self, peer: bytes, message: w.Hello) -> None:
+        """Take a process up, or tell it why not."""
+        assert self.wire.router is not None
+        known = message.name in self.supervisor.names() and self.supervisor.info(message.name).spawn == message.spawn
+        if message.protocol != PROTOCOL or not known:
+            reason = f"{message.name} spawn {message.spawn} protocol {message.protocol} is not the one that this daemon started"
+            self.wire.router.send(peer, w.Reject(reason=reason))
+            return
+        welcome = await self.store.write(lambda c: self._welcome(c, message))
+        self.wire.register(message.name, message.spawn, peer)
+        self.wire.send(message.name, welcome)
+        if message.kind == "trainer":
+            await self.supervisor.ready(message.name, message.spawn)
+
+    def _welcome(self, c: sqlite3.Connection, message: w.Hello) -> w.Welcome | w.Reject:
+        base: dict[str, Any] = {
+            "worker": message.name,
+            "heartbeat_s": HEARTBEAT_S,
+            "max_message": self.settings.limits.max_message_mib << 20,
+        }
+        if message.kind == "gateway":
+            port = self.settings.gateway.port or int(get_meta(c, "gateway_port", "0"))
+            return w.Welcome(
+                gateway=w.GatewayConfig(host=self.settings.gateway.host, port=port, token=self.boot.token), **base
+            )
+        run = active_run(c)
+        if run is None:
+            return w.Reject(reason="no run is active")
+        spec = msgspec.json.decode(run["spec"], type=RunSpec)
+        if message.kind == "trainer":
+            return w.Welcome(
+                trainer=w.TrainerConfig(run=run["name"], spec=spec, base_digest=run["base_digest"]), **base
+            )
+        python, _ = self._interpreter("engine")
+        folder = self.data.spawn_dir("engine", message.spawn)
+        config = w.EngineConfig(
+            run=run["name"], spec=spec, dir=str(folder), log=str(self.data.log("engine-server")), python=python
+        )
+        return w.Welcome(engine=config, **base)
+
+    async def ready(self, name: str, spawn: int, message: w.Ready) -> None:
+        """A worker can take work; its address is in its row before the services see it ready."""
+        address = message.socket or message.url
+
+        def write(c: sqlite3.Connection) -> None:
+            c.execute("UPDATE process SET address = ? WHERE name = ?", (address, name))
+            if name == "gateway":
+                set_meta(c, "gateway_url", message.url)
+                set_meta(c, "gateway_port", message.url.rsplit(":", 1)[-1])
+
+        await self.store.write(write)
+        if name == "gateway":
+            write_gateway_file(self.data.root, message.url, self.boot.token)
+            self.announce(message.url)
+            self.gateway_ready.set()
+        await self.supervisor.ready(name, spawn)
+
+    def down(self, name: str, spawn: int, message: w.Down) -> None:
+        self._downs[name] = Down(spawn, f"{message.error}\n{message.tail}".strip())
+
+    def kill(self, name: str, reason: str) -> None:
+        """Order a worker's death; it is started again."""
+        log.warning("killing %s: %s", name, reason)
+        self._group.start_soon(self._kill, name, reason)
+
+    async def _kill(self, name: str, reason: str) -> None:
+        try:
+            await self.supervisor.kill(name, reason=reason)
+        except Undead as error:
+            log.error("%s", error)  # its worker is broken now, and says so in its row
+
+    async def stop_all(self, grace_s: float) -> None:
+        self.stopping = True
+        for name in KINDS:
+            self.wire.send(name, w.Exit(grace_s=grace_s))
+        await self.supervisor.stop_all(grace_s, "the daemon is stopping")
+
+    async def kill_all(self) -> None:
+        self.stopping = True
+        await self.supervisor.stop_all(0.0, "the daemon was told twice to stop")
+
+
+def _note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, text: str) -> None:
+    row = c.execute("SELECT error FROM process WHERE name = ?", (name,)).fetchone()
+    if row is not None and row["error"] == text:
+        return
+    c.execute(
+        "INSERT INTO process (name, kind, state, boot, error, since) VALUES (?, ?, 'stopped', ?, ?, ?)"
+        " ON CONFLICT (name) DO UPDATE SET error = excluded.error",
+        (name, name, boot, text, now),
+    )
+    emit(c, now, "", "worker.missing", name, error=text)

@@ -1,0 +1,139 @@
+"""Teach a small real model to answer in one word: RL with artd's public client, on a laptop.
+
+    python examples/capitals.py [--steps 8] [--seed 0] [--model DIR]
+
+A prompt asks for a capital; the reward is for the right city, and the shorter the answer the better. 24 countries are
+trained on, 16 are held out. To train on a reward of your own, change `PROMPT`, `COUNTRIES` and `reward`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+from dataclasses import dataclass
+
+import demo
+
+from artd_client import Client, Stalled
+
+PROMPT = "What is the capital of {country}? Answer with the city name only."
+CAPITALS = """
+France:Paris Germany:Berlin Italy:Rome Spain:Madrid Japan:Tokyo China:Beijing Egypt:Cairo Greece:Athens Russia:Moscow
+Austria:Vienna Poland:Warsaw Portugal:Lisbon Norway:Oslo Sweden:Stockholm Finland:Helsinki Denmark:Copenhagen Peru:Lima
+Ireland:Dublin Belgium:Brussels Hungary:Budapest Turkey:Ankara Iran:Tehran Iraq:Baghdad Cuba:Havana Chile:Santiago
+Canada:Ottawa Australia:Canberra India:Delhi Thailand:Bangkok Vietnam:Hanoi Kenya:Nairobi Ukraine:Kyiv Jordan:Amman
+Romania:Bucharest Bulgaria:Sofia Croatia:Zagreb Serbia:Belgrade Colombia:Bogota Venezuela:Caracas Lebanon:Beirut
+"""
+COUNTRIES = dict(pair.split(":") for pair in CAPITALS.split())
+HELD_OUT = 16
+GROUPS, SAMPLES, MAX_TOKENS = 8, 8, 24
+
+
+def reward(answer: str, city: str) -> float:
+    """0 without the city; with it, the share of the answer that is the city, at least 0.1."""
+    text = answer.strip()
+    return max(0.1, len(city) / len(text)) if city.lower() in text.lower() else 0.0
+
+
+@dataclass
+class Task:
+    """Which countries are trained and which are held out; every choice follows from the seed."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        names = sorted(COUNTRIES)
+        random.Random(self.seed).shuffle(names)
+        self.held_out, self.train = names[:HELD_OUT], names[HELD_OUT:]
+
+    def groups(self, count: int) -> list[str]:
+        """The count-th group and the seven after it, going round over the training countries, shuffled each round."""
+        return [self._country(index) for index in range(count, count + GROUPS)]
+
+    def _country(self, index: int) -> str:
+        order = list(self.train)
+        random.Random(f"{self.seed}/{index // len(order)}").shuffle(order)
+        return order[index % len(order)]
+
+
+async def ask(openai, model: str, country: str, seed: int, n: int, split: str):
+    """One request for n samples; the gateway writes down tokens, logprobs and the policy that made them."""
+    return await openai.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": PROMPT.format(country=country)}],
+        n=n,
+        seed=seed,
+        temperature=1.0,
+        max_tokens=MAX_TOKENS,
+        extra_headers={"x-artd-split": split},
+    )
+
+
+async def rollout(run, openai, country: str, index: int, seed: int) -> list[float]:
+    """One group: SAMPLES answers to one prompt, each submitted with its reward."""
+    response = await ask(openai, run.model, country, seed * 1_000_003 + index * 101, SAMPLES, "train")
+    rewards = [reward(choice.message.content or "", COUNTRIES[country]) for choice in response.choices]
+    for choice, value in zip(response.choices, rewards, strict=True):
+        await run.submit(f"{index:05d}-{country}", value, responses=[(response.id, choice.index)])
+    return rewards
+
+
+async def evaluate(run, openai, task: Task, seed: int) -> demo.Evaluation:
+    """128 samples on countries that are never trained on."""
+    asked = [ask(openai, run.model, country, seed + i, SAMPLES, "eval") for i, country in enumerate(task.held_out)]
+    responses = await asyncio.gather(*asked)
+    result = demo.Evaluation()
+    for country, response in zip(task.held_out, responses, strict=True):
+        for choice in response.choices:
+            text = choice.message.content or ""
+            result.add(country, text, reward(text, COUNTRIES[country]))
+    return result
+
+
+async def train(art: Client, args: argparse.Namespace) -> demo.Outcome:
+    task = Task(args.seed)
+    run = await art.run(
+        "capitals", model=args.model, rollout_weights_mode="merged", seed=args.seed, group_size=SAMPLES,
+        groups_per_step=GROUPS, row_length=1024, lora={"rank": 16, "alpha": 32},
+        optimizer={"lr": 3e-4, "clip_grad_norm": 1.0}, engine={"dtype": "float32", "max_model_len": 512},
+    )  # fmt: skip
+    await run.wait(0)
+    openai = run.openai()
+    outcome = demo.Outcome(before=await evaluate(run, openai, task, seed=10_000 + args.seed))
+    demo.show_start(outcome.before)
+    count = 0
+    for number in range(1, args.steps + 1):
+        rewards: list[list[float]] = []
+        while True:
+            batch = enumerate(task.groups(count), count)
+            rewards += await asyncio.gather(*(rollout(run, openai, country, i, args.seed) for i, country in batch))
+            count += GROUPS
+            try:
+                step = await run.wait(number)
+                break
+            except Stalled as stalled:  # too few groups had any variance: take further ones
+                demo.show_stalled(stalled)
+        outcome.add(step, rewards)
+        demo.show_step(outcome)
+    outcome.after = await evaluate(run, openai, task, seed=10_000 + args.seed)
+    return outcome
+
+
+async def main(args: argparse.Namespace) -> int:
+    args.model = args.model or demo.smollm2()
+    async with demo.daemon(args) as data_dir, Client(data_dir=data_dir) as art:
+        outcome = await train(art, args)
+        demo.report(outcome, args, data_dir)
+    return demo.verdict(outcome, args)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="Hugging Face folder; default: SmolLM2-135M-Instruct, converted on first use")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data-dir", help="default: a new folder, removed at the end")
+    parser.add_argument("--out", default="demo-out", help="where reward.png and result.json go")
+    sys.exit(demo.guard(main, parser.parse_args()))

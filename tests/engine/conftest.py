@@ -1,0 +1,105 @@
+"""Fixtures of the engine's fast tests: a harness under a fake daemon, with the fake server as its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artd_schema import worker as w
+from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
+
+from tests.engine import folders
+from tests.engine.daemon import FakeDaemon
+
+FAKE = Path(__file__).with_name("fake_vllm.py")
+
+
+@dataclass
+class Bench:
+    """One harness with a fake server. root: a short path of its own (a socket path has 107 bytes)."""
+
+    root: Path
+    mode: Mode = "merged"
+    script: dict[str, Any] = field(default_factory=dict)
+    fences: int = 0
+
+    @property
+    def shm(self) -> Path:
+        return Path(f"/dev/shm/psm_artd_test_{self.root.name}")
+
+    def start(self) -> FakeDaemon:
+        script = {"calls": str(self.root / "calls"), "shm": str(self.shm)} | self.script
+        (self.root / "script").write_text(json.dumps(script))
+        python = self.root / "python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+        python.chmod(0o700)
+        spec = RunSpec(model=str(self.root / "model"), rollout_weights_mode=self.mode, lora=LoraSpec(rank=4, alpha=8),
+                       engine=EngineSpec(max_model_len=64))  # fmt: skip
+        self.config = w.EngineConfig(
+            run="toy", spec=spec, dir=str(self.root / "e"), log=str(self.root / "engine.log"), python=str(python)
+        )
+        return FakeDaemon(self.config, env={"FAKE_VLLM": str(self.root / "script")})
+
+    def push(self, step: int, **changes: Any) -> w.Push:
+        """A push of checkpoint `step`, which is written if it is not there; every call has the next fence."""
+        self.fences += 1
+        folder = self.root / f"checkpoint-{step}"
+        if not folder.exists():
+            folders.write(folder, self.mode, step)
+        ref = w.CheckpointRef(run="toy", step=step, epoch=step, lineage=0, sha=sha(folder), dir=str(folder))
+        values = {"push": self.fences, "fence": self.fences, "checkpoint": ref, "mode": self.mode, "source": "disk",
+                  "name": f"toy@{step}", "drain_s": 0.3, "deadline_s": 5.0}  # fmt: skip
+        return w.Push(**(values | changes))
+
+    def calls(self) -> list[dict[str, Any]]:
+        path = self.root / "calls"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def routes(self) -> list[str]:
+        return [call["route"] for call in self.calls()]
+
+    def server(self) -> dict[str, Any]:
+        """Arguments and environment that the fake server was started with."""
+        return json.loads((self.root / "calls.env").read_text())
+
+    def processes(self) -> list[int]:
+        """Live processes of this bench's server and its child."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and str(self.root).encode() in _read(entry / "environ") and _alive(entry):
+                found.append(int(entry.name))
+        return found
+
+
+def sha(folder: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _alive(process: Path) -> bool:
+    stat = _read(process / "stat").decode(errors="replace").rpartition(")")[2].split()
+    return bool(stat) and stat[0] not in "ZX"
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="artd-e-") as folder:
+        os.chmod(folder, 0o700)
+        made = Bench(Path(folder))
+        yield made
+        made.shm.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+"""The daemon's end of an engine worker, for tests: a ROUTER that welcomes one harness and records what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+from artd_schema import worker as w
+from artd_schema.codec import Codec
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTANCE, SPAWN = "test-instance", 7
+T = TypeVar("T")
+
+
+class FakeDaemon:
+    """Starts `python -m artd_workers.engines` and talks to it. Use as a context manager: it leaves no process."""
+
+    def __init__(self, config: w.EngineConfig, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
+        self.config = config
+        self.received: list[w.FromWorker] = []
+        self._codec: Codec[w.FromWorker] = Codec(w.FromWorker)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._peer = b""
+        path = Path(config.dir).parent / "daemon"
+        self._socket.bind(f"ipc://{path}")
+        tags = {"ARTD_SOCKET": f"ipc://{path}", "ARTD_INSTANCE": INSTANCE, "ARTD_BOOT": "b", "ARTD_SPAWN": str(SPAWN),
+                "ARTD_WORKER": "engine-toy", "SPT_NOENV": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
+                "PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}"}  # fmt: skip
+        self.process = subprocess.Popen(
+            [python, "-m", "artd_workers.engines"], env=os.environ | tags | (env or {}), start_new_session=True
+        )
+
+    def __enter__(self) -> FakeDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self._context.destroy(linger=0)
+
+    def send(self, message: w.ToWorker) -> None:
+        self._socket.send_multipart([self._peer, *self._codec.encode(message)])
+
+    def expect(self, kind: type[T], timeout_s: float = 20.0, where: Callable[[T], bool] = lambda _: True) -> T:
+        """The next message of this kind (older ones of other kinds are kept in `received`)."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            message = self._next(0.05)
+            if isinstance(message, kind) and where(message):
+                return message
+        raise AssertionError(f"no {kind.__name__} within {timeout_s} s; received {self.received[-5:]}")
+
+    def ready(self, timeout_s: float = 20.0) -> str:
+        """The engine's socket, once it says Ready."""
+        return self.expect(w.Ready, timeout_s).socket
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        """Exit code of the harness."""
+        end = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < end, f"the harness still runs after {timeout_s} s"
+            self._next(0.05)
+        while self._next(0.05) is not None:
+            pass
+        return self.process.returncode
+
+    def _next(self, timeout_s: float) -> w.FromWorker | None:
+        if not self._socket.poll(timeout_s * 1000):
+            return None
+        self._peer, *frames = self._socket.recv_multipart()
+        message, _ = self._codec.decode(frames)
+        if isinstance(message, w.Hello):
+            self.send(w.Welcome(worker=message.name, heartbeat_s=0.5, max_message=1 << 26, engine=self.config))
+        if not isinstance(message, w.Beat):
+            self.received.append(message)
+        return message

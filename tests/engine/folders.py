@@ -1,0 +1,65 @@
+"""Checkpoint folders for the fake server: no model behind them, scores are a function of the weights' hashes.
+
+Standard library only: the fake server imports this too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+PROMPTS = ((5, 6, 7, 8), (9, 10, 11))
+
+
+def scores(seed: str, prompt: list[int] | tuple[int, ...]) -> list[float]:
+    """Logprobs of tokens 1..n-1, different for every seed and position."""
+    return [
+        -1 - int.from_bytes(hashlib.sha256(f"{seed}{i}{t}".encode()).digest()[:2]) / 65536 for i, t in enumerate(prompt)
+    ][1:]
+
+
+def seed_of_table(rows: list[list[Any]]) -> str:
+    return "".join(row[3] for row in rows)
+
+
+def seed_of_adapter(folder: Path) -> str:
+    return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def safetensors(tensors: dict[str, bytes]) -> bytes:
+    """A file of 1-D F32 tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, raw in tensors.items():
+        header[name] = {"dtype": "F32", "shape": [len(raw) // 4], "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def write(folder: Path, mode: str, step: int) -> str:
+    """Write a checkpoint folder of two tensors of 8 floats; returns the sha of its manifest."""
+    folder.mkdir(parents=True)
+    prefix = "base_model.model.layers.0.q_proj." if mode == "lora" else "layers.0."
+    tensors = {f"{prefix}{name}": struct.pack("<8f", *range(step + i, step + i + 8)) for i, name in enumerate("ab")}
+    (folder / "adapter_model.safetensors").write_bytes(safetensors(tensors))
+    (folder / "adapter_config.json").write_text("{}")
+    rows = [
+        {"name": n, "dtype": "float32", "shape": [8], "sha256": hashlib.sha256(r).hexdigest()}
+        for n, r in tensors.items()
+    ]
+    (folder / "weights.json").write_text(json.dumps({"mode": mode, "tensors": rows}))
+    files = [
+        {"name": p.name, "bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
+        for p in sorted(folder.iterdir())
+    ]
+    seed = seed_of_adapter(folder) if mode == "lora" else "".join(row["sha256"] for row in rows)
+    canary = {"prompts": PROMPTS, "logprobs": [scores(seed, p) for p in PROMPTS], "max_abs": 1e-4, "mean_abs": 1e-5}
+    manifest = {"run": "toy", "step": step, "epoch": step, "lineage": 0, "parent": "", "batch": "", "base_digest": "",
+                "spec_digest": "", "instance": "i", "job": 1, "fence": 1, "files": files, "canary": canary}  # fmt: skip
+    raw = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(raw)
+    return hashlib.sha256(raw).hexdigest()

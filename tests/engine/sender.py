@@ -1,0 +1,52 @@
+"""The trainer's end of live pushes, in the megatron interpreter: `sender.py BASE RENDEZVOUS`, commands on stdin as JSON lines.
+
+{"checkpoint": DIR, "perturb": NAME or "", "table": PATH}: merge, disturb one matrix by 1 % noise (relative to its own
+root mean square), write the weight table of what will be sent to PATH, print "ready", and broadcast.
+{"checkpoint": DIR, ..., "die_after": N}: end the process after N tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from artd_schema.codec import to_json
+from artd_schema.manifest import WeightTable
+from artd_workers.engines.gloo import TRAINER, broadcast, join
+from artd_workers.trainer.merge import BaseWeights, merged_tensors
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from make_checkpoint import ALPHA, RANK, entry
+
+
+def disturb(tensor: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3))
+    return tensor + 0.01 * tensor.pow(2).mean().sqrt() * noise
+
+
+def main() -> None:
+    base, rendezvous = sys.argv[1:]
+    group = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        adapter = load_file(Path(order["checkpoint"]) / "adapter_model.safetensors")
+        weights = dict(merged_tensors(BaseWeights(base), adapter, ALPHA / RANK, torch.float32))
+        if order.get("perturb"):
+            weights[order["perturb"]] = disturb(weights[order["perturb"]])
+        table = WeightTable(mode="merged", tensors=tuple(entry(name, tensor) for name, tensor in weights.items()))
+        Path(order["table"]).write_bytes(to_json(table))
+        print("ready", flush=True)
+        group = group or join(rendezvous, TRAINER, 60.0)
+        for sent, tensor in enumerate(weights.values()):
+            if sent == order.get("die_after", -1):
+                os._exit(9)
+            broadcast(group, tensor.contiguous(), 60.0)
+        print("sent", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""The engine worker as a process, under a fake daemon and with a scripted server: pushes, faults, death and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artd_schema import worker as w
+from artd_workers.engines.base import Deadline, EngineError
+from artd_workers.engines.http import call
+
+from tests.engine.conftest import Bench
+from tests.engine.daemon import FakeDaemon
+
+MERGED_CALLS = [
+    "artd_begin",
+    "artd_load_merged",
+    "artd_finish",
+    "/update_weight_version",
+    "/reset_prefix_cache",
+    "/resume",
+]
+
+
+def request(socket: str, seconds: float, model: str = "") -> tuple[threading.Thread, dict[str, Any]]:
+    """A request in flight at the fake server; the dict gets its reply."""
+    reply: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            reply.update(call(socket, "POST", "/busy", {"seconds": seconds, "model": model}, deadline=Deadline(30)))
+        except EngineError as error:
+            reply["error"] = str(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.1)
+    return thread, reply
+
+
+def gone(bench: Bench, within_s: float = 3.0) -> None:
+    """Nothing of the server is left: no process, no socket, no scratch file. Its log stays."""
+    end = time.monotonic() + within_s
+    while bench.processes() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert bench.processes() == []
+    assert not Path(bench.config.dir).exists()
+    assert not bench.shm.exists()
+    assert Path(bench.config.log).exists()
+
+
+def live(daemon: FakeDaemon, push: w.Push) -> w.Live:
+    daemon.send(push)
+    return daemon.expect(w.Live, where=lambda message: message.fence == push.fence)
+
+
+def test_merged_push_goes_through_the_phases_in_order(bench: Bench) -> None:
+    with bench.start() as daemon:
+        daemon.ready()
+        first = live(daemon, bench.push(0))
+        live(daemon, bench.push(1))
+        daemon.send(w.Exit(grace_s=5))
+        assert daemon.wait() == 0
+    assert set(first.seconds) == {"pause", "transfer", "load", "resume", "verify"}
+    assert first.max_abs == 0.0
+    routes = bench.routes()
+    one = ["/pause", *MERGED_CALLS, "/v1/completions"]
+    assert routes == ["/version", *one, *one, "/abort_requests"]
+    versions = [call["body"]["new_version"] for call in bench.calls() if call["route"] == "/update_weight_version"]
+    assert versions == ["toy@0", "toy@1"]
+    gone(bench)
+
+
+def test_server_is_started_as_the_design_says(bench: Bench) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with bench.start() as daemon:
+        socket = daemon.ready()
+        assert Path(socket).parent.stat().st_mode & 0o777 == 0o700
+    server = bench.server()
+    options, env = server["argv"], server["env"]
+    for flag in ("--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"):
+        assert flag in options
+    value = dict(zip(options, options[1:], strict=False))
+    assert int(value["--max-num-batched-tokens"]) >= 64
+    assert value["--generation-config"] == "vllm"
+    assert value["--logprobs-mode"] == "processed_logprobs"
+    assert value["--weight-transfer-config"] == '{"backend": "artd_gloo"}'
+    assert value["--served-model-name"] == "toy"
+    assert "OMP_NUM_THREADS" not in env
+    assert env["TMPDIR"].startswith(bench.config.dir)
+    assert env["VLLM_SERVER_DEV_MODE"] == env["HF_HUB_OFFLINE"] == env["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_live_push_joins_once_per_rendezvous(bench: Bench) -> None:
+    with bench.start() as daemon:
+        daemon.ready()
+        for step, rendezvous in enumerate(("a", "a", "b")):
+            live(daemon, bench.push(step, source="live", rendezvous=rendezvous))
+    joined = [
+        call["body"]["init_info"]["rendezvous"]
+        for call in bench.calls()
+        if call["route"] == "/init_weight_transfer_engine"
+    ]
+    assert joined == ["a", "b"]
+    routes = bench.routes()
+    assert routes.index("artd_begin") < routes.index("/start_weight_update") < routes.index("/update_weights")
+    assert routes.index("/update_weights") < routes.index("/finish_weight_update") < routes.index("artd_finish")
+
+
+def test_requests_in_flight_end_before_the_pause_or_are_aborted(bench: Bench) -> None:
+    with bench.start() as daemon:
+        socket = daemon.ready()
+        thread, reply = request(socket, 0.3)
+        live(daemon, bench.push(0, drain_s=5.0))
+        thread.join()
+        assert reply == {"aborted": False}
+        thread, reply = request(socket, 20.0)
+        began = time.monotonic()
+        done = live(daemon, bench.push(1, drain_s=0.5))
+        assert time.monotonic() - began < 5
+        assert done.seconds["pause"] >= 0.5
+        thread.join()
+        assert reply == {"aborted": True}
+
+
+FAULTS = [
+    ("disk", {"/pause": 500}, "pause"),
+    ("disk", {"artd_begin": 500}, "transfer"),
+    ("disk", {"artd_load_merged": 500}, "transfer"),
+    ("disk", {"artd_load_merged": "hang"}, "transfer"),
+    ("disk", {"artd_load_merged": "die"}, "transfer"),
+    ("live", {"/init_weight_transfer_engine": "hang"}, "transfer"),
+    ("live", {"/start_weight_update": 500}, "transfer"),
+    ("live", {"/update_weights": 500}, "transfer"),
+    ("live", {"/update_weights": "hang"}, "transfer"),
+    ("live", {"/update_weights": "die"}, "transfer"),
+    ("live", {"/finish_weight_update": 500}, "transfer"),
+    ("disk", {"/update_weight_version": 500}, "load"),
+    ("disk", {"/reset_prefix_cache": "false"}, "load"),
+    ("disk", {"/resume": "hang"}, "resume"),
+    ("disk", {"/v1/completions": "wrong"}, "verify"),
+    ("disk", {"/v1/completions": "hang"}, "verify"),
+    ("disk", {"/v1/completions": "die"}, "verify"),
+]
+
+
+@pytest.mark.parametrize(("source", "faults", "phase"), FAULTS, ids=lambda value: str(value).replace("/", ""))
+def test_any_error_of_a_push_ends_the_engine(bench: Bench, source: str, faults: dict[str, Any], phase: str) -> None:
+    bench.script = {"faults": faults, "term": "hang"}
+    with bench.start() as daemon:
+        daemon.ready()
+        began = time.monotonic()
+        daemon.send(bench.push(0, source=source, rendezvous="r", deadline_s=1.0))
+        failed = daemon.expect(w.PushFailed)
+        down = daemon.expect(w.Down)
+        assert daemon.wait() == 1
+        assert time.monotonic() - began < 6
+    assert failed.phase == phase
+    assert failed.error
+    assert failed.error in down.error
+    assert not any(isinstance(message, w.Live) for message in daemon.received)
+    gone(bench)
+
+
+def test_wrong_bytes_fail_before_the_engine_resumes(bench: Bench) -> None:
+    bench.script = {"bytes": 60}
+    with bench.start() as daemon:
+        daemon.ready()
+        daemon.send(bench.push(0))
+        assert "60 bytes" in daemon.expect(w.PushFailed).error
+        daemon.wait()
+    assert "/resume" not in bench.routes()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "weights.json"])
+def test_a_damaged_checkpoint_is_not_pushed(bench: Bench, file: str) -> None:
+    push = bench.push(0)
+    path = Path(push.checkpoint.dir) / file
+    path.write_bytes(path.read_bytes().replace(b"0", b"1"))
+    with bench.start() as daemon:
+        daemon.ready()
+        daemon.send(push)
+        failed = daemon.expect(w.PushFailed)
+        assert failed.phase == "fence"
+        assert "committed" in failed.error
+        daemon.wait()
+    assert bench.routes() == ["/version"]
+
+
+def test_an_older_fence_is_refused_and_changes_nothing(bench: Bench) -> None:
+    old, new = bench.push(0), bench.push(1)
+    with bench.start() as daemon:
+        daemon.ready()
+        live(daemon, new)
+        before = bench.routes()
+        daemon.send(old)
+        assert daemon.expect(w.Refused).fence == old.fence
+        daemon.send(new)
+        assert daemon.expect(w.Refused).fence == new.fence
+        assert bench.routes() == before
+        live(daemon, bench.push(2))
+
+
+def test_a_newer_push_ends_one_that_waits_for_its_trainer(bench: Bench) -> None:
+    bench.script = {"faults": {"/update_weights": "hang"}}
+    with bench.start() as daemon:
+        daemon.ready()
+        daemon.send(bench.push(0, source="live", rendezvous="r", deadline_s=60.0))
+        time.sleep(0.5)
+        daemon.send(bench.push(0))
+        assert daemon.expect(w.PushFailed, 5).fence == 1
+        assert "replaced" in daemon.expect(w.Down, 5).error
+        daemon.wait()
+
+
+def test_lora_push_loads_under_its_name_and_unloads_after_the_last_request(bench: Bench) -> None:
+    bench.mode = "lora"
+    with bench.start() as daemon:
+        socket = daemon.ready()
+        done = live(daemon, bench.push(1))
+        assert set(done.seconds) == {"transfer", "load", "verify"}
+        thread, _ = request(socket, 1.5, model="toy@1")
+        live(daemon, bench.push(2))
+        daemon.send(w.Unload(name="toy@1"))
+        time.sleep(1.0)
+        assert "/v1/unload_lora_adapter" not in bench.routes()
+        assert len(list((Path(bench.config.dir) / "adapters").iterdir())) == 2
+        thread.join()
+        time.sleep(1.2)
+        assert bench.routes()[-1] == "/v1/unload_lora_adapter"
+        (left,) = (Path(bench.config.dir) / "adapters").iterdir()
+        assert left.name == "2-2"
+    loads = [call["body"] for call in bench.calls() if call["route"] == "/v1/load_lora_adapter"]
+    assert [body["lora_name"] for body in loads] == ["toy@1", "toy@2"]
+    assert all("load_inplace" not in body for body in loads)
+    assert not {"/pause", "/resume"} & set(bench.routes())
+    server = bench.server()["argv"]
+    assert "--enable-lora" in server
+    assert server[server.index("--served-model-name") + 1] == "toy@base"
+
+
+def test_lora_adapter_that_is_not_the_committed_one_fails(bench: Bench) -> None:
+    bench.mode = "lora"
+    push = bench.push(1)
+    path = Path(push.checkpoint.dir) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with bench.start() as daemon:
+        daemon.ready()
+        daemon.send(push)
+        failed = daemon.expect(w.PushFailed)
+        assert (failed.phase, "not those committed" in failed.error) == ("transfer", True)
+        daemon.wait()
+
+
+def test_death_of_the_server_is_noticed_and_told(bench: Bench) -> None:
+    with bench.start() as daemon:
+        daemon.ready()
+        pid = int(Path(bench.config.log).read_text().split()[2])
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        down = daemon.expect(w.Down, 3)
+        assert time.monotonic() - began < 2
+        assert "signal 9" in down.error
+        assert "fake server" in down.tail
+        assert daemon.wait() == 1
+    gone(bench)
+
+
+STARTS = {
+    "OSError: [Errno 28] No space left on device": "disk is full",
+    "RuntimeError: DefaultCPUAllocator: not enough memory: you tried to allocate 5 bytes": "out of memory",
+    "ValueError: something else": "ended with exit code 1 (first error in its log: ValueError: something else)",
+}
+
+
+@pytest.mark.parametrize(("line", "said"), STARTS.items(), ids=["disk", "memory", "other"])
+def test_a_server_that_dies_at_start_is_explained(bench: Bench, line: str, said: str) -> None:
+    bench.script = {"start": line}
+    Path(bench.root / "engine.log").write_text("MemoryError of an earlier spawn\n")
+    with bench.start() as daemon:
+        down = daemon.expect(w.Down, 5)
+        assert said in down.error
+        assert down.tail.splitlines()[-1] == line
+        assert len(down.tail.splitlines()) == 40
+        assert daemon.wait() == 1
+    gone(bench)
+
+
+def test_an_interpreter_that_is_not_there_is_named(bench: Bench) -> None:
+    with bench.start() as daemon:
+        (bench.root / "python").unlink()
+        down = daemon.expect(w.Down, 5)
+    assert str(bench.root / "python") in down.error + down.tail
+
+
+def test_exit_with_a_hanging_request_keeps_the_deadline(bench: Bench) -> None:
+    bench.script = {"term": "hang"}
+    with bench.start() as daemon:
+        thread, reply = request(daemon.ready(), 60.0)
+        began = time.monotonic()
+        daemon.send(w.Exit(grace_s=1.0))
+        assert daemon.wait() == 0
+        assert time.monotonic() - began < 3
+        thread.join()
+    assert reply == {"aborted": True}
+    gone(bench)
+
+
+def test_exit_without_grace_kills_at_once(bench: Bench) -> None:
+    bench.script = {"term": "hang"}
+    with bench.start() as daemon:
+        daemon.ready()
+        began = time.monotonic()
+        daemon.send(w.Exit(grace_s=0.0))
+        assert daemon.wait() == 0
+        assert time.monotonic() - began < 1.5
+    assert "/abort_requests" not in bench.routes()
+    gone(bench)
+
+
+def test_exit_during_a_push_does_not_wait_for_it(bench: Bench) -> None:
+    bench.script = {"faults": {"artd_load_merged": "hang"}}
+    with bench.start() as daemon:
+        daemon.ready()
+        daemon.send(bench.push(0, deadline_s=60.0))
+        time.sleep(0.5)
+        daemon.send(w.Exit(grace_s=1.0))
+        assert daemon.wait(4) == 0
+    gone(bench)
+
+
+def test_server_dies_with_a_killed_harness(bench: Bench) -> None:
+    with bench.start() as daemon:
+        daemon.ready()
+        pid = int(Path(bench.config.log).read_text().split()[2])
+        assert pid in bench.processes()
+        daemon.process.kill()
+        end = time.monotonic() + 2
+        while pid in bench.processes() and time.monotonic() < end:
+            time.sleep(0.02)
+        left = bench.processes()
+        for other in left:
+            os.kill(other, signal.SIGKILL)
+    assert pid not in left
+
+
+def test_unknown_engine_version_is_refused(bench: Bench) -> None:
+    bench.script = {"version": "9.9.9"}
+    with bench.start() as daemon:
+        assert "9.9.9" in daemon.expect(w.Down).error

@@ -1,0 +1,188 @@
+"""What unit tests of the daemon's services put into a store: runs, turns, checkpoints on disk, and a recording wire.
+
+Owner of: nothing. Invariants: rows are made by the services' own functions wherever one exists, so that a test starts
+from a state that the daemon can be in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from artd.base_model import BaseModel
+from artd.clock import Clock
+from artd.ingest import Ingest
+from artd.rundir import DataDir
+from artd.runs import _insert
+from artd.store.blobs import Blobs
+from artd.store.store import Store
+from artd_schema import client_api as api
+from artd_schema import worker as w
+from artd_schema.codec import digest, to_json
+from artd_schema.manifest import Canary, CheckpointManifest, FileEntry
+from artd_schema.spec import RunSpec
+from artd_schema.trajectory import Turn
+
+VOCAB = 100
+BASE = BaseModel("b" * 64, VOCAB, ())
+
+
+class FakeClock(Clock):
+    """Time that moves only when told."""
+
+    def __init__(self) -> None:
+        self.ms = 1_700_000_000_000
+        self.seconds = 100.0
+
+    def now_ms(self) -> int:
+        return self.ms
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        self.ms += int(seconds * 1000)
+        self.seconds += seconds
+
+
+class FakeWire:
+    """WorkerWire's face: `connected` says which spawn of which worker is there; `sent` records (name, message)."""
+
+    def __init__(self, **connected: int) -> None:
+        self.connected: dict[str, int] = connected
+        self.sent: list[tuple[str, Any]] = []
+
+    def spawn(self, name: str) -> int | None:
+        return self.connected.get(name)
+
+    def send(self, name: str, message: Any, bulk: Sequence[bytes] = ()) -> bool:
+        if name not in self.connected:
+            return False
+        self.sent.append((name, message))
+        return True
+
+    def of(self, kind: type) -> list[Any]:
+        """Messages of one kind, oldest first."""
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+
+def never(error: BaseException) -> None:
+    raise AssertionError(f"the store failed: {error!r}")
+
+
+@contextlib.asynccontextmanager
+async def open_store(root: Path, clock: Clock | None = None, on_fatal: Any = never) -> AsyncIterator[Store]:
+    store = Store(root / "artd.db", clock or FakeClock(), on_fatal)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def data_dir(root: Path) -> DataDir:
+    """A data folder as `DataDir.make` makes it, with its sockets below it."""
+    data = DataDir(root, root / "run")
+    for folder in (data.tmp, data.logs, data.checkpoints, data.code, data.blobs, data.runtime):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return data
+
+
+def spec(**changes: Any) -> RunSpec:
+    return RunSpec(model="/models/toy", **({"group_size": 2, "groups_per_step": 1, "row_length": 64} | changes))
+
+
+async def add_run(store: Store, name: str = "r", **changes: Any) -> int:
+    """A run with its queued init job; returns its id."""
+    await store.write(lambda c: _insert(c, store.clock.now_ms(), name, spec(**changes), BASE))
+    return (await store.read("SELECT id FROM run WHERE name = ?", (name,)))[0]["id"]
+
+
+def ids(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return array("f", values).tobytes()
+
+
+def turn(**changes: Any) -> Turn:
+    """A turn that is right; `changes` make it wrong."""
+    good: dict[str, Any] = {"prompt_ids": ids(1, 2), "token_ids": ids(3, 4), "logprobs": floats(-0.5, -0.25)}
+    return Turn(**(good | changes))
+
+
+def body(*turns: Turn) -> bytes:
+    return msgspec.msgpack.encode(list(turns or (turn(),)))
+
+
+def make_ingest(store: Store, data: DataDir, max_inline: int = 65536) -> Ingest:
+    return Ingest(store, Blobs(data.blobs), max_inline)
+
+
+async def submit(ingest: Ingest, group: str = "g", reward: float = 1.0, key: str = "", **changes: Any) -> api.Submitted:
+    """One trajectory by value; the body depends on the key, so that keys alone tell trajectories apart."""
+    turns = changes.pop("turns", (turn(raw=key.encode()),))
+    return await ingest.submit(api.Submit(run="r", group=group, reward=reward, key=key, **changes), [body(*turns)])
+
+
+async def add_worker(store: Store, name: str, spawn: int = 1, state: str = "ready", address: str = "") -> None:
+    def write(c: sqlite3.Connection) -> None:
+        c.execute(
+            "INSERT INTO process (name, kind, state, boot, spawn, address, since) VALUES (?, ?, ?, 1, ?, ?, 0)"
+            " ON CONFLICT (name) DO UPDATE SET state = excluded.state, spawn = excluded.spawn, address = excluded.address",
+            (name, name, state, spawn, address),
+        )
+
+    await store.write(write)
+
+
+def stage(folder: Path, order: w.Run, base_digest: str = BASE.digest, **changes: Any) -> str:
+    """Write the result of `order` into `folder` as a trainer would; returns the sha of its manifest."""
+    folder.mkdir(parents=True)
+    files = {"weights.bin": f"step {order.step}".encode(), "weights.json": b"{}"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    fields: dict[str, Any] = {
+        "run": "r",
+        "step": order.step,
+        "epoch": order.epoch,
+        "lineage": order.lineage,
+        "parent": order.parent.sha if order.parent else "",
+        "batch": order.batch_sha,
+        "base_digest": base_digest,
+        "spec_digest": "",
+        "instance": order.instance,
+        "job": order.job,
+        "fence": order.fence,
+        "files": tuple(FileEntry(name, len(data), digest(data)) for name, data in files.items()),
+        "canary": Canary(prompts=(), logprobs=(), max_abs=1e-4, mean_abs=1e-5),
+        "metrics": {"loss": 0.5},
+    }
+    manifest = to_json(CheckpointManifest(**(fields | changes)))
+    (folder / "manifest.json").write_bytes(manifest)
+    return digest(manifest)
+
+
+async def count(store: Store, table: str, where: str = "1") -> int:
+    return (await store.read(f"SELECT count(*) FROM {table} WHERE {where}"))[0][0]
+
+
+async def one(store: Store, sql: str, *parameters: Any) -> Any:
+    """The only column of the only row."""
+    (row,) = await store.read(sql, parameters)
+    return row[0]
+
+
+async def settle(task: asyncio.Task[Any]) -> None:
+    """Cancel a service's task and wait for its end."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

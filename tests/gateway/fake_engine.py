@@ -1,0 +1,252 @@
+"""A scripted engine on a Unix socket that speaks vLLM 0.32's render, generate and derender. One token is one character.
+
+What it says is scripted by attributes; what it was asked is in `calls`. Its JSON has the form seen on the real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+Json = dict[str, Any]
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn without signal handlers, as several run in one test process."""
+
+    def install_signal_handlers(self) -> None:
+        return
+
+    async def main_loop(self) -> None:
+        """uvicorn's own looks every 0.1 s whether it shall end."""
+        while not self.should_exit:
+            await asyncio.sleep(0.005)
+
+    @asynccontextmanager
+    async def running(self, **listen: Any) -> AsyncIterator[QuietServer]:
+        task = asyncio.create_task(self._serve(**listen))
+        while not self.started:
+            assert not task.done(), "uvicorn did not start"
+            await asyncio.sleep(0.005)
+        try:
+            yield self
+        finally:
+            self.should_exit = True
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """At once; uvicorn's own sleeps."""
+        for server in self.servers:
+            server.close()
+        self.cut()
+        await asyncio.sleep(0)
+
+    def cut(self) -> None:
+        """Break every connection, as a killed process does."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class FakeEngine:
+    """texts: what the choices say, in turn; EOS is the character `$`. gate: generate waits for it."""
+
+    def __init__(self, socket: str, *, base_model: str = "tiny", max_model_len: int = 100) -> None:
+        self.socket = socket
+        self.base_model = base_model
+        self.max_model_len = max_model_len
+        self.texts = ["Paris$"]
+        self.versions: list[tuple[str, float]] = [("default", 1.0)]
+        self.abort: list[int] | None = None
+        self.fail: dict[str, tuple[int, Any]] = {}
+        self.edit: Any = None
+        self.extra_params: Json = {}
+        self.tool_calls: list[Json] = []
+        self.models: set[str] = {base_model}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entered = asyncio.Event()
+        self.cancelled = 0
+        self.calls: list[tuple[str, Any]] = []
+        self.server = QuietServer(uvicorn.Config(self._app(), uds=socket, log_level="critical", lifespan="off"))
+
+    def bodies(self, suffix: str) -> list[Any]:
+        return [body for path, body in self.calls if path.endswith(suffix)]
+
+    def replace(self, path: str, answer: Any) -> None:
+        """Answer calls of a path by another coroutine function of (request, body)."""
+        self._answers[path] = answer
+
+    def _app(self) -> Starlette:
+        self._answers: dict[str, Any] = {
+            "/v1/chat/completions/render": self._render_chat,
+            "/v1/completions/render": self._render_completions,
+            "/inference/v1/generate": self._generate,
+            "/v1/chat/completions/derender": self._derender_chat,
+            "/v1/completions/derender": self._derender_completions,
+        }
+        return Starlette(routes=[Route(path, self._endpoint(path), methods=["POST"]) for path in self._answers])
+
+    def _endpoint(self, path: str) -> Any:
+        async def endpoint(request: Request) -> Response:
+            body = await request.json()
+            self.calls.append((path, body))
+            for suffix, (status, content) in self.fail.items():
+                if path.endswith(suffix):
+                    return content if isinstance(content, Response) else JSONResponse(content, status_code=status)
+            if body["model"] not in self.models:
+                return _error(404, f"The model `{body['model']}` does not exist.")
+            result = await self._answers[path](request, body)
+            return result if isinstance(result, Response) else JSONResponse(result)
+
+        return endpoint
+
+    # ---- render -----------------------------------------------------------------------------------------------------
+
+    async def _render_chat(self, request: Request, body: Json) -> Any:
+        prompt = "".join(f"<{m['role']}>{m['content']}" for m in body["messages"]) + "<assistant>"
+        asked = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+        return self._rendered(prompt, body, asked, "chatcmpl-1")
+
+    async def _render_completions(self, request: Request, body: Json) -> Any:
+        prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+        rendered = [self._rendered(p, body, body.get("logprobs"), f"cmpl-1-{i}") for i, p in enumerate(prompts)]
+        return next((r for r in rendered if isinstance(r, Response)), rendered)
+
+    def _rendered(self, prompt: str, body: Json, logprobs: int | None, request_id: str) -> Any:
+        left = self.max_model_len - len(prompt)
+        if left < 0:
+            return _error(400, f"This model's maximum context length is {self.max_model_len} tokens. However, ...")
+        params = {"n": body.get("n", 1), "temperature": body.get("temperature", 1.0), "top_p": body.get("top_p", 1.0),
+                  "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+                  "stop": body.get("stop") or [], "stop_token_ids": body.get("stop_token_ids") or [],
+                  "max_tokens": min(left, body.get("max_tokens") or left), "output_kind": 2, "skip_clone": True,
+                  "bad_words": body.get("bad_words") or [], "skip_reading_prefix_cache": False}  # fmt: skip
+        optional = {"seed": body.get("seed"), "logprobs": logprobs, "top_k": body.get("top_k")}
+        params |= {name: value for name, value in optional.items() if value is not None} | self.extra_params
+        return {"request_id": request_id, "token_ids": [ord(c) for c in prompt], "token_offsets": None, "features": None,
+                "sampling_params": params, "model": body["model"], "return_token_ids": None, "output_mode": "tokens",
+                "stream": False, "stream_options": None, "cache_salt": None, "priority": 0}  # fmt: skip
+
+    # ---- generate ---------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request, body: Json) -> Any:
+        self.entered.set()
+        try:
+            await self._wait(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        choices = [self._choice(body, index) for index in range(body["sampling_params"]["n"])]
+        total = sum(len(choice["token_ids"]) for choice in choices)
+        count = len(body["token_ids"])
+        reply = {"request_id": "generate-tokens-" + body["request_id"], "model": body["model"], "created": 1,
+                 "usage": {"prompt_tokens": count, "completion_tokens": total, "total_tokens": count + total},
+                 "prompt_logprobs": None, "prompt_token_ids": None, "output_mode": "tokens",
+                 "choices": choices[::-1]}  # fmt: skip
+        if self.edit is not None:
+            self.edit(reply)
+        return reply
+
+    async def _wait(self, request: Request) -> None:
+        """Until the gate opens; when the client goes first, the request counts as cancelled, as vLLM would abort it."""
+        gate, gone = asyncio.create_task(self.gate.wait()), asyncio.create_task(request.receive())
+        done, pending = await asyncio.wait({gate, gone}, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        if gate not in done:
+            raise asyncio.CancelledError
+
+    def _choice(self, body: Json, index: int) -> Json:
+        params = body["sampling_params"]
+        text, reason, stop_reason = self.texts[index % len(self.texts)], "length", None
+        out = ""
+        for char in text[: params["max_tokens"]]:
+            out += char
+            hit = next((stop for stop in params["stop"] if stop in out), None)
+            if char == "$" or hit or ord(char) in params["stop_token_ids"]:
+                reason, stop_reason = "stop", hit or (ord(char) if ord(char) in params["stop_token_ids"] else None)
+                break
+        if self.abort is not None:
+            out, reason, stop_reason = out[: self.abort[index]], "abort", None
+        tokens = [ord(char) for char in out]
+        return {"index": index, "finish_reason": reason, "stop_reason": stop_reason, "token_ids": tokens,
+                "routed_experts": None, "sampling_mask": None, "weight_versions": self._spans(len(tokens)),
+                "logprobs": {"content": [_logprob(token, index) for token in tokens]}}  # fmt: skip
+
+    def _spans(self, count: int) -> list[Json]:
+        spans, start = [], 0
+        for version, share in self.versions:
+            end = min(count, math.ceil(count * share))
+            spans.append({"version": version, "start": start, "end": end})
+            start = end
+        return spans
+
+    # ---- derender ---------------------------------------------------------------------------------------------------
+
+    async def _derender_chat(self, request: Request, body: Json) -> Any:
+        generated = body["generate_response"]
+        choices = [
+            {"index": choice["index"], "message": {"role": "assistant", "content": _text(choice), "tool_calls": self.tool_calls},
+             "logprobs": choice["logprobs"] and {"content": [_shown(e) for e in choice["logprobs"]["content"]]},
+             "finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+            for choice in generated["choices"]
+        ]  # fmt: skip
+        return _completion("chat.completion", generated["request_id"], body["model"], choices, body["prompt_tokens"])
+
+    async def _derender_completions(self, request: Request, body: Json) -> Any:
+        flat = [choice for generated in body["generate_responses"] for choice in generated["choices"]]
+        choices = [
+            {"index": index, "text": _text(choice), "finish_reason": choice["finish_reason"],
+             "stop_reason": choice["stop_reason"],
+             "logprobs": choice["logprobs"] and {"token_logprobs": [e["logprob"] for e in choice["logprobs"]["content"]]}}
+            for index, choice in enumerate(flat)
+        ]  # fmt: skip
+        first = body["generate_responses"][0]["request_id"]
+        return _completion("text_completion", first, body["model"], choices, sum(body["prompt_tokens"]))
+
+
+def logprob(token: int, index: int) -> float:
+    """The logprob that this engine gives a token of a choice."""
+    return -(token % 7 + 1) / 8 - index
+
+
+def _logprob(token: int, index: int) -> Json:
+    entry = {"token_id": token, "logprob": logprob(token, index), "rank": 1}
+    return entry | {"top_logprobs": [entry]}
+
+
+def _shown(entry: Json) -> Json:
+    return {"token": chr(entry["token_id"]), "logprob": entry["logprob"], "bytes": None, "top_logprobs": []}
+
+
+def _text(choice: Json) -> str:
+    assert choice["token_ids"], "vLLM refuses to derender a choice without tokens"
+    return "".join(chr(token) for token in choice["token_ids"]).replace("$", "")
+
+
+def _completion(kind: str, request_id: str, model: str, choices: list[Json], prompt_tokens: int) -> Json:
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 0, "total_tokens": 0}
+    return {"id": request_id, "object": kind, "created": 2, "model": model, "choices": choices, "usage": usage,
+            "prompt_logprobs": None, "kv_transfer_params": None}  # fmt: skip
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status)
+
+
+if __name__ == "__main__":
+    import sys
+
+    FakeEngine(sys.argv[1]).server.run()

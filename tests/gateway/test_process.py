@@ -1,0 +1,161 @@
+"""The gateway as a real child process on a real ROUTER: start, serve, port in use, end, lost daemon."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from artd_schema import PROTOCOL
+from artd_schema import worker as w
+from artd_schema.codec import Codec
+from artd_schema.trajectory import Turn
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.rig import merged
+
+ROOT = Path(__file__).parents[2]
+
+
+class Router:
+    """The daemon's ROUTER with one gateway behind it."""
+
+    def __init__(self, folder: str, **config: Any) -> None:
+        self.codec: Codec[w.FromWorker] = Codec(w.FromWorker)
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.address = f"ipc://{folder}/z"
+        self.socket.bind(self.address)
+        self.peer = b""
+        config = {"host": "127.0.0.1", "port": 0, "token": "key"} | config
+        self.welcome = w.Welcome(
+            worker="gateway", heartbeat_s=0.1, max_message=1 << 20, gateway=w.GatewayConfig(**config)
+        )
+        env = {**os.environ, "ARTD_SOCKET": self.address, "ARTD_WORKER": "gateway", "ARTD_SPAWN": "1"}
+        env["PYTHONPATH"] = f"{ROOT / 'schema'}:{ROOT / 'workers'}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "artd_workers.gateway"], env=env, stderr=subprocess.PIPE, text=True
+        )
+
+    def send(self, message: w.ToWorker, bulk: Sequence[bytes] = ()) -> None:
+        self.socket.send_multipart([self.peer, *self.codec.encode(message, bulk)])
+
+    def until(self, kind: type, seconds: float = 20.0) -> tuple[Any, list[bytes]]:
+        """The next message of a kind; others are dropped."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.socket.poll(50):
+                self.peer, *frames = self.socket.recv_multipart()
+                message, bulk = self.codec.decode(frames)
+                if isinstance(message, kind):
+                    return message, bulk
+        raise AssertionError(f"no {kind.__name__} within {seconds} s")
+
+    def greet(self) -> w.Hello:
+        hello, _ = self.until(w.Hello)
+        self.send(self.welcome)
+        return hello
+
+    def close(self) -> str:
+        """The process's stderr, after its end."""
+        self.process.kill() if self.process.poll() is None else None
+        _, log = self.process.communicate()
+        self.context.destroy(linger=0)
+        return log
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="gw") as name:
+        yield name
+
+
+def test_it_says_hello_serves_and_ends_in_order(folder: str) -> None:
+    router = Router(folder)
+    try:
+        hello = router.greet()
+        assert (hello.kind, hello.protocol, hello.spawn) == ("gateway", PROTOCOL, 1)
+        ready, _ = router.until(w.Ready)
+        assert ready.url.startswith("http://127.0.0.1:")
+        models = httpx.get(f"{ready.url}/v1/models", headers={"authorization": "Bearer key"}, trust_env=False)
+        assert models.json()["data"] == []
+        router.send(w.Route(seq=1, runs=("pol",), engines=()))
+        assert router.until(w.RouteTaken)[0].seq == 1
+        router.send(w.Hold(push=2, engine="e0"))
+        assert router.until(w.Held)[0].in_flight == 0
+        assert router.until(w.Beat)[0].rss > 0
+        router.send(w.Exit(grace_s=2.0))
+        assert router.process.wait(10) == 0
+    finally:
+        router.close()
+
+
+def test_one_exchange_over_the_real_wire(folder: str) -> None:
+    engine = subprocess.Popen([sys.executable, "-m", "tests.gateway.fake_engine", f"{folder}/e0"], cwd=ROOT)
+    router = Router(folder)
+    try:
+        router.greet()
+        url = router.until(w.Ready)[0].url
+        while not Path(f"{folder}/e0").exists():
+            time.sleep(0.02)
+        router.send(w.Route(seq=1, runs=("pol",), engines=(merged(FakeEngine(f"{folder}/e0"), 3, 4),)))
+        program = (
+            "import httpx, sys; print(httpx.post(sys.argv[1] + '/v1/completions', headers={'authorization': 'Bearer key'},"
+            "json={'model': 'pol', 'prompt': 'hi', 'n': 2}, trust_env=False, timeout=20).text)"
+        )
+        client = subprocess.Popen([sys.executable, "-c", program, url], stdout=subprocess.PIPE, text=True)
+        exchange, bulk = router.until(w.Exchange)
+        turns = [msgspec.msgpack.decode(frame, type=Turn) for frame in bulk]
+        assert [turn.choice for turn in turns] == [0, 1]
+        assert client.poll() is None
+        router.send(w.ExchangeAck(response_id=exchange.response_id))
+        assert exchange.response_id in client.communicate(timeout=20)[0]
+    finally:
+        router.close()
+        engine.kill()
+        engine.wait()
+
+
+def test_a_port_in_use_is_named_and_ends_the_process(folder: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        router = Router(folder, port=port)
+        try:
+            router.greet()
+            down, _ = router.until(w.Down)
+            assert f"port {port}" in down.error
+            assert "in use" in down.error
+            assert router.process.wait(10) == 1
+        finally:
+            assert "in use" in router.close()
+
+
+def test_a_rejected_gateway_ends(folder: str) -> None:
+    router = Router(folder)
+    try:
+        router.until(w.Hello)
+        router.send(w.Reject(reason="unknown spawn 1"))
+        assert router.process.wait(10) == 1
+    finally:
+        assert "unknown spawn 1" in router.close()
+
+
+def test_a_broken_link_ends_the_gateway(folder: str) -> None:
+    router = Router(folder)
+    try:
+        router.greet()
+        router.until(w.Ready)
+        router.socket.send_multipart([router.peer, b"A1", b"\xc1"])
+        assert router.process.wait(10) == 1
+    finally:
+        assert "link to the daemon" in router.close()

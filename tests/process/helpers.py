@@ -1,0 +1,134 @@
+"""Real process trees for the supervision tests, and what is left of them.
+
+Owner of: nothing. Invariants: every tree carries an instance tag of its own, by which a test finds and ends all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from artd.supervise import procfs
+from artd.supervise.spawn import Child, spawn
+
+PYTHON = (sys.executable, "-I", "-S", "-c")
+ROOT = Path(__file__).parents[2]
+
+SLEEP = "import time; time.sleep(600)"
+SETSID = (
+    "import os, time\n"
+    "if os.fork() == 0:\n"
+    "    os.setsid()\n"
+    "    if os.fork() == 0:\n"
+    "        time.sleep(600)\n"
+    "    os._exit(0)\n"
+    "time.sleep(600)"
+)
+"""A grandchild in a session of its own whose parent is dead: only a subreaper or its tag finds it."""
+STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"
+DEAF = (
+    "import signal, time\n"
+    "for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT): signal.signal(n, signal.SIG_IGN)\n"
+    "print('deaf', flush=True)\n"
+    "time.sleep(600)"
+)
+
+
+def python(program: str) -> tuple[str, ...]:
+    return (*PYTHON, program)
+
+
+def tags(instance: str, *, boot: int = 1, spawn: int = 1, worker: str = "trainer", owner: str = "") -> dict[str, str]:
+    """A child's environment with nothing but the tags."""
+    values = {"ARTD_INSTANCE": instance, "ARTD_BOOT": str(boot), "ARTD_SPAWN": str(spawn), "ARTD_WORKER": worker}
+    return {**values, "ARTD_OWNER": owner} if owner else values
+
+
+def tagged(instance: str) -> list[procfs.Stat]:
+    """Every living process of the instance, guardians included."""
+    return [
+        stat
+        for stat in procfs.all_stats()
+        if stat.state not in procfs.DEAD and procfs.environment(stat.pid).get("ARTD_INSTANCE") == instance
+    ]
+
+
+@contextmanager
+def fresh_instance() -> Iterator[str]:
+    """An instance id; whatever carries it at the end is killed, so that a red test leaves nothing."""
+    instance = uuid.uuid4().hex
+    try:
+        yield instance
+    finally:
+        for _ in range(20):
+            left = tagged(instance)
+            if not left:
+                break
+            procfs.strike(left, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def until(condition: Callable[[], object], within_s: float = 5.0) -> float:
+    """Seconds until the condition held. Raises AssertionError when it did not."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+async def until_async(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s"
+        await asyncio.sleep(0.005)
+
+
+def start(instance: str, program: str, log: Path, **tag: int | str) -> Child:
+    """Spawn a Python program under a guardian, with tags."""
+    return spawn("trainer", python(program), tags(instance, **tag), log)  # type: ignore[arg-type]
+
+
+SPAWNER = """
+import asyncio, os, signal, sys, time
+from pathlib import Path
+from tests.process import helpers
+async def main():
+    instance, program, log, at_once = sys.argv[1:5]
+    child = helpers.start(instance, program, Path(log), owner=":".join(map(str, helpers.procfs.identity()[1:])))
+    if at_once == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(child.pid, child.ticks, flush=True)
+    await child.wait()
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def spawner(instance: str, program: str, log: Path, at_once: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that plays the daemon: it spawns the program, prints the guardian's pid and ticks, and waits.
+
+    at_once: it kills itself between spawn and the guardian's first instruction.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", SPAWNER, instance, program, str(log), str(int(at_once))],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'schema'}"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()

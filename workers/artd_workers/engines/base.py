@@ -1,0 +1,147 @@
+"""What artd asks of an inference engine: the adapter contract, its errors and the capability table.
+
+Purpose: the push state machine and the harness speak to any engine through `Adapter`; a version's differences are rows of
+a table, picked by what the running server says of itself, never `if`s in the code that pushes.
+Owner of: no state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from artd_schema.manifest import WeightEntry
+
+
+class EngineError(Exception):
+    """A call to the engine failed: what was asked, what came back, what to do next."""
+
+
+class EngineTimeout(EngineError):
+    """The engine did not answer before the deadline; what it does now is unknown."""
+
+
+class Deadline:
+    """A point in time that several calls share. `left` is in seconds and never below 1 ms (0 would mean "never")."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.001, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one engine version can do. evidence: `run` = seen running under artd, `read` = read in its source only.
+
+    start_body: `/start_weight_update` must carry a JSON body. weight_version: replies are stamped with a label that
+    `/finish_weight_update` and `/update_weight_version` set. abort_route: `/abort_requests` ends everything in flight.
+    """
+
+    series: str
+    evidence: Literal["run", "read"]
+    start_body: bool
+    weight_version: bool
+    abort_route: bool
+
+
+VLLM: tuple[Capabilities, ...] = (
+    Capabilities("0.32", "run", start_body=False, weight_version=True, abort_route=True),
+    Capabilities("0.25", "read", start_body=False, weight_version=False, abort_route=False),
+    Capabilities("0.22", "read", start_body=True, weight_version=False, abort_route=False),
+)
+
+
+def capabilities(table: Sequence[Capabilities], version: str) -> Capabilities:
+    """The row for a version such as `0.32.0+cpu`. Raises EngineError for one that the table does not know."""
+    series = ".".join(version.split(".")[:2])
+    for row in table:
+        if row.series == series:
+            return row
+    known = ", ".join(row.series for row in table)
+    raise EngineError(
+        f"engine version {version} is not in artd's capability table (it knows {known}); install one of these"
+    )
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Who pushes: a data directory's instance, a spawn of this engine, and an attempt of a push. Later = greater."""
+
+    instance: str
+    spawn: int
+    push: int
+    fence: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"instance": self.instance, "spawn": self.spawn, "push": self.push, "fence": self.fence}
+
+
+@dataclass(frozen=True)
+class DiskLoad:
+    """A merged load from disk: base model folder, checkpoint folder, scale = alpha / rank, torch dtype name as served."""
+
+    base: Path
+    checkpoint: Path
+    scale: float
+    dtype: str
+
+
+class Adapter(Protocol):
+    """One engine over its control routes. Every call ends by its deadline; every failure is an EngineError.
+
+    A failed call between `begin` and `finish` leaves the weights unknown: the caller must end the engine.
+    """
+
+    capabilities: Capabilities
+
+    def healthy(self, deadline: Deadline) -> bool:
+        """Whether the server answers that it can serve."""
+
+    def pause(self, drain_s: float, deadline: Deadline) -> bool:
+        """Stop generating: wait drain_s for requests in flight, then abort them. Returns whether any were aborted."""
+
+    def resume(self, deadline: Deadline) -> None:
+        """Generate again."""
+
+    def begin(self, fence: Fence, deadline: Deadline) -> None:
+        """Open a weight update in the engine's worker; it refuses a fence below one that it has seen."""
+
+    def join(self, rendezvous: str, deadline: Deadline) -> None:
+        """Meet the trainer's process group in the file `rendezvous`; once per file, later calls do nothing."""
+
+    def receive(self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline) -> dict[str, float]:
+        """Load the tensors that the trainer broadcasts in the table's order. Returns named seconds."""
+
+    def load_merged(
+        self, fence: Fence, table: Sequence[WeightEntry], load: DiskLoad, deadline: Deadline
+    ) -> dict[str, float]:
+        """Merge base and adapter in the engine's worker and load the result. Returns named seconds."""
+
+    def finish(self, name: str, deadline: Deadline) -> None:
+        """Label the new weights and drop every cached prefix of the old ones."""
+
+    def load_adapter(self, name: str, folder: Path, deadline: Deadline) -> None:
+        """Serve a LoRA adapter under a new name."""
+
+    def unload_adapter(self, name: str, deadline: Deadline) -> None:
+        """Serve it no more; requests in flight under the name go on to their end."""
+
+    def in_flight(self, name: str, deadline: Deadline) -> bool:
+        """Whether any request under this adapter name runs or waits."""
+
+    def score(self, model: str, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
+        """Natural-log probabilities of tokens 1..n-1 of each prompt (token ids), temperature 1."""
+
+    def abort_all(self, deadline: Deadline) -> None:
+        """End every request in flight."""

@@ -1,0 +1,126 @@
+"""A committed checkpoint folder as the engine side reads it: manifest, weight table, canary, adapter.
+
+Purpose: nothing is pushed that is not what the daemon committed: every file is tied to the manifest's sha by hashing.
+Owner of: no state. Invariants: no torch (the harness imports this); safetensors files are read by their plain header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+from artd_schema.manifest import CheckpointManifest, WeightEntry, WeightTable
+from artd_schema.worker import CheckpointRef
+
+from .base import EngineError
+
+MANIFEST, WEIGHTS = "manifest.json", "weights.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_CHUNK = 1 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose manifest has the sha that the daemon committed, and whose weight table has the manifest's."""
+
+    folder: Path
+    manifest: CheckpointManifest
+    weights: WeightTable
+
+
+def read(ref: CheckpointRef) -> Checkpoint:
+    """Open a committed checkpoint. Raises EngineError when a file is missing, unreadable or not what was committed."""
+    folder = Path(ref.dir)
+    raw = _bytes(folder / MANIFEST)
+    if (found := hashlib.sha256(raw).hexdigest()) != ref.sha:
+        raise EngineError(
+            f"{folder / MANIFEST} has sha256 {found[:16]}, but {ref.run}@{ref.step} was committed as {ref.sha[:16]}"
+        )
+    manifest = _decode(raw, CheckpointManifest, folder / MANIFEST)
+    entry = next((file for file in manifest.files if file.name == WEIGHTS), None)
+    if entry is None:
+        raise EngineError(f"{folder / MANIFEST} lists no {WEIGHTS}, so there is nothing to verify a push against")
+    raw = _bytes(folder / WEIGHTS)
+    if hashlib.sha256(raw).hexdigest() != entry.sha256:
+        raise EngineError(f"{folder / WEIGHTS} is not the file that was committed; the checkpoint is damaged")
+    return Checkpoint(folder, manifest, _decode(raw, WeightTable, folder / WEIGHTS))
+
+
+def adopt_adapter(checkpoint: Checkpoint, target: Path) -> None:
+    """Give the engine its own copy of the adapter (hard links where it can), verified tensor by tensor.
+
+    The engine may read the files again for as long as it serves the adapter, so its copy must not depend on how long the
+    daemon keeps the checkpoint. Raises EngineError when the adapter is not the one in the weight table.
+    """
+    target.mkdir(parents=True)
+    for name in (ADAPTER, ADAPTER_CONFIG):
+        _link(checkpoint.folder / name, target / name)
+    verify_file(target / ADAPTER, checkpoint.weights.tensors)
+
+
+def verify_file(path: Path, table: tuple[WeightEntry, ...]) -> None:
+    """Hash every tensor of a safetensors file against a weight table: same names, same bytes. Raises EngineError."""
+    expected = {entry.name: entry.sha256 for entry in table}
+    found = dict(tensor_hashes(path))
+    if odd := sorted(expected.keys() ^ found.keys()):
+        raise EngineError(f"{path} and its weight table differ in {len(odd)} names, the first is {odd[0]}")
+    if wrong := sorted(name for name, sha in found.items() if expected[name] != sha):
+        raise EngineError(f"{path}: {len(wrong)} tensors are not those committed, the first is {wrong[0]}")
+
+
+def tensor_hashes(path: Path) -> Iterator[tuple[str, str]]:
+    """(name, sha256 hex of the raw bytes) of every tensor of a safetensors file."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            for name, info in header.items():
+                if name != "__metadata__":
+                    start, end = info["data_offsets"]
+                    file.seek(8 + size + start)
+                    yield name, _hash(file, end - start)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"{path} cannot be read as safetensors: {type(error).__name__}: {error}") from None
+
+
+def _hash(file: BinaryIO, size: int) -> str:
+    digest = hashlib.sha256()
+    while size > 0:
+        block = file.read(min(size, _CHUNK))
+        if not block:
+            raise ValueError("the file ends inside a tensor")
+        digest.update(block)
+        size -= len(block)
+    return digest.hexdigest()
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(source, target)
+    except OSError as error:
+        raise EngineError(f"the adapter file {source} cannot be copied: {error}") from None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror}; the checkpoint is missing or damaged") from None
+
+
+def _decode(raw: bytes, kind: type[T], path: Path) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"{path} is not what this version of artd writes: {error}") from None

@@ -1,0 +1,191 @@
+"""The push state machine of one engine: a committed checkpoint in, verified or not at all.
+
+Purpose: phases of a merged push: fence, pause, transfer, load, resume, verify (the gateway is holding meanwhile: a paused
+engine answers no canary, so the engine resumes first and only `Live` releases the gateway). Of a lora push: load, verify,
+beside running requests.
+Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: an attempt that is older than
+one taken is refused before it touches the engine; any error after that leaves the engine unknown, and the caller ends it;
+one push at a time (the caller's thread).
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from artd_schema.spec import RunSpec
+from artd_schema.worker import Live, Push
+
+from . import canary, checkpoint
+from .base import Adapter, Deadline, DiskLoad, EngineError, Fence
+
+
+class Stale(Exception):
+    """The push is older than one already taken; the engine was not touched."""
+
+
+class PushError(Exception):
+    """A push did not get to live: the engine's weights are unknown and it must be ended."""
+
+    def __init__(self, phase: str, error: str) -> None:
+        super().__init__(error)
+        self.phase = phase
+
+
+class Pusher:
+    """instance, spawn: of this engine; base_name: name of the base weights on the server; folder: for adapters' copies."""
+
+    def __init__(
+        self, adapter: Adapter, spec: RunSpec, base_name: str, folder: Path, instance: str, spawn: int,
+        log: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        self._adapter = adapter
+        self._spec = spec
+        self._base_name = base_name
+        self._folder = folder
+        self._instance = instance
+        self._spawn = spawn
+        self._log = log
+        self._seen = -1
+        self._phase = "fence"
+        self._loaded: dict[str, Path] = {}
+        self._leaving: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def phase(self) -> str:
+        """Phase of the push that runs now, or of the last one."""
+        return self._phase
+
+    def run(self, push: Push) -> Live:
+        """Bring the push's checkpoint to live. Raises Stale, or PushError with the phase that failed."""
+        if push.fence <= self._seen:
+            raise Stale(f"push {push.push} has fence {push.fence}, but fence {self._seen} was taken before")
+        self._seen = push.fence
+        self._phase = "fence"
+        seconds: dict[str, float] = {}
+        try:
+            agreement = self._merged(push, seconds) if push.mode == "merged" else self._lora(push, seconds)
+        except EngineError as error:
+            raise PushError(self._phase, str(error)) from error
+        return Live(
+            push=push.push, fence=push.fence, max_abs=agreement.max_abs, mean_abs=agreement.mean_abs, seconds=seconds
+        )
+
+    def unload(self, name: str) -> None:
+        """Note an adapter to be unloaded by `tidy` when no request uses it. Any thread."""
+        with self._lock:
+            if name in self._loaded:
+                self._leaving.add(name)
+            else:
+                self._log(f"asked to unload {name}, which is not loaded here")
+
+    def tidy(self, deadline: Deadline) -> list[str]:
+        """Unload noted adapters whose last request has ended; returns their names. Raises EngineError."""
+        with self._lock:
+            waiting = sorted(self._leaving)
+        gone = [name for name in waiting if not self._adapter.in_flight(name, deadline)]
+        for name in gone:
+            self._drop(name, deadline)
+        return gone
+
+    # ---- merged -------------------------------------------------------------------------------------------------------
+
+    def _merged(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
+        committed = self._open(push)
+        # Waiting for requests is the users' time, not the engine's: it does not count against the deadline.
+        pause = Deadline(push.drain_s + push.deadline_s)
+        with self._timed("pause", seconds):
+            self._adapter.pause(push.drain_s, pause)
+        deadline = Deadline(push.deadline_s)
+        fence = Fence(self._instance, self._spawn, push.push, push.fence)
+        with self._timed("transfer", seconds):
+            self._adapter.begin(fence, deadline)
+            figures = self._update(push, fence, committed, deadline)
+        # The engine knows how the update's time divides: the trainer's (or disk's and merge's) share, and its own.
+        loaded = figures.pop("load", 0.0)
+        seconds["transfer"] = max(0.0, seconds["transfer"] - loaded)
+        with self._timed("load", seconds):
+            self._check_bytes(committed, int(figures.get("bytes", 0.0)))
+            self._adapter.finish(push.name, deadline)
+        seconds["load"] += loaded
+        with self._timed("resume", seconds):
+            self._adapter.resume(deadline)
+        return self._verify(self._base_name, committed, seconds, deadline)
+
+    def _update(
+        self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, deadline: Deadline
+    ) -> dict[str, float]:
+        table = committed.weights.tensors
+        if push.source == "live":
+            self._adapter.join(push.rendezvous, deadline)
+            return self._adapter.receive(fence, table, deadline)
+        scale = self._spec.lora.alpha / self._spec.lora.rank
+        load = DiskLoad(Path(self._spec.model), committed.folder, scale, self._spec.engine.dtype)
+        return self._adapter.load_merged(fence, table, load, deadline)
+
+    def _check_bytes(self, committed: checkpoint.Checkpoint, found: int) -> None:
+        expected = sum(_size(entry.shape) * _ITEM_BYTES[entry.dtype] for entry in committed.weights.tensors)
+        if found != expected:
+            raise EngineError(f"the engine loaded {found} bytes, the weight table has {expected}")
+
+    # ---- lora ---------------------------------------------------------------------------------------------------------
+
+    def _lora(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
+        committed = self._open(push)
+        deadline = Deadline(push.deadline_s)
+        folder = self._folder / f"{push.push}-{push.fence}"
+        with self._timed("transfer", seconds):
+            checkpoint.adopt_adapter(committed, folder)
+        with self._timed("load", seconds):
+            if push.name in self._loaded:  # another lineage's step of the same number
+                self._drop(push.name, deadline)
+            self._adapter.load_adapter(push.name, folder, deadline)
+        with self._lock:
+            self._loaded[push.name] = folder
+        return self._verify(push.name, committed, seconds, deadline)
+
+    def _drop(self, name: str, deadline: Deadline) -> None:
+        self._adapter.unload_adapter(name, deadline)
+        with self._lock:
+            folder = self._loaded.pop(name)
+            self._leaving.discard(name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- both ---------------------------------------------------------------------------------------------------------
+
+    def _open(self, push: Push) -> checkpoint.Checkpoint:
+        committed = checkpoint.read(push.checkpoint)
+        if committed.weights.mode != push.mode or push.mode != self._spec.rollout_weights_mode:
+            raise EngineError(
+                f"a {push.mode} push of a {committed.weights.mode} checkpoint to a {self._spec.rollout_weights_mode} engine"
+            )
+        return committed
+
+    def _verify(
+        self, model: str, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
+    ) -> canary.Agreement:
+        with self._timed("verify", seconds):
+            scores = self._adapter.score(model, committed.manifest.canary.prompts, deadline)
+            return canary.verify(committed.manifest.canary, scores)
+
+    @contextmanager
+    def _timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
+        self._phase = phase
+        began = time.perf_counter()
+        yield
+        seconds[phase] = time.perf_counter() - began
+
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    total = 1
+    for side in shape:
+        total *= side
+    return total

@@ -1,0 +1,182 @@
+"""The engine worker's main loop: link on one side, server on the other.
+
+Purpose: start the server, say Ready, serve Push, Unload and Exit, and tell the daemon when the server is gone.
+Owner of: the server and the push thread. Invariants: the server is spawned, watched and ended in the main thread; pushes run
+in a thread of their own, one at a time; a failed push ends the engine, and a dead server ends the harness (`Down`): the
+daemon starts a new spawn, which is pushed the newest committed checkpoint before it serves. Never is an unknown engine
+verified again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from artd_schema import worker as w
+
+from ..harness import Link, LinkClosed
+from .base import Deadline, EngineError
+from .push import Pusher, PushError, Stale
+from .vllm.adapter import VllmAdapter
+from .vllm.server import Server, model_name
+
+START_S = 600.0
+_TICK_S = 0.2
+_TIDY_S = 0.5
+_CALL_S = 5.0
+_DEFAULT_GRACE_S = 10.0
+
+
+class EngineWorker:
+    """One spawn. `run` returns the exit code: 0 after Exit, 1 when the server could not start, died, or was ended."""
+
+    def __init__(self, link: Link, config: w.EngineConfig, instance: str) -> None:
+        self._link = link
+        self._config = config
+        self._instance = instance
+        self._server = Server(config)
+        self._pusher: Pusher | None = None
+        self._pushes: queue.SimpleQueue[w.Push] = queue.SimpleQueue()
+        self._current: w.Push | None = None
+        self._broken = ""
+        self._grace_s: float | None = None
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        error = ""
+        try:
+            self._server.spawn()
+            if self._start():
+                error = self._serve()
+        except EngineError as failure:
+            error = str(failure)
+        except LinkClosed:
+            self._grace_s = 0.0
+        return self._end(error)
+
+    # ---- phases of a life ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> bool:
+        """Wait for the server; False when told to exit first. Raises EngineError with the reason it did not come up."""
+        deadline = Deadline(START_S)
+        while not self._server.serving():
+            self._receive()
+            if self._grace_s is not None:
+                return False
+            if deadline.passed:
+                raise EngineError(f"the vLLM server of run {self._config.run} did not answer within {START_S:.0f} s")
+        adapter = VllmAdapter(self._server.socket, Deadline(_CALL_S))
+        log(f"vLLM {adapter.version} serves run {self._config.run} on {self._server.socket}")
+        spec = self._config.spec
+        self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters", self._instance,
+                              self._link.identity.spawn, log)  # fmt: skip
+        threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True).start()
+        self._link.send(w.Ready(socket=str(self._server.socket)))
+        return True
+
+    def _serve(self) -> str:
+        """Serve until told to exit ("") or until the engine is lost (why)."""
+        tidy_due = 0.0
+        while self._grace_s is None:
+            self._receive()
+            if self._broken:
+                return self._broken
+            if self._server.ended.is_set():
+                return self._server.death()
+            if time.monotonic() >= tidy_due:
+                self._tidy()
+                tidy_due = time.monotonic() + _TIDY_S
+        return ""
+
+    def _end(self, error: str) -> int:
+        if error:
+            self._server.kill()
+            cause = self._server.first_error()
+            error += "" if cause in error else cause
+            log(error)
+        left = self._server.stop(0.0 if error else self._grace())
+        if left:
+            error = f"{error or 'the engine was stopped'}; processes {left} could not be ended"
+        if error:
+            self._link.send(w.Down(error=error, tail=self._server.tail()))
+        shutil.rmtree(self._server.folder / "adapters", ignore_errors=True)
+        self._link.close()
+        return 1 if error else 0
+
+    def _grace(self) -> float:
+        return _DEFAULT_GRACE_S if self._grace_s is None else self._grace_s
+
+    # ---- messages -----------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        if (received := self._link.receive(_TICK_S)) is None:
+            return
+        message = received[0]
+        match message:
+            case w.Push():
+                self._take(message)
+            case w.Unload() if self._pusher is not None:
+                self._pusher.unload(message.name)
+            case w.Exit():
+                self._grace_s = message.grace_s
+            case _:
+                log(f"{type(message).__name__} is no message for an engine worker")
+
+    def _take(self, push: w.Push) -> None:
+        running = self._current
+        self._pushes.put(push)
+        if running is not None and running.source == "live" and push.fence > running.fence:
+            # The daemon has given up on that push (its trainer refused or died): nothing will be sent any more, and only
+            # a restart brings the engine's weights back to known.
+            self._broken = f"push {running.push} fence {running.fence} was replaced while it waited for the trainer"
+            self._server.kill()
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._grace_s = _DEFAULT_GRACE_S
+
+    # ---- pushes -------------------------------------------------------------------------------------------------------
+
+    def _push_all(self, pusher: Pusher) -> None:
+        """Body of the push thread: it ends with the first push that fails, for there is no engine left to push to."""
+        while not self._broken:
+            push = self._pushes.get()
+            self._current = push
+            try:
+                self._link.send(pusher.run(push))
+            except Stale as error:
+                log(str(error))
+                self._link.send(w.Refused(push=push.push, fence=push.fence, reason=str(error)))
+            except PushError as error:
+                self._failed(push, error.phase, str(error))
+            except Exception as error:  # a defect of ours must not leave an unknown engine serving
+                self._failed(push, pusher.phase, f"{type(error).__name__}: {error}")
+            finally:
+                self._current = None
+
+    def _failed(self, push: w.Push, phase: str, error: str) -> None:
+        self._link.send(w.PushFailed(push=push.push, fence=push.fence, phase=phase, error=error))
+        self._broken = self._broken or f"push of {push.name} failed in {phase}: {error}"
+        self._server.kill()
+
+    def _tidy(self) -> None:
+        assert self._pusher is not None
+        with contextlib.suppress(EngineError):  # asked again at the next tick; a dead server is noticed by itself
+            for name in self._pusher.tidy(Deadline(_CALL_S)):
+                log(f"unloaded {name}")
+
+
+def log(text: str) -> None:
+    """A line of the harness's own log (the supervisor keeps its stderr)."""
+    print(f"engine worker: {text}", file=sys.stderr, flush=True)
+
+
+def remove_folder(config: w.EngineConfig) -> None:
+    """Remove what is left of this spawn's folder; the log lies elsewhere."""
+    shutil.rmtree(Path(config.dir), ignore_errors=True)

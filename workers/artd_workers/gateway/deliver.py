@@ -1,0 +1,154 @@
+"""The second half of a request: what an engine generated becomes ledger entry and reply.
+
+Owner of no state. Invariants: the reply is returned only after the ledger has its entry; every choice is traced to the
+weights it came from, or the request fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from artd_schema.trajectory import Split, Turn
+from artd_schema.worker import Exchange, Served
+
+from . import reply, turns
+from .errors import EngineFailure, aborted
+from .kinds import Kind
+from .ledger import Ledger
+from .limits import Limits
+from .routing import Place, Table
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request. response_id is fresh for every attempt: an engine may still hold the last one's."""
+
+    kind: Kind
+    body: Json
+    split: Split
+    response_id: str
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came out of an engine; requests and replies have one element a prompt, `shown` is the derendered
+    response."""
+
+    job: Job
+    place: Place
+    requests: list[Json]
+    replies: list[Json]
+    shown: Json
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One choice. index: over the whole response; served: the newest weights it came from."""
+
+    index: int
+    request: Json
+    reply: Json
+    choice: Json
+    served: Served
+    epochs: turns.Epochs
+
+    @property
+    def params(self) -> Json:
+        return self.request["sampling_params"]
+
+
+async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits) -> bytes:
+    """Write the exchange to the ledger, then return the JSON reply. Errors: EngineFailure, ApiError."""
+    job, engine = made.job, made.place.engine.engine
+    samples = [await _sample(made, table, limits, *source) for source in _choices(made)]
+    used = max((sample.served for sample in samples), key=lambda served: served.epoch)
+    head = _head(made, samples, used.name)
+    columns: list[Turn] = []
+    choices: list[Json] = []
+    for sample in samples:
+        shown = made.shown["choices"][sample.index]
+        shown = reply.finish_choice(job.kind, shown, sample.choice, sample.params, sample.index)
+        columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
+        if job.body.get("return_token_ids"):
+            logprobs = turns.logprobs_of(engine, sample.choice)
+            reply.add_ids(job.kind, shown, sample.request["token_ids"], sample.choice, logprobs)
+        choices.append(shown)
+    exchange = Exchange(
+        response_id=job.response_id, run=used.run, model=used.name, split=job.split, sampling=columns[0].sampling,
+        choices=len(columns), prompt_tokens=head["usage"]["prompt_tokens"],
+        completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds,
+    )  # fmt: skip
+    await ledger.record(exchange, columns)
+    return msgspec.json.encode(head | {"choices": choices})
+
+
+def _choices(made: Generated) -> list[tuple[int, Json, Json, Json]]:
+    found = [
+        (request, answer, choice)
+        for request, answer in zip(made.requests, made.replies, strict=True)
+        for choice in answer["choices"]
+    ]
+    return [(index, *source) for index, source in enumerate(found)]
+
+
+async def _sample(
+    made: Generated, table: Table, limits: Limits, index: int, request: Json, answer: Json, choice: Json
+) -> _Sample:
+    served, epochs = await _trace(made.place, choice, table, limits)
+    return _Sample(index, request, answer, choice, served, epochs)
+
+
+def _head(made: Generated, samples: list[_Sample], model: str) -> Json:
+    """The response without its choices. derender cannot know the served name, and counts no token that it did not
+    see."""
+    prompt = sum(len(request["token_ids"]) for request in made.requests)
+    completion = sum(len(sample.choice["token_ids"]) for sample in samples)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    head = {name: value for name, value in made.shown.items() if name != "choices"}
+    return head | {"id": made.job.response_id, "model": model, "usage": (made.shown.get("usage") or {}) | counts}
+
+
+def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
+    return turns.build_turn(
+        made.place.engine.engine,
+        sample.request["token_ids"],
+        sample.choice,
+        sampling=turns.effective_sampling(sample.params),
+        epochs=sample.epochs,
+        response_id=made.job.response_id,
+        index=sample.index,
+        raw=raw,
+    )
+
+
+async def _trace(place: Place, choice: Json, table: Table, limits: Limits) -> tuple[Served, turns.Epochs]:
+    """The weights that a choice came from: (the newest of them, policy epochs over its tokens).
+
+    lora: the adapter that was asked for. merged: the engine's version spans, whose label is the RUN@STEP of the push;
+    before the first push the engine has a label of its own, which stands for what the route said on entry.
+    """
+    if place.engine.mode == "lora":
+        return place.served, ((0, place.served.epoch),)
+    pairs: list[tuple[int, Served]] = []
+    for span in turns.spans_of(place.engine.engine, choice):
+        pairs.append((span.start, await _served(place, span.version, table, limits)))
+    pairs = pairs or [(0, place.served)]
+    if place.pinned and any(served != place.served for _, served in pairs):
+        raise aborted(f"{place.served.name} was replaced while the request ran", limits.retry_after_s)
+    return pairs[-1][1], turns.run_lengths([(start, served.epoch) for start, served in pairs])
+
+
+async def _served(place: Place, label: str, table: Table, limits: Limits) -> Served:
+    if "@" not in label:
+        return place.served
+    served = await table.named(label, limits.label_s)
+    if served is None or served.run != place.served.run:
+        what = f"generated with weights {label!r}, which no route of run {place.served.run!r} names"
+        raise EngineFailure(place.engine.engine, what, retriable=False)
+    return served

@@ -1,0 +1,57 @@
+"""HTTP helpers: bodies with a size limit, and work that ends when its client goes. Owner of no state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from .errors import ApiError, invalid
+
+
+async def json_object(request: Request, limit: int) -> dict[str, Any]:
+    """The request's body as a JSON object. Errors: ApiError 413 over `limit` bytes, 400 when it is no JSON object;
+    ClientDisconnect."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(int(announced), limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(len(body), limit)
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is no valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid(f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")
+    return value
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, bytes]) -> bytes:
+    """Run `work` and return its result; when the client goes first, cancel it (which closes its call to the engine, and
+    the engine aborts the request) and raise ClientDisconnect. The body must have been read."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large(size: int, limit: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"the body has {size} bytes or more, the limit is {limit}")

@@ -1,0 +1,77 @@
+"""The reply to the client: what derender is given, and what is corrected in what it gives back. Owner of no state.
+
+vLLM's derender decodes every sampled token, also the ones behind which its own chat endpoint cuts the text: the stop
+string and the stop token. The cut is made here, on the text alone; the ledger keeps every sampled token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .kinds import Kind
+
+Json = dict[str, Any]
+
+
+def for_derender(reply: Json, params: Json, response_id: str, *, logprobs: bool) -> Json:
+    """A generate reply as derender shall see it: our id, no stop token, logprobs only if they were asked for."""
+    choices = []
+    for choice in reply["choices"]:
+        tokens = choice["token_ids"]
+        seen = tokens[:-1] if _ends_in_stop_token(choice, params) and len(tokens) > 1 else tokens
+        choices.append(choice | {"token_ids": seen, "logprobs": choice["logprobs"] if logprobs else None})
+    return reply | {"request_id": response_id, "choices": choices}
+
+
+def cut_text(text: str, choice: Json, params: Json) -> str:
+    """Text of a choice without the stop string or stop token that ended it.
+
+    Generation ends at the first match, so the first occurrence is the one, unless min_tokens made the engine pass some.
+    """
+    if params.get("include_stop_str_in_output") or choice.get("finish_reason") != "stop":
+        return text
+    stop = choice.get("stop_reason")
+    if isinstance(stop, str):
+        at = text.rfind(stop) if params.get("min_tokens") else text.find(stop)
+        return text if at < 0 else text[:at]
+    if _ends_in_stop_token(choice, params) and len(choice["token_ids"]) == 1:
+        return ""
+    return text
+
+
+def finish_choice(kind: Kind, shown: Json, choice: Json, params: Json, index: int) -> Json:
+    """The choice that derender made from `choice`, corrected: text, index, finish reason."""
+    text = kind.text(shown)
+    if text:
+        kind.set_text(shown, cut_text(text, choice, params))
+    shown["index"] = index
+    if kind.chat and shown["message"].get("tool_calls") and shown.get("finish_reason") == "stop":
+        shown["finish_reason"] = "tool_calls"
+    return shown
+
+
+def raw_of(shown: Json, choice: Json, generated: Json, head: Json) -> Json:
+    """The raw response of one choice for the ledger: what the client gets and what the engine said besides, without
+    what the columns hold. `head`: the response without its choices."""
+    told = {name: value for name, value in choice.items() if name not in _COLUMNS and value is not None}
+    beside = {name: value for name, value in generated.items() if name not in _GENERATE_COLUMNS and value is not None}
+    return head | {"choices": [shown | {"logprobs": None}], "engine": beside | {"choices": [told]}}
+
+
+def add_ids(kind: Kind, shown: Json, prompt: list[int], choice: Json, logprobs: list[float]) -> None:
+    """Token-id information for a client that asked for it."""
+    bearer = kind.bearer_of_ids(shown)
+    bearer["prompt_token_ids"] = prompt
+    bearer["generation_token_ids"] = choice["token_ids"]
+    bearer["generation_log_probs"] = logprobs
+
+
+_COLUMNS = ("token_ids", "logprobs")
+_GENERATE_COLUMNS = ("choices", "usage", "created", "prompt_token_ids")
+
+
+def _ends_in_stop_token(choice: Json, params: Json) -> bool:
+    stop = choice.get("stop_reason")
+    if choice.get("finish_reason") != "stop" or params.get("include_stop_str_in_output"):
+        return False
+    return isinstance(stop, int) and choice["token_ids"][-1:] == [stop]

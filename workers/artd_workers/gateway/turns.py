@@ -1,0 +1,150 @@
+"""From an engine's token-level reply to `Turn`: columns as little-endian bytes, effective sampling, policy epochs.
+
+Owner of no state. Invariant: a Turn is made only from numbers that agree with each other (one logprob per token, of
+that token, finite; version spans that cover the tokens without gap or overlap); anything else is an EngineFailure,
+never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from artd_schema.trajectory import Sampling, Turn
+
+from .errors import EngineFailure, invalid
+
+Epochs = tuple[tuple[int, int], ...]
+FLOOR = -9999.0
+"""What vLLM writes in place of -inf and NaN."""
+_ROUNDING = 1e-5
+
+_RESHAPING = (
+    "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "thinking_token_budget",
+    "watermarking", "trace_decode_token_ids", "extra_args",
+)  # fmt: skip
+"""Sampling parameters that change the distribution and that `Sampling` has no field for."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Sampled tokens [start, end) came from the weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+def effective_sampling(params: dict[str, Any]) -> Sampling:
+    """The parameters that the engine samples with, from the rendered `sampling_params` (vLLM leaves defaults out)."""
+    stop = params.get("stop") or ()
+    return Sampling(
+        temperature=params.get("temperature", 1.0),
+        top_p=params.get("top_p", 1.0),
+        top_k=max(params.get("top_k", 0), 0),
+        min_p=params.get("min_p", 0.0),
+        presence_penalty=params.get("presence_penalty", 0.0),
+        frequency_penalty=params.get("frequency_penalty", 0.0),
+        repetition_penalty=params.get("repetition_penalty", 1.0),
+        max_tokens=params.get("max_tokens"),
+        seed=params.get("seed"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+def refuse_reshaped(params: dict[str, Any]) -> None:
+    """Errors: ApiError 400 when the samples would come from a distribution that the ledger cannot describe."""
+    used = [name for name in _RESHAPING if params.get(name)]
+    if used:
+        raise invalid(
+            f"{', '.join(used)} changes the sampling distribution in a way that training cannot score; leave it out, "
+            "or send the header `x-artd-split: eval` for a response that is never trained on",
+            param=used[0],
+            code="untrainable_sampling",
+        )
+
+
+def int_column(values: Sequence[int]) -> bytes:
+    """int32 little-endian."""
+    return _little(array("i", values))
+
+
+def float_column(values: Sequence[float]) -> bytes:
+    """float32 little-endian."""
+    return _little(array("f", values))
+
+
+def logprobs_of(engine: str, choice: dict[str, Any]) -> list[float]:
+    """Logprobs of the sampled tokens, one each, natural log. Errors: EngineFailure when they do not fit the tokens."""
+    tokens = choice["token_ids"]
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if [entry.get("token_id") for entry in content] != tokens:
+        raise _unusable(engine, f"{len(content)} logprobs that do not belong to its {len(tokens)} sampled tokens")
+    values = [entry["logprob"] for entry in content]
+    for position, value in enumerate(values):
+        if not math.isfinite(value) or value <= FLOOR or value > _ROUNDING:
+            raise _unusable(engine, f"logprob {value} at token {position}: not a finite log-probability")
+    return [min(value, 0.0) for value in values]
+
+
+def spans_of(engine: str, choice: dict[str, Any]) -> list[Span]:
+    """The weight-version spans of a choice, in order, covering its tokens exactly. Empty when the engine gives none."""
+    told, count = choice.get("weight_versions") or [], len(choice["token_ids"])
+    spans = [Span(span["version"], span["start"], span["end"]) for span in told if span["end"] > span["start"]]
+    edges = [0, *(span.end for span in spans)]
+    if spans and ([span.start for span in spans] != edges[:-1] or edges[-1] != count):
+        raise _unusable(engine, f"weight version spans {told} for {count} tokens")
+    return spans
+
+
+def run_lengths(pairs: Sequence[tuple[int, int]]) -> Epochs:
+    """(start, epoch) pairs with neighbours of equal epoch joined."""
+    runs: list[tuple[int, int]] = []
+    for start, epoch in pairs:
+        if not runs or runs[-1][1] != epoch:
+            runs.append((start, epoch))
+    return tuple(runs)
+
+
+def build_turn(
+    engine: str,
+    prompt: Sequence[int],
+    choice: dict[str, Any],
+    *,
+    sampling: Sampling,
+    epochs: Epochs,
+    response_id: str,
+    index: int,
+    raw: dict[str, Any],
+) -> Turn:
+    """One choice of a generate reply as a Turn. kv_cache_epoch is the oldest epoch of the choice, over all its tokens:
+    a push drops the cache or keeps it, the gateway cannot see which, and after a drained push there is only one
+    epoch."""
+    return Turn(
+        prompt_ids=int_column(prompt),
+        token_ids=int_column(choice["token_ids"]),
+        logprobs=float_column(logprobs_of(engine, choice)),
+        sampling=sampling,
+        policy_epoch=epochs,
+        kv_cache_epoch=((0, min(epoch for _, epoch in epochs)),) if epochs else (),
+        finish_reason=choice.get("finish_reason") or "",
+        response_id=response_id,
+        choice=index,
+        raw=msgspec.json.encode(raw),
+    )
+
+
+def _little(column: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _unusable(engine: str, what: str) -> EngineFailure:
+    return EngineFailure(engine, f"generate answered with {what}", retriable=False)

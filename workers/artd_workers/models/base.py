@@ -1,0 +1,153 @@
+"""What a model family must say, and the rules that dense decoders share.
+
+Purpose: `Plan` is all that the trainer needs to build a GPTModel and move weights; `dense_plan` reads the fields that
+Llama-style configs have in common. Owner of: no state.
+Invariants: a field that would change the mathematics and is not handled is refused by name (UnsupportedModel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .codec import Codec, Heads, Row
+
+HfConfig = Mapping[str, Any]
+
+
+class UnsupportedModel(ValueError):
+    """A config that artd does not train exactly; names the field."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to build a model. transformer: keyword arguments of TransformerConfig; model: of GPTModel; qk_norm: layer
+    spec with q and k norms; special_ids: token ids that the canary avoids."""
+
+    family: str
+    transformer: dict[str, Any]
+    model: dict[str, Any]
+    codec: Codec
+    qk_norm: bool
+    layers: int
+    vocab_size: int
+    special_ids: frozenset[int]
+
+
+class Family(Protocol):
+    """A family's module."""
+
+    def plan(self, config: HfConfig) -> Plan:
+        """Read a Hugging Face config. Raises UnsupportedModel."""
+        ...
+
+
+NORMS = (
+    Row("decoder.layers.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)),
+    Row("decoder.layers.{i}.pre_mlp_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
+)
+ATTENTION = (
+    Row(
+        "decoder.layers.{i}.self_attention.linear_qkv.weight",
+        tuple(f"model.layers.{{i}}.self_attn.{name}_proj.weight" for name in "qkv"),
+        "query_groups",
+        lora=True,
+    ),
+    Row(
+        "decoder.layers.{i}.self_attention.linear_proj.weight", ("model.layers.{i}.self_attn.o_proj.weight",), lora=True
+    ),
+)
+QK_NORMS = tuple(
+    Row(
+        f"decoder.layers.{{i}}.self_attention.{name}_layernorm.weight",
+        (f"model.layers.{{i}}.self_attn.{name}_norm.weight",),
+    )
+    for name in "qk"
+)
+GATED_MLP = (
+    Row(
+        "decoder.layers.{i}.mlp.linear_fc1.weight",
+        ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
+        "concat",
+        lora=True,
+    ),
+    Row("decoder.layers.{i}.mlp.linear_fc2.weight", ("model.layers.{i}.mlp.down_proj.weight",), lora=True),
+)
+_EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+_FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",))
+_HEAD = Row("output_layer.weight", ("lm_head.weight",))
+
+
+def dense_plan(family: str, config: HfConfig, qk_norm: bool) -> Plan:
+    """Plan of a decoder with RMSNorm, rotary positions, grouped-query attention and a SiLU-gated MLP."""
+    _refuse(config)
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    groups = int(config.get("num_key_value_heads") or heads)
+    shape = Heads(heads, groups, int(config.get("head_dim") or hidden // heads))
+    layers, tied = int(config["num_hidden_layers"]), bool(config.get("tie_word_embeddings", False))
+    transformer = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": int(config["intermediate_size"]),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": shape.head_dim,
+        "layernorm_epsilon": float(config["rms_norm_eps"]),
+        "qk_layernorm": qk_norm,
+    }
+    model = {
+        "vocab_size": int(config["vocab_size"]),
+        "max_sequence_length": int(config["max_position_embeddings"]),
+        "share_embeddings_and_output_weights": tied,
+        **_rope(config),
+    }
+    per_model = (_EMBEDDING, _FINAL_NORM) if tied else (_EMBEDDING, _FINAL_NORM, _HEAD)
+    per_layer = (*NORMS, *ATTENTION, *(QK_NORMS if qk_norm else ()), *GATED_MLP)
+    codec = Codec.expand(per_model, per_layer, layers, shape)
+    return Plan(family, transformer, model, codec, qk_norm, layers, model["vocab_size"], _special_ids(config))
+
+
+def _refuse(config: HfConfig) -> None:
+    wanted = {
+        "hidden_act": ("silu", "silu"),
+        "attention_bias": (False, False),
+        "mlp_bias": (False, False),
+        "use_sliding_window": (False, False),
+        "pretraining_tp": (1, 1),
+        "attention_dropout": (0.0, 0.0),
+        "partial_rotary_factor": (1.0, 1.0),
+        "quantization_config": (None, None),
+    }
+    for name, (default, value) in wanted.items():
+        found = config.get(name, default)
+        if found != value:
+            raise UnsupportedModel(
+                f"config.json: {name} = {found!r} is not supported (only {value!r}); choose another model"
+            )
+
+
+def _rope(config: HfConfig) -> dict[str, Any]:
+    """Rotary arguments from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel("config.json: a partial rotary embedding is not supported; choose another model")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {"rotary_base": theta}
+    # Megatron fixes all of Llama 3's constants but the factor.
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(rope.get(name) == value for name, value in fixed.items()):
+        return {"rotary_base": theta, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    if kind == "llama3":
+        raise UnsupportedModel(f"config.json: rope scaling llama3 is supported with {fixed} only, not {dict(rope)}")
+    raise UnsupportedModel(f"config.json: rope_type = {kind!r} is not supported (default and llama3 are)")
+
+
+def _special_ids(config: HfConfig) -> frozenset[int]:
+    found: set[int] = set()
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(name)
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

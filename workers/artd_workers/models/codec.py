@@ -1,0 +1,107 @@
+"""One table of weights: Hugging Face <-> Megatron <-> PEFT.
+
+Purpose: import, export, LoRA naming and the merged export all read the same rows, so they cannot disagree.
+Owner of: no state. Invariants: every conversion is a permutation of elements (exact); a name that the table lacks, or lacks
+in the checkpoint, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["plain", "concat", "query_groups"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron parameter and the Hugging Face tensors that it holds; `{i}` stands for the layer.
+
+    layout: plain = one tensor; concat = one after the other along the output; query_groups = q, k, v interleaved per
+    query group: (q of the group's heads, k, v) for each group. lora: each part gets an adapter of its own.
+    """
+
+    megatron: str
+    parts: tuple[str, ...]
+    layout: Layout = "plain"
+    lora: bool = False
+
+    def at(self, layer: int) -> Row:
+        return Row(self.megatron.format(i=layer), tuple(p.format(i=layer) for p in self.parts), self.layout, self.lora)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads, query groups (= key/value heads) and the size of a head."""
+
+    heads: int
+    groups: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The rows of one model, expanded over its layers."""
+
+    rows: tuple[Row, ...]
+    shape: Heads
+
+    @classmethod
+    def expand(cls, per_model: Sequence[Row], per_layer: Sequence[Row], layers: int, shape: Heads) -> Codec:
+        return cls((*per_model, *(row.at(i) for i in range(layers) for row in per_layer)), shape)
+
+    def fuse(self, row: Row, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """Join a row's parts (in its order) along their output dimension `dim` into Megatron's layout."""
+        if row.layout == "plain":
+            return parts[0]
+        if row.layout == "concat":
+            return torch.cat(list(parts), dim)
+        s, dim = self.shape, dim % parts[0].ndim
+        blocks = [part.unflatten(dim, (s.groups, -1, s.head_dim)) for part in parts]
+        return torch.cat(blocks, dim + 1).flatten(dim, dim + 2)
+
+    def split(self, row: Row, tensor: Tensor, dim: int = 0) -> list[Tensor]:
+        """Undo `fuse`: a row's parts, contiguous."""
+        if row.layout == "plain":
+            return [tensor]
+        if row.layout == "concat":
+            return [part.contiguous() for part in tensor.chunk(len(row.parts), dim)]
+        s, dim = self.shape, dim % tensor.ndim
+        blocks = tensor.unflatten(dim, (s.groups, -1, s.head_dim)).split([s.heads // s.groups, 1, 1], dim + 1)
+        return [block.flatten(dim, dim + 2).contiguous() for block in blocks]
+
+    def to_megatron(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(Megatron name, tensor) of every row. Raises ValueError unless names are exactly the table's."""
+        known = {part for row in self.rows for part in row.parts}
+        if missing := sorted(known - set(weights)):
+            raise ValueError(f"the checkpoint lacks {missing[0]} (and {len(missing) - 1} more): it is not complete")
+        if extra := sorted(set(weights) - known):
+            raise ValueError(
+                f"the checkpoint has {extra[0]} (and {len(extra) - 1} more), which its family does not define"
+            )
+        for row in self.rows:
+            yield row.megatron, self.fuse(row, [weights[part] for part in row.parts])
+
+    def to_hf(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) from Megatron's state (extra entries are ignored)."""
+        for row in self.rows:
+            yield from zip(row.parts, self.split(row, state[row.megatron]), strict=True)
+
+    def lora_rows(self) -> Iterator[Row]:
+        """Rows whose parts are adapted, in table order."""
+        return (row for row in self.rows if row.lora)
+
+
+def module_name(weight: str) -> str:
+    """Name of the module that owns a weight: `model.layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj`."""
+    return weight.removesuffix(".weight")
+
+
+def peft_names(weight: str) -> tuple[str, str]:
+    """PEFT's tensor names of the A [r, in] and B [out, r] that adapt a Hugging Face weight."""
+    stem = f"base_model.model.{module_name(weight)}"
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"

@@ -1,0 +1,47 @@
+"""Entry point of the trainer worker: `python -m artd_workers.trainer`, started by artd's supervisor only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import warnings
+from importlib import metadata
+
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+from ..harness import Link, LinkClosed, Rejected
+
+
+def versions() -> dict[str, str]:
+    """Versions that a bitwise repeat needs."""
+    packages = ("torch", "megatron-core", "safetensors", "numpy")
+    return {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    link = Link.from_env("trainer", versions())
+    try:
+        welcome = link.start()
+    except (Rejected, LinkClosed) as error:
+        print(f"trainer worker: {error}", file=sys.stderr)
+        return 1
+    try:
+        if welcome.trainer is None:
+            print("trainer worker: Welcome carries no trainer configuration", file=sys.stderr)
+            return 1
+        # Megatron warns of each accelerator package that a CPU does not need.
+        warnings.filterwarnings("ignore", module=r"megatron\..*")
+        from .trainer import Trainer
+        from .worker import TrainerWorker
+
+        return TrainerWorker(link, Trainer(welcome.trainer, versions())).run()
+    finally:
+        link.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

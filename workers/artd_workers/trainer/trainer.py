@@ -1,0 +1,220 @@
+"""The trainer proper: jobs in, checkpoint folders out, and the resident weights in between.
+
+Purpose: `Trainer` runs init and train jobs and knows which committed checkpoint its weights are. Owner of: model, adapter,
+optimizer, the resident tag and the snapshot of weights that a live push sends.
+Invariants: the tag is set by `committed` alone and gone as soon as a job starts; without it the next job reads adapter,
+optimizer and RNG from its parent's folder on disk; a snapshot is never changed after it was made.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from artd_schema.codec import digest, to_json
+from artd_schema.manifest import WeightEntry
+from artd_schema.worker import CheckpointRef, Run, TrainerConfig
+
+from ..models.registry import plan_for, read_config
+from . import canary, checkpoint
+from .checkpoint import Staging, State
+from .lora import Lora, adapter_config, shapes_of
+from .merge import BaseWeights, merged_tensors
+from .model import Policy, build
+from .packed import Batch, read_batch
+from .step import Optimizer, train_step
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The tensors of a checkpoint's weights.json, in its order. sha: of the checkpoint's manifest."""
+
+    sha: str
+    tensors: tuple[tuple[WeightEntry, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Which committed checkpoint the weights in memory are. fence: of the job that made them."""
+
+    run: str
+    step: int
+    sha: str
+    fence: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A finished job: what `Staged` reports, and what `committed` will make resident."""
+
+    sha: str
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+class Trainer:
+    """One run's trainer. instance: the data folder's uuid. Not thread-safe but for `snapshot_of`."""
+
+    def __init__(self, config: TrainerConfig, versions: dict[str, str]) -> None:
+        self.config, self.spec = config, config.spec
+        self.resident: Resident | None = None
+        self._snapshot: Snapshot | None = None
+        self._versions = versions
+        self._policy: Policy | None = None
+        self.threads = self.spec.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(self.threads)
+        torch.use_deterministic_algorithms(True)
+
+    # ---- jobs ---------------------------------------------------------------------------------------------------------
+
+    def run(self, job: Run, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Staged:
+        """Do a job and stage its checkpoint in job.dir. Raises what `worker.failure` classifies."""
+        seconds: dict[str, float] = {}
+        resident, self.resident, self._snapshot = self.resident, None, None
+        policy = self._load_policy(seconds)
+        if job.kind == "init":
+            state, metrics, batch = self._start(policy), {}, None
+        else:
+            parent = job.parent
+            if parent is None:
+                raise ValueError(f"train job {job.job} names no parent checkpoint: report this as a bug of the daemon")
+            held = resident is not None and (resident.run, resident.step, resident.sha) == (
+                parent.run,
+                parent.step,
+                parent.sha,
+            )
+            state = self._state if held else self._restore(policy, parent, seconds)
+            batch = self._read_batch(policy, job, seconds)
+            started = time.perf_counter()
+            metrics = train_step(policy, self._optimizer, batch, self.spec.loss, parent.epoch, progress, cancelled)
+            seconds["train"] = time.perf_counter() - started
+            metrics |= _rewards(batch)
+            state = State(
+                step=job.step, rng=checkpoint.rng_state(), batches=state.batches + 1,
+                trained_tokens=state.trained_tokens + batch.trained,
+            )  # fmt: skip
+        self._state = state
+        sha = self._stage(policy, job, state, metrics, seconds)
+        return Staged(sha, metrics, seconds)
+
+    def committed(self, ref: CheckpointRef, fence: int) -> None:
+        """The staged result is durable: the weights in memory are this checkpoint, if they are."""
+        if self._snapshot is not None and self._snapshot.sha == ref.sha:
+            self.resident = Resident(ref.run, ref.step, ref.sha, fence)
+
+    def discard(self) -> None:
+        """Forget what memory holds: the next job reads its parent from disk."""
+        self.resident, self._snapshot = None, None
+
+    def snapshot_of(self, ref: CheckpointRef) -> Snapshot | None:
+        """The tensors of a committed checkpoint if that is what is resident."""
+        resident, snapshot = self.resident, self._snapshot
+        if (
+            resident is None
+            or snapshot is None
+            or (resident.run, resident.step, resident.sha) != (ref.run, ref.step, ref.sha)
+        ):
+            return None
+        return snapshot
+
+    # ---- parts --------------------------------------------------------------------------------------------------------
+
+    def _load_policy(self, seconds: dict[str, float]) -> Policy:
+        if self._policy is None:
+            started = time.perf_counter()
+            plan = plan_for(read_config(self.spec.model))
+            self._base = BaseWeights(self.spec.model)
+            lora = Lora(plan.codec, shapes_of(plan.codec, self._base), self.spec.lora.rank, self.spec.lora.alpha)
+            self._policy = Policy(plan, build(plan, self._base), lora)
+            seconds["build"] = time.perf_counter() - started
+        return self._policy
+
+    def _start(self, policy: Policy) -> State:
+        assert policy.lora is not None
+        policy.lora.initialise(self.spec.seed)
+        self._optimizer = Optimizer.make(policy, self.spec.optimizer)
+        torch.manual_seed(self.spec.seed)
+        return State(step=0, rng=checkpoint.rng_state())
+
+    def _restore(self, policy: Policy, parent: CheckpointRef, seconds: dict[str, float]) -> State:
+        started = time.perf_counter()
+        assert policy.lora is not None
+        loaded = checkpoint.read(parent)
+        policy.lora.load(loaded.adapter)
+        self._optimizer = Optimizer.make(policy, self.spec.optimizer)
+        self._optimizer.load(loaded.optimizer)
+        checkpoint.set_rng_state(loaded.state.rng)
+        seconds["restore"] = time.perf_counter() - started
+        return loaded.state
+
+    def _read_batch(self, policy: Policy, job: Run, seconds: dict[str, float]) -> Batch:
+        started = time.perf_counter()
+        batch = read_batch(Path(job.batch), Path(job.manifest), job.batch_sha, policy.plan.vocab_size)
+        seconds["read_batch"] = time.perf_counter() - started
+        return batch
+
+    def _stage(
+        self, policy: Policy, job: Run, state: State, metrics: dict[str, float], seconds: dict[str, float]
+    ) -> str:
+        started = time.perf_counter()
+        assert policy.lora is not None
+        dtype = self.spec.engine.dtype
+        probe = canary.score(policy, dtype)
+        seconds["canary"] = time.perf_counter() - started
+        started = time.perf_counter()
+        tensors = tuple(
+            (checkpoint.entry_of(name, tensor), tensor) for name, tensor in self._served(policy.lora, dtype)
+        )
+        seconds["merge"] = time.perf_counter() - started
+        started = time.perf_counter()
+        staging = Staging(Path(job.dir))
+        staging.tensors(checkpoint.ADAPTER, policy.lora.state())
+        staging.json(checkpoint.ADAPTER_CONFIG, self._adapter_config(policy))
+        staging.tensors(checkpoint.OPTIMIZER, self._optimizer.state())
+        staging.json(checkpoint.STATE, state)
+        staging.weights(self.spec.rollout_weights_mode, (entry for entry, _ in tensors))
+        sha = staging.finish(
+            run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,
+            parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,
+            spec_digest=digest(to_json(self.spec)), instance=job.instance, job=job.job, fence=job.fence,
+            canary=probe, metrics=metrics, environment=self._environment(),
+        )  # fmt: skip
+        seconds["stage"] = time.perf_counter() - started
+        self._snapshot = Snapshot(sha, tensors)
+        return sha
+
+    def _served(self, lora: Lora, dtype: str) -> list[tuple[str, Tensor]]:
+        if self.spec.rollout_weights_mode == "lora":
+            return sorted((name, tensor.clone()) for name, tensor in lora.state().items())
+        return list(merged_tensors(self._base, lora.state(), lora.scale, getattr(torch, dtype)))
+
+    def _adapter_config(self, policy: Policy) -> dict[str, Any]:
+        return adapter_config(self.spec.model, policy.plan.codec, self.spec.lora.rank, self.spec.lora.alpha)
+
+    def _environment(self) -> dict[str, Any]:
+        return {
+            "threads": self.threads,
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+            "versions": self._versions,
+        }
+
+
+def _rewards(batch: Batch) -> dict[str, float]:
+    members = batch.manifest.trajectories
+    rewards = torch.tensor([member.reward for member in members], dtype=torch.float64)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "trajectories": float(len(members)),
+        "logical_tokens": float(batch.manifest.logical_tokens),
+        "physical_tokens": float(batch.manifest.physical_tokens),
+    }

@@ -1,0 +1,150 @@
+"""The trainer as a worker: messages in, reports out.
+
+Purpose: `TrainerWorker` turns the daemon's messages into calls of `Trainer` and `Pusher`. Owner of: the queue of jobs, the
+cancel flag. Invariants: jobs and their verdicts (Committed, Fenced) are handled one after the other in the main thread;
+Cancel, Push and PushEnd take effect at once, in the link's thread; anything but Committed leaves the memory dirty.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import shutil
+import time
+import traceback
+from pathlib import Path
+
+from artd_schema import worker as w
+
+from ..harness import Link
+from ..models.base import UnsupportedModel
+from .checkpoint import CheckpointError
+from .packed import BatchError
+from .push import Pusher
+from .step import Cancelled, NonFinite
+from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+_TRACE = 4000
+_POLL_S = 0.5
+
+
+class TrainerWorker:
+    """Runs until the daemon says Exit or is gone."""
+
+    def __init__(self, link: Link, trainer: Trainer) -> None:
+        self._link, self._trainer = link, trainer
+        self._pusher = Pusher(link.send)
+        self._todo: queue.SimpleQueue[w.Run | w.Committed | w.Fenced | w.Ack] = queue.SimpleQueue()
+        self._cancelled: set[tuple[int, int]] = set()
+        self._seen: set[tuple[int, int]] = set()
+        self._waiting: tuple[int, int] | None = None
+        self._staged_dir = ""
+        self._exit_at: float | None = None
+
+    def run(self) -> int:
+        """Serve; returns the exit status."""
+        self._link.on_message = self._take
+        self._link.send(w.Ready())
+        while not self._link.closed.is_set() and not self._may_go():
+            try:
+                message = self._todo.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(message, w.Run):
+                self._job(message)
+            else:
+                self._verdict(message)
+        return 0
+
+    def _may_go(self) -> bool:
+        """Whether Exit was asked for and no report is still unanswered, or its grace is over."""
+        return self._exit_at is not None and (self._waiting is None or time.monotonic() >= self._exit_at)
+
+    # ---- the link's thread --------------------------------------------------------------------------------------------
+
+    def _take(self, message: w.ToWorker, _bulk: list[bytes]) -> None:
+        if isinstance(message, w.Run | w.Committed | w.Fenced | w.Ack):
+            self._todo.put(message)
+        elif isinstance(message, w.Cancel):
+            self._cancelled.add((message.job, message.fence))
+        elif isinstance(message, w.Push):
+            self._pusher.push(message, self._trainer.snapshot_of(message.checkpoint))
+        elif isinstance(message, w.PushEnd):
+            self._pusher.end(message.push, message.fence)
+        elif isinstance(message, w.Exit):
+            self._exit_at = time.monotonic() + message.grace_s
+        else:
+            log.warning("a trainer has no use for %s", type(message).__name__)
+
+    # ---- the main thread ----------------------------------------------------------------------------------------------
+
+    def _job(self, run: w.Run) -> None:
+        identity = (run.job, run.fence)
+        if identity in self._seen:
+            return  # sent again; the first one's report is resent until it is answered
+        self._seen.add(identity)
+        self._link.busy(*identity)
+        self._link.send(w.Accepted(job=run.job, fence=run.fence))
+        report: w.Staged | w.Failed
+        try:
+            staged = self._trainer.run(run, self._progress(run), lambda: self._stopped(identity))
+            report = w.Staged(job=run.job, fence=run.fence, dir=run.dir, manifest_sha=staged.sha, metrics=staged.metrics,
+                              seconds=staged.seconds)  # fmt: skip
+            self._staged_dir = run.dir
+        except Exception as error:
+            self._trainer.discard()
+            failure, text = classify(error)
+            log.warning("job %d fence %d failed (%s): %s", run.job, run.fence, failure, text)
+            report = w.Failed(
+                job=run.job, fence=run.fence, failure=failure, error=text, trace=traceback.format_exc()[-_TRACE:]
+            )
+            shutil.rmtree(run.dir, ignore_errors=True)
+        self._waiting = identity
+        self._link.report(report)
+
+    def _progress(self, run: w.Run):
+        def progress(done: int, total: int) -> None:
+            self._link.progress(done)
+            self._link.send(w.Progress(job=run.job, fence=run.fence, done=done, total=total))
+
+        return progress
+
+    def _stopped(self, identity: tuple[int, int]) -> bool:
+        return identity in self._cancelled or self._exit_at is not None
+
+    def _verdict(self, message: w.Committed | w.Fenced | w.Ack) -> None:
+        if (message.job, message.fence) != self._waiting:
+            return
+        if isinstance(message, w.Committed):
+            self._trainer.committed(message.checkpoint, message.fence)
+        else:
+            self._trainer.discard()
+            if isinstance(message, w.Fenced) and self._staged_dir:
+                shutil.rmtree(Path(self._staged_dir), ignore_errors=True)
+        self._waiting, self._staged_dir = None, ""
+        self._link.idle()
+
+
+def classify(error: Exception) -> tuple[w.FailureClass, str]:
+    """What a job's exception means to the daemon, and its text: what, where, what next."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, Cancelled):
+        return "interrupted", text
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            "interrupted",
+            f"disk full while writing {error.filename or 'the checkpoint'}: free space; the job goes on by itself",
+        )
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
+        return "transient", f"out of memory in the trainer ({text}): lower row_length or close other programs"
+    if isinstance(error, NonFinite | BatchError | CheckpointError | UnsupportedModel | ValueError | ArithmeticError):
+        return "permanent", text
+    return "transient", f"{type(error).__name__}: {text}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's CPU allocator raises a RuntimeError that says so."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
