@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 from . import job as jobs
 from . import probe, read
-from .outcome import CONFLICT, FAILED, NOT_FOUND, OK, TIMED_OUT, CliError, shared
+from .outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, CliError, shared
 
 if TYPE_CHECKING:
-    from artd_schema import client_api as api
+    from artd_client import SyncClient
 
 TIMEOUT_S = 30.0
-_CODES = {"not_found": NOT_FOUND, "conflict": CONFLICT}
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         database.close()
     probe.need_running(data)
-    _ask(data, _operation(args, target), args.timeout)
+    _ask(data, args, target)
     print(act.done.format(target), file=sys.stderr)
     return OK
 
@@ -81,27 +80,32 @@ def _run_name(database: read.Database, name: str) -> str:
     return str(newest[0]["name"])
 
 
-def _operation(args: argparse.Namespace, target: str | int) -> api.Op:
-    from artd_schema import client_api as api
+def _ask(data: Path, args: argparse.Namespace, target: str | int) -> None:
+    """Do it through the client. Raises CliError."""
+    import artd_client as client
 
-    if args.verb == "cancel":
-        return api.CancelJob(job=int(target))
-    if args.verb == "retry":
-        return api.RetryJob(job=int(target))
-    if args.verb == "pause":
-        return api.Pause(run=str(target), reason=args.reason)
-    if args.verb == "resume":
-        return api.Resume(run=str(target))
-    return api.Finish(run=str(target))
-
-
-def _ask(data: Path, op: api.Op, timeout_s: float) -> None:
-    """One request. Raises CliError."""
-    from .ask import NoAnswer, Refused, ask
-
+    codes: dict[type[client.ArtdError], int] = {
+        client.NotFound: NOT_FOUND,
+        client.Conflict: CONFLICT,
+        client.TimedOut: TIMED_OUT,
+        client.Disconnected: TIMED_OUT,
+        client.DaemonNotRunning: NOT_RUNNING,
+    }
     try:
-        ask(data, op, timeout_s)
-    except Refused as error:
-        raise CliError(_CODES.get(error.code, FAILED), str(error), f"artctl status{probe.option(data)}") from None
-    except NoAnswer as error:
-        raise CliError(TIMED_OUT, str(error), f"artctl logs daemon{probe.option(data)}") from None
+        with client.SyncClient(data, timeout=args.timeout) as art:
+            _do(art, args, target)
+    except client.ArtdError as error:
+        raise CliError(codes.get(type(error), FAILED), error.message, f"artctl status{probe.option(data)}") from None
+
+
+def _do(art: SyncClient, args: argparse.Namespace, target: str | int) -> None:
+    if args.verb == "cancel":
+        art.cancel(int(target))
+    elif args.verb == "retry":
+        art.retry(int(target))
+    elif args.verb == "pause":
+        art.run(str(target)).pause(args.reason)
+    elif args.verb == "resume":
+        art.run(str(target)).resume()
+    else:
+        art.run(str(target)).finish()

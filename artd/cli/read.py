@@ -65,6 +65,9 @@ SELECT s.engine, s.name, c.step, s.state, s.created FROM serving s JOIN checkpoi
 WHERE s.state <> 'gone' ORDER BY s.id"""
 EVENTS_NEWEST = """
 SELECT id, at, run, kind, ref, data FROM event WHERE :run = '' OR run = :run ORDER BY id DESC LIMIT :limit"""
+EVENTS_TOLD = """
+SELECT id, at, run, kind, ref, data FROM (SELECT * FROM event ORDER BY id DESC LIMIT 500)
+WHERE kind NOT IN ('trajectory.submitted', 'job.claimed', 'push.sending') ORDER BY id DESC LIMIT :limit"""
 EVENTS_AFTER = """
 SELECT id, at, run, kind, ref, data FROM event WHERE id > :after AND (:run = '' OR run = :run) ORDER BY id LIMIT :limit"""
 

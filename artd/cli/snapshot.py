@@ -93,7 +93,7 @@ def _fill(shot: Snapshot, database: read.Database) -> None:
         worker["serving"] = [
             row["name"] for row in serving if row["engine"] == worker["name"] and row["state"] == "live"
         ]
-    shot.events = database.rows(read.EVENTS_NEWEST, run="", limit=5)
+    shot.events = database.rows(read.EVENTS_TOLD, limit=5)
 
 
 def _group_counts(rows: list[Row], split: str) -> dict[str, dict[str, int]]:
@@ -119,6 +119,9 @@ def _problems(shot: Snapshot) -> list[Problem]:
             found.append(
                 Problem(f"{worker['name']} is in {worker['state']}{why}", f"artctl logs {worker['name']}{where}")
             )
+        elif worker["state"] == "stopped" and worker["error"].strip() and shot.run and shot.run["state"] == "active":
+            what, _, then = worker["error"].partition("Next: ")
+            found.append(Problem(f"{worker['name']} cannot start: {what.strip()}", then or f"artctl logs {worker['name']}{where}"))
     for job in shot.active:
         if job["state"] == "quarantined":
             why = f": {job['error'].splitlines()[0]}" if job["error"].strip() else ""

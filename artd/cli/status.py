@@ -121,15 +121,21 @@ def _workers(shot: Snapshot) -> Iterator[str]:
 
 
 def event_text(event: show.Row) -> str:
-    """`step.committed  my-run@3  seconds=2.1`; the run is left out where the reference already names it."""
-    parts = [event["kind"]]
-    if event["run"] and not event["ref"].startswith(event["run"]):
-        parts.append(event["run"])
-    if event["ref"]:
-        parts.append(event["ref"])
-    parts += [f"{key}={_short(value)}" for key, value in event["data"].items() if value not in ("", None)]
+    """`step.committed  my-run  3  loss=0.12 reward_mean=0.4`; of nested data only the well-known numbers."""
+    told = [event["run"], event["ref"]] if event["run"] != event["ref"] else [event["ref"]]
+    parts = [event["kind"], *(word for word in told if word)]
+    for key, value in event["data"].items():
+        if isinstance(value, dict):
+            parts += [f"{name}={value[name]:.4g}" for name in _TOLD if isinstance(value.get(name), float)]
+        elif value not in ("", None):
+            parts.append(f"{key}={_short(key, value)}")
     return show.one_line("  ".join(parts), 150)
 
 
-def _short(value: object) -> str:
+_TOLD = ("loss", "reward_mean", "train", "verify", "transfer", "load")
+
+
+def _short(key: str, value: object) -> str:
+    if key == "sha":
+        return str(value)[:12]
     return f"{value:.4g}" if isinstance(value, float) else show.one_line(str(value), 60)

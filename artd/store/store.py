@@ -34,10 +34,12 @@ class Store:
         self._reader: aiosqlite.Connection | None = None
 
     async def open(self) -> None:
-        """Create or migrate the file and start the writer. Errors: migrate.SchemaTooNew."""
+        """Create or migrate the file and start the writer. Errors: migrate.SchemaMismatch."""
         connection = connect(self.path)
-        migrate(connection)
-        connection.close()
+        try:
+            migrate(connection)
+        finally:
+            connection.close()
         self._writer = Writer(self.path, self._on_fatal)
         self._writer.start(asyncio.get_running_loop(), self._announce)
         self._reader = await aiosqlite.connect(f"file:{self.path}?mode=ro", uri=True)

@@ -8,6 +8,7 @@ nobody is answered and `on_fatal` ends the daemon: the next boot's reading of th
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import sqlite3
 import threading
@@ -15,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], Any]
 MAX_GROUP = 256
 CHECKPOINT_BYTES = 4 << 20
+CHECKPOINT_BUSY_BYTES = 64 << 20
 
 
 class StoreFull(Exception):
@@ -35,7 +38,7 @@ def connect(path: Path) -> sqlite3.Connection:
         "foreign_keys = ON",
         "busy_timeout = 5000",
         "wal_autocheckpoint = 0",
-        "journal_size_limit = 67108864",
+        f"journal_size_limit = {CHECKPOINT_BYTES}",  # else a WAL that was large once asks for a checkpoint for ever
         "cache_size = -16384",
         "temp_store = MEMORY",
         "trusted_schema = OFF",
@@ -79,8 +82,7 @@ class Writer:
         try:
             while (group := self._next_group()) is not None:
                 self._commit(group)
-                if self._queue.empty():
-                    self._checkpoint()
+                self._checkpoint()
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
         except BaseException as error:
@@ -141,9 +143,16 @@ class Writer:
             self._on_commit()
 
     def _checkpoint(self) -> None:
+        """Fold a large WAL into the database, when nobody waits or when it is very large."""
         try:
-            large = self._wal.stat().st_size > CHECKPOINT_BYTES
+            size = self._wal.stat().st_size
         except FileNotFoundError:
             return
-        if large:
+        if size <= (CHECKPOINT_BYTES if self._queue.empty() else CHECKPOINT_BUSY_BYTES):
+            return
+        try:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise
+            log.warning("no room to checkpoint the WAL of %d bytes: free space; artd goes on by itself", size)

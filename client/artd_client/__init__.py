@@ -1,1 +1,63 @@
-"""The Python client."""
+"""The Python client of artd: `Client` for asyncio programs, `SyncClient` for others.
+
+Owner of: no state. Invariants: imports the schema, msgspec and pyzmq only; `openai` when `run.openai()` is called.
+"""
+
+from artd_schema.client_api import GroupInfo, RunInfo, StepInfo, Submitted
+from artd_schema.spec import EngineSpec, LoraSpec, LossSpec, OptimizerSpec, RunSpec
+from artd_schema.trajectory import ExchangeRef, Sampling, Turn
+
+from .client import Client
+from .errors import (
+    ArtdError,
+    Busy,
+    Closed,
+    Conflict,
+    DaemonNotRunning,
+    Disconnected,
+    Draining,
+    Failed,
+    Invalid,
+    NotFound,
+    Stalled,
+    TimedOut,
+    TooLarge,
+    WrongProtocol,
+)
+from .run import Run
+from .sync import SyncClient, SyncRun
+from .turns import turn
+
+__all__ = [
+    "ArtdError",
+    "Busy",
+    "Client",
+    "Closed",
+    "Conflict",
+    "DaemonNotRunning",
+    "Disconnected",
+    "Draining",
+    "EngineSpec",
+    "ExchangeRef",
+    "Failed",
+    "GroupInfo",
+    "Invalid",
+    "LoraSpec",
+    "LossSpec",
+    "NotFound",
+    "OptimizerSpec",
+    "Run",
+    "RunInfo",
+    "RunSpec",
+    "Sampling",
+    "Stalled",
+    "StepInfo",
+    "Submitted",
+    "SyncClient",
+    "SyncRun",
+    "TimedOut",
+    "TooLarge",
+    "Turn",
+    "WrongProtocol",
+    "turn",
+]

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
-
+from artd_workers.engines.base import Deadline, EngineError
+from artd_workers.engines.push import Pusher
+from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine import folders
-from tests.engine.daemon import FakeDaemon
+from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 
@@ -29,12 +37,14 @@ class Bench:
     mode: Mode = "merged"
     script: dict[str, Any] = field(default_factory=dict)
     fences: int = 0
+    python: str = ""
 
     @property
     def shm(self) -> Path:
         return Path(f"/dev/shm/psm_artd_test_{self.root.name}")
 
-    def start(self) -> FakeDaemon:
+    def prepare(self) -> None:
+        """Write the script and the fake interpreter; set `config`."""
         script = {"calls": str(self.root / "calls"), "shm": str(self.shm)} | self.script
         (self.root / "script").write_text(json.dumps(script))
         python = self.root / "python"
@@ -43,9 +53,31 @@ class Bench:
         spec = RunSpec(model=str(self.root / "model"), rollout_weights_mode=self.mode, lora=LoraSpec(rank=4, alpha=8),
                        engine=EngineSpec(max_model_len=64))  # fmt: skip
         self.config = w.EngineConfig(
-            run="toy", spec=spec, dir=str(self.root / "e"), log=str(self.root / "engine.log"), python=str(python)
+            run="toy",
+            spec=spec,
+            dir=str(self.root / "e"),
+            log=str(self.root / "engine.log"),
+            python=self.python or str(python),
         )
+
+    def start(self) -> FakeDaemon:
+        """A harness process with a fake server."""
+        self.prepare()
         return FakeDaemon(self.config, env={"FAKE_VLLM": str(self.root / "script")})
+
+    @contextmanager
+    def serve(self) -> Iterator[Pusher]:
+        """A fake server without harness, and a pusher to it in this process."""
+        self.prepare()
+        env = os.environ | {"FAKE_VLLM": str(self.root / "script")}
+        socket = self.root / "s"
+        argv = [self.config.python, "-m", "module", "--uds", str(socket)]
+        with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, process_group=0) as process:
+            try:
+                adapter = _adapter(socket)
+                yield Pusher(adapter, self.config.spec, "toy", self.root / "adapters", INSTANCE, SPAWN)
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
 
     def push(self, step: int, **changes: Any) -> w.Push:
         """A push of checkpoint `step`, which is written if it is not there; every call has the next fence."""
@@ -78,9 +110,18 @@ class Bench:
         return found
 
 
-def sha(folder: Path) -> str:
-    import hashlib
+def _adapter(socket: Path) -> VllmAdapter:
+    """The adapter of a server that is just starting."""
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return VllmAdapter(socket, Deadline(2))
+        except EngineError:
+            assert time.monotonic() < end, "the fake server did not start"
+            time.sleep(0.02)
 
+
+def sha(folder: Path) -> str:
     return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 

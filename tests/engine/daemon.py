@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import zmq
+
 from artd_schema import worker as w
 from artd_schema.codec import Codec
 

@@ -16,6 +16,7 @@ import socketserver
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,17 @@ SCRIPT = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
 LOCK = threading.Lock()
 
 
-class State:
-    weights = ""
-    staged = ""
-    adapters: dict[str, str] = {}
-    paused = False
-    running: list[threading.Event] = []
-    lora_running: set[str] = set()
+@dataclass
+class ServerState:
+    weights: str = ""
+    staged: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
+    paused: bool = False
+    running: list[threading.Event] = field(default_factory=list)
+    lora_running: set[str] = field(default_factory=set)
+
+
+STATE = ServerState()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -74,33 +79,33 @@ class Handler(BaseHTTPRequestHandler):
                 return 200, {"version": SCRIPT.get("version", "0.32.0")}
             case "/pause":
                 if query["mode"] == ["wait"]:
-                    for request in list(State.running):
+                    for request in list(STATE.running):
                         request.wait()
                 abort()
-                State.paused = True
+                STATE.paused = True
             case "/resume":
-                State.paused = False
+                STATE.paused = False
             case "/abort_requests":
                 abort()
             case "artd_begin":
                 return 200, {"results": [{}]}
             case "/update_weights":
-                assert State.paused
-                State.staged = seed_of_table(body["update_info"]["table"])
+                assert STATE.paused
+                STATE.staged = seed_of_table(body["update_info"]["table"])
             case "artd_load_merged":
-                assert State.paused
-                State.staged = seed_of_table(body["kwargs"]["table"])
+                assert STATE.paused
+                STATE.staged = seed_of_table(body["kwargs"]["table"])
                 return 200, {"results": [{}]}
             case "artd_finish":
-                State.weights = State.staged
+                STATE.weights = STATE.staged
                 return 200, {"results": [{"bytes": SCRIPT.get("bytes", 64), "transfer": 0.01, "load": 0.001}]}
             case "/reset_prefix_cache":
                 return 200, {"success": fault != "false"}
             case "/v1/load_lora_adapter":
-                State.adapters[body["lora_name"]] = seed_of_adapter(Path(body["lora_path"]))
+                STATE.adapters[body["lora_name"]] = seed_of_adapter(Path(body["lora_path"]))
                 return 200, "Success"
             case "/v1/unload_lora_adapter":
-                del State.adapters[body["lora_name"]]
+                del STATE.adapters[body["lora_name"]]
             case "/v1/completions":
                 return self._score(body, fault)
             case "/busy":
@@ -110,8 +115,8 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {}
 
     def _score(self, body: dict[str, Any], fault: Any) -> tuple[int, Any]:
-        assert not State.paused, "a paused engine answers no canary"
-        seed = State.adapters.get(body["model"], State.weights)
+        assert not STATE.paused, "a paused engine answers no canary"
+        seed = STATE.adapters.get(body["model"], STATE.weights)
         offset = 1e-3 if fault == "wrong" else 0.0
         choices = []
         for index, prompt in enumerate(body["prompt"]):
@@ -129,22 +134,22 @@ class Handler(BaseHTTPRequestHandler):
 
 def busy(seconds: float, model: str) -> bool:
     done = threading.Event()
-    State.running.append(done)
-    State.lora_running.add(model)
+    STATE.running.append(done)
+    STATE.lora_running.add(model)
     aborted = done.wait(seconds)
-    State.lora_running.discard(model)
-    State.running.remove(done)
+    STATE.lora_running.discard(model)
+    STATE.running.remove(done)
     done.set()
     return aborted
 
 
 def abort() -> None:
-    for request in list(State.running):
+    for request in list(STATE.running):
         request.set()
 
 
 def metrics() -> str:
-    names = ",".join(sorted(State.lora_running))
+    names = ",".join(sorted(STATE.lora_running))
     old = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="gone@9",waiting_lora_adapters=""} 1.0\n'
     now = f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{names}",waiting_lora_adapters=""}} {time.time()}\n'
     return old + now

@@ -12,12 +12,13 @@ import json
 from pathlib import Path
 
 import torch
-from artd_schema.codec import to_json
-from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightEntry, WeightTable
-from artd_workers.trainer.merge import PEFT_PREFIX, BaseWeights, merged_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from artd_schema.codec import to_json
+from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightEntry, WeightTable
+from artd_workers.trainer.merge import PEFT_PREFIX, BaseWeights, merged_tensors
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 4, 8

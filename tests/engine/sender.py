@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+
 from artd_schema.codec import to_json
 from artd_schema.manifest import WeightTable
 from artd_workers.engines.gloo import TRAINER, broadcast, join
 from artd_workers.trainer.merge import BaseWeights, merged_tensors
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from make_checkpoint import ALPHA, RANK, entry

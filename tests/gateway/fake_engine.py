@@ -133,6 +133,8 @@ class FakeEngine:
                   "bad_words": body.get("bad_words") or [], "skip_reading_prefix_cache": False}  # fmt: skip
         optional = {"seed": body.get("seed"), "logprobs": logprobs, "top_k": body.get("top_k")}
         params |= {name: value for name, value in optional.items() if value is not None} | self.extra_params
+        if params["max_tokens"] == 16:  # vLLM leaves out its own default, and generate then sees no limit
+            del params["max_tokens"]
         return {"request_id": request_id, "token_ids": [ord(c) for c in prompt], "token_offsets": None, "features": None,
                 "sampling_params": params, "model": body["model"], "return_token_ids": None, "output_mode": "tokens",
                 "stream": False, "stream_options": None, "cache_salt": None, "priority": 0}  # fmt: skip
@@ -171,7 +173,7 @@ class FakeEngine:
         params = body["sampling_params"]
         text, reason, stop_reason = self.texts[index % len(self.texts)], "length", None
         out = ""
-        for char in text[: params["max_tokens"]]:
+        for char in text[: params.get("max_tokens", self.max_model_len - len(body["token_ids"]))]:
             out += char
             hit = next((stop for stop in params["stop"] if stop in out), None)
             if char == "$" or hit or ord(char) in params["stop_token_ids"]:

@@ -94,6 +94,15 @@ async def test_max_tokens_temperature_and_seed_reach_the_engine(rig: Rig, engine
     assert (params["max_tokens"], params["temperature"], params["seed"]) == (3, 0.5, 11)
 
 
+async def test_max_tokens_16_is_a_limit_although_the_engine_leaves_it_out_when_it_renders(
+    rig: Rig, engine: FakeEngine
+) -> None:
+    engine.texts = ["x" * 60]
+    body = (await rig.chat(max_tokens=16)).json()
+    assert body["choices"][0]["message"]["content"] == "x" * 16
+    assert rig.daemon.ledger[0][0].sampling.max_tokens == 16
+
+
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
 async def test_logprobs_are_asked_from_the_engine_but_hidden_unless_the_client_asks(
     rig: Rig, engine: FakeEngine, endpoint: str

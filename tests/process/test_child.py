@@ -103,6 +103,7 @@ async def test_stopped_guardian_is_worked_around(instance: str, tmp_path: Path) 
 
 async def test_undead_names_pid_and_state(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = helpers.start(instance, "raise SystemExit(0)", tmp_path / "log")
+    await helpers.until_async(lambda: child.exited)
     stuck = procfs.Stat(4242, 1, 1, child.session, "D", 1)
     with monkeypatch.context() as patch:
         patch.setattr(procfs, "all_stats", lambda: iter([stuck]))

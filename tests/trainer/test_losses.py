@@ -18,15 +18,15 @@ from . import rig
 from .rig import Piece
 
 pytestmark = pytest.mark.torch
-_G = torch.Generator().manual_seed(11)
-
-
-def ids(n: int) -> Tensor:
-    return torch.randint(3, 1024, (n,), generator=_G)
 
 
 def make_batch(advantages: tuple[float, ...] = (1.5, -0.5, -1.0)) -> Batch:
     """Two rows: three trajectories of 6, 11 and 3 trained tokens."""
+    generator = torch.Generator().manual_seed(11)
+
+    def ids(n: int) -> Tensor:
+        return torch.randint(3, 1024, (n,), generator=generator)
+
     prompt = ids(8)
     first = [
         Piece(prompt),
@@ -37,8 +37,8 @@ def make_batch(advantages: tuple[float, ...] = (1.5, -0.5, -1.0)) -> Batch:
     rows[1]["trajectory_index"][rows[1]["trajectory_index"] == 0] = 2
     for row in rows:
         trained = row["loss_mask"].bool()
-        row["old_logprobs"][trained] = -8 * torch.rand(int(trained.sum()), generator=_G)
-        row["weights"][trained] = 0.5 + torch.rand(int(trained.sum()), generator=_G)
+        row["old_logprobs"][trained] = -8 * torch.rand(int(trained.sum()), generator=generator)
+        row["weights"][trained] = 0.5 + torch.rand(int(trained.sum()), generator=generator)
     return rig.batch_of(rows, 3)
 
 
@@ -47,7 +47,7 @@ def oracle(batch: Batch, logprobs: list[Tensor], spec: LossSpec) -> Tensor:
     sums = {t: [] for t in range(3)}
     for row, values in zip(batch.rows, logprobs, strict=True):
         for i, logp in enumerate(values):
-            rho = math.exp(float(logp) - float(row.old_logprobs[i]))
+            rho = math.exp(float(logp.detach()) - float(row.old_logprobs[i]))
             clipped = min(max(rho, 0.0), spec.clip_high)
             term = -clipped * float(row.advantages[i]) * float(row.weights[i]) * logp
             sums[int(row.trajectories[i])].append(term)
@@ -60,12 +60,13 @@ def oracle(batch: Batch, logprobs: list[Tensor], spec: LossSpec) -> Tensor:
 @pytest.mark.parametrize("clip_high", [5.0, 0.3])
 def test_cispo_and_its_gradient(normalise: str, clip_high: float) -> None:
     batch, spec = make_batch(), LossSpec(normalise=normalise, clip_high=clip_high)
-    logprobs = [(-8 * torch.rand(len(row.at), generator=_G)).requires_grad_() for row in batch.rows]
+    generator = torch.Generator().manual_seed(12)
+    logprobs = [(-8 * torch.rand(len(row.at), generator=generator)).requires_grad_() for row in batch.rows]
     share = losses.shares(batch, normalise)
     found = sum(losses.row_loss(spec, row, values, share) for row, values in zip(batch.rows, logprobs, strict=True))
     exact = [values.detach().double().requires_grad_() for values in logprobs]
     wanted = oracle(batch, exact, spec)
-    assert abs(float(found) - float(wanted)) <= 1e-5 * abs(float(wanted))
+    assert abs(found.item() - wanted.item()) <= 1e-5 * abs(wanted.item())
     for a, b in zip(torch.autograd.grad(found, logprobs), torch.autograd.grad(wanted, exact), strict=True):
         assert rig.relative(a, b) <= 1e-5
     ratios = torch.cat([losses.ratio(v, r.old_logprobs) for v, r in zip(logprobs, batch.rows, strict=True)])
@@ -84,7 +85,7 @@ def test_the_step_follows_the_oracle(folder: Path) -> None:
     grads = torch.autograd.grad(wanted, policy.lora.parameters())
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
     metrics = train_step(policy, Optimizer.make(policy, OptimizerSpec(lr=0.0)), batch, spec, 0)
-    assert metrics["loss"] == pytest.approx(float(wanted), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     turned = Batch(batch.manifest, batch.sha, batch.rows[::-1], batch.counts)
     again = train_step(policy, Optimizer.make(policy, OptimizerSpec(lr=0.0)), turned, spec, 0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
+
 from artd_schema.manifest import CheckpointManifest, WeightEntry, WeightTable
 from artd_schema.worker import CheckpointRef
 

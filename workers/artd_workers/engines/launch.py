@@ -22,7 +22,10 @@ def main() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != int(parent):
         raise SystemExit("the harness ended before its server started")
-    os.execvp(program, [program, *arguments])
+    try:
+        os.execvp(program, [program, *arguments])
+    except OSError as error:
+        raise SystemExit(f"{program} cannot be started: {error.strerror}") from None
 
 
 if __name__ == "__main__":

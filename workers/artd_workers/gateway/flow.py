@@ -91,7 +91,7 @@ class Flow:
             salt = f"{place.served.epoch}:{salt or ''}"
         return request | {
             "request_id": f"{job.response_id}-{index}",
-            "sampling_params": params | {"logprobs": params.get("logprobs") or 0},
+            "sampling_params": turns.OMITTED | params | {"logprobs": params.get("logprobs") or 0},
             "cache_salt": salt,
             "stream": False,
         }

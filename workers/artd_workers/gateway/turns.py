@@ -25,6 +25,10 @@ FLOOR = -9999.0
 """What vLLM writes in place of -inf and NaN."""
 _ROUNDING = 1e-5
 
+OMITTED = {"max_tokens": 16}
+"""vLLM's render leaves out parameters at the default of its `SamplingParams`, and its generate takes an absent max_tokens
+for "no limit": a client's 16 would become the rest of the context (seen with 0.32.0)."""
+
 _RESHAPING = (
     "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "thinking_token_budget",
     "watermarking", "trace_decode_token_ids", "extra_args",

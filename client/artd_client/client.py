@@ -1,0 +1,157 @@
+"""The asynchronous client.
+
+Owner of: one connection, and the OpenAI clients that it handed out. Invariants: everything that it returns is durable in the
+daemon; it keeps nothing that the daemon does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from artd_schema import client_api as api
+from artd_schema import paths
+from artd_schema.spec import RunSpec
+
+from .connection import Connection
+from .errors import Closed, Invalid
+from .run import Row, Run
+
+Table = Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
+POLL_S = 30.0
+
+
+class Client:
+    """`async with Client() as art:`; everything artd does, for asyncio programs.
+
+    data_dir: the daemon's data folder; None = $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data. timeout: seconds that a
+    request may take, time without a daemon included: when the daemon is restarted within it, nothing is noticed.
+    Safe for many tasks of one event loop.
+    """
+
+    def __init__(self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0) -> None:
+        self.data_dir = paths.data_dir(data_dir)
+        self._timeout = timeout
+        self._connection: Connection | None = None
+        self._closing: list[Callable[[], Awaitable[object]]] = []
+
+    async def __aenter__(self) -> Client:
+        if self._connection is not None:
+            raise Closed("this client is open already")
+        connection = Connection(self.data_dir, self._timeout)
+        await connection.open()
+        self._connection = connection
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection and the OpenAI clients made by runs. Idempotent."""
+        closing, self._closing = self._closing, []
+        connection, self._connection = self._connection, None
+        try:
+            for close in closing:
+                await close()
+        finally:
+            if connection is not None:
+                await connection.close()
+
+    def closing(self, close: Callable[[], Awaitable[object]]) -> None:
+        """Have `close` awaited when this client closes."""
+        self._closing.append(close)
+
+    @property
+    def daemon(self) -> api.Welcome:
+        """What the daemon said of itself: instance, version, max_message."""
+        welcome = self._open.welcome
+        assert welcome is not None
+        return welcome
+
+    @property
+    def _open(self) -> Connection:
+        if self._connection is None:
+            raise Closed("this client is not open; use `async with Client() as art:`")
+        return self._connection
+
+    # ---- runs -------------------------------------------------------------------------------------------------------------
+
+    async def run(
+        self, name: str, model: str | os.PathLike[str] | None = None, *, spec: RunSpec | None = None, **fields: Any
+    ) -> Run:
+        """Create a run or attach to it.
+
+        Either `spec`, or `model` (folder of a Hugging Face checkpoint) and any field of RunSpec: `lora={"rank": 8}`,
+        `group_size=8` ... Neither attaches only: NotFound when there is no such run. A run that exists with another spec is a
+        Conflict that names the field. Raises ArtdError.
+        """
+        connection = self._open
+        info = await connection.ask(api.CreateRun(name=name, spec=make_spec(model, spec, fields)), api.RunInfo)
+        return Run(self, connection, info)
+
+    # ---- looking ------------------------------------------------------------------------------------------------------------
+
+    async def list(
+        self, what: Table, *, run: str = "", states: Sequence[str] = (), after: int = 0, limit: int = 100
+    ) -> list[Row]:
+        """Rows of a table, newest first: dictionaries as `artctl … --json` shows them. states: () = all."""
+        if what not in get_args(Table):
+            raise Invalid(f"nothing is listed as {what!r}; {', '.join(get_args(Table))} are", "what")
+        op = api.List(what=what, run=run, states=tuple(states), after=after, limit=limit)
+        return (await self._open.ask(op, api.Rows)).rows
+
+    async def runs(self) -> list[Row]:
+        return await self.list("runs")
+
+    async def jobs(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        return await self.list("jobs", states=states, limit=limit)
+
+    async def workers(self) -> list[Row]:
+        return await self.list("workers")
+
+    async def events(self, run: str | None = None, after: int = 0) -> AsyncIterator[Row]:
+        """Events with id > after, oldest first, then new ones as they happen, for ever. run: None = of all runs."""
+        while True:
+            op = api.Events(after=after, run=run or "", timeout_s=POLL_S)
+            answer = await self._open.ask(op, api.Rows, timeout=POLL_S + self._timeout)
+            for row in answer.rows:
+                after = max(after, int(row["id"]))
+                yield row
+
+    # ---- steering -----------------------------------------------------------------------------------------------------------
+
+    async def cancel(self, job: int) -> None:
+        """Cancel a job for good: its trajectories wait again, and its run pauses."""
+        await self._open.ask(api.CancelJob(job=job), api.Done)
+
+    async def retry(self, job: int) -> None:
+        """Queue a quarantined job again on the same batch."""
+        await self._open.ask(api.RetryJob(job=job), api.Done)
+
+    async def shutdown(self, drain_s: float = 60.0) -> None:
+        """Stop the daemon; its workers get drain_s seconds."""
+        await self._open.ask(api.Shutdown(drain_s=drain_s), api.Done)
+
+
+def make_spec(model: str | os.PathLike[str] | None, spec: RunSpec | None, fields: dict[str, Any]) -> RunSpec | None:
+    """The spec that `Client.run` was given, None when it only attaches. Raises Invalid with the bad field."""
+    if spec is not None:
+        if model is not None or fields:
+            raise Invalid("give either spec, or model and fields, not both", "spec")
+        return spec
+    if model is None:
+        if fields:
+            raise Invalid(f"{', '.join(fields)}: fields need `model`; without it `run` attaches only", "model")
+        return None
+    path = Path(model).expanduser()
+    text = str(path.absolute()) if path.is_dir() or str(model).startswith((".", "/", "~")) else os.fspath(model)
+    try:
+        return msgspec.convert({"model": text, **fields}, RunSpec)
+    except msgspec.ValidationError as error:
+        where = re.search(r"at `\$\.([^`]*)`", str(error)) or re.search(r"field `([^`]*)`", str(error))
+        raise Invalid(f"run spec: {error}", where[1] if where else "") from None

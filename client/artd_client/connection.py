@@ -1,0 +1,279 @@
+"""Requests and their answers over a connection that comes and goes.
+
+Owner of: the link of the moment and the calls in flight. Invariants: a call ends exactly once, with its answer, an error
+or its time-out; a call that is cancelled leaves nothing behind, and a late or second answer to it is ignored; after a
+reconnect every unanswered call that is safe to repeat is sent again under the same number and key, the others end with
+`Disconnected`; nothing over the daemon's `max_message` is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from artd_schema import PROTOCOL
+from artd_schema import client_api as api
+from artd_schema.codec import Codec, WireError
+
+from . import locate
+from .errors import ArtdError, Closed, DaemonNotRunning, Disconnected, TimedOut, TooLarge, WrongProtocol, from_answer
+from .link import Link
+
+log = logging.getLogger(__name__)
+A = TypeVar("A", bound=api.Answer)
+
+ONCE = (api.CancelJob, api.RetryJob, api.Shutdown)
+"""Requests that must not be repeated blindly: a second one would meet a state that the first has changed."""
+HELLO_S = 5.0
+QUIET_S = 5.0
+DEAD_S = 15.0
+TICK_S = 0.25
+BACKOFF_S = (0.02, 1.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    op: api.Op
+    frames: list[bytes]
+    deadline: float
+    future: asyncio.Future[api.Answer]
+    sent: bool = False
+
+
+class Connection:
+    """data: the daemon's data folder; timeout: seconds a request may take, reconnects included."""
+
+    def __init__(self, data: Path, timeout: float) -> None:
+        self.data = data
+        self.timeout = timeout
+        self.welcome: api.Welcome | None = None
+        self._codec = Codec[api.Reply](api.Reply)
+        self._numbers = count(1)
+        self._calls: dict[int, _Call] = {}
+        self._link: Link | None = None
+        self._greeting = 0  # number of the Hello that the link of the moment waits for
+        self._ready = False
+        self._end: ArtdError | None = Closed("this client is not open; use `async with Client() as art:`")
+        self._why: ArtdError | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+
+    async def open(self) -> None:
+        """Connect. Raises DaemonNotRunning at once when no daemon lives, WrongProtocol when it speaks another protocol."""
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._heard = self._pinged = self._loop.time()
+        self._gone = asyncio.Event()
+        self._first: asyncio.Future[None] = self._loop.create_future()
+        self._end = None
+        self._task = asyncio.create_task(self._keep(), name="artd-client")
+        try:
+            async with asyncio.timeout(self.timeout):
+                await asyncio.shield(self._first)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError) and not isinstance(error, ArtdError):
+                raise self._late() from None
+            raise
+
+    async def close(self) -> None:
+        """End every call with Closed and drop the connection. Idempotent."""
+        if isinstance(self._end, Closed):
+            return
+        self._end = Closed("this client is closed")
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if not self._first.done():
+            self._first.cancel()
+        self._fail_all(self._end)
+        self._context.destroy(0)
+
+    async def ask(self, op: api.Op, kind: type[A], bulk: Sequence[bytes] = (), timeout: float | None = None) -> A:
+        """The answer to `op`, which must be of this kind. Raises ArtdError."""
+        answer = await self.call(op, bulk, timeout)
+        if not isinstance(answer, kind):
+            raise WrongProtocol(f"{type(op).__name__} was answered by {type(answer).__name__}, not by {kind.__name__}")
+        return answer
+
+    async def call(self, op: api.Op, bulk: Sequence[bytes] = (), timeout: float | None = None) -> api.Answer:
+        """The answer to `op` within `timeout` seconds. Raises ArtdError. Cancelling it is safe at any moment."""
+        if self._end is not None:
+            raise self._end
+        number = next(self._numbers)
+        frames = self._codec.encode(api.Request(id=number, op=op), bulk)
+        self._check_size(frames)
+        now = self._loop.time()
+        deadline = now + (self.timeout if timeout is None else timeout)
+        entry = _Call(op, frames, deadline, self._loop.create_future())
+        if not self._calls:
+            self._heard = self._pinged = now  # silence counts from the first question on
+        self._calls[number] = entry
+        if self._ready:
+            self._transmit(entry)
+        if self._ticker is None:
+            self._ticker = self._loop.call_later(TICK_S, self._tick)
+        try:
+            return await entry.future
+        finally:
+            self._calls.pop(number, None)
+
+    # ---- the connection -------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        pause = BACKOFF_S[0]
+        while True:
+            try:
+                await self._session()
+                pause = BACKOFF_S[0]
+            except DaemonNotRunning as error:
+                self._why = error
+                if not self._first.done() and not isinstance(error, locate.Starting):
+                    self._first.set_exception(error)
+            except WrongProtocol as error:
+                self._end = error
+                self._fail_all(error)
+                if not self._first.done():
+                    self._first.set_exception(error)
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, BACKOFF_S[1])
+
+    async def _session(self) -> None:
+        """From connect to disconnect. Raises DaemonNotRunning, or WrongProtocol on the daemon's refusal."""
+        endpoint = locate.endpoint(self.data)
+        self._gone.clear()
+        self._refusal: ArtdError | None = None
+        self._link = link = Link(self._context, endpoint, self._take, self._gone.set)
+        try:
+            self._heard = self._pinged = self._loop.time()
+            self._hello()
+            silent = self._loop.call_later(HELLO_S, lambda: self._ready or self._gone.set())
+            await self._gone.wait()
+            silent.cancel()
+        finally:
+            self._ready = False
+            self._link = None
+            link.close()
+        if self._refusal is not None:
+            raise self._refusal
+        self._why = DaemonNotRunning(f"the daemon on {self.data} does not answer", locate.start_command(self.data))
+        for entry in list(self._calls.values()):
+            if entry.sent and isinstance(entry.op, ONCE):
+                self._lost(entry)
+
+    def _hello(self) -> None:
+        assert self._link is not None
+        self._greeting = next(self._numbers)
+        hello = api.Hello(protocol=PROTOCOL, client=f"python-{os.getpid()}")
+        self._link.send(self._codec.encode(api.Request(id=self._greeting, op=hello)))
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            reply, _ = self._codec.decode(frames)
+        except WireError as error:
+            self._refuse(f"the daemon sent a message that this client cannot read: {error}")
+            return
+        self._heard = self._pinged = self._loop.time()
+        if reply.id == self._greeting:
+            self._greeted(reply.answer)
+            return
+        entry = self._calls.pop(reply.id, None)
+        if entry is None or entry.future.done():
+            return
+        if isinstance(reply.answer, api.Error):
+            entry.future.set_exception(from_answer(reply.answer))
+        else:
+            entry.future.set_result(reply.answer)
+
+    def _greeted(self, answer: api.Answer) -> None:
+        if isinstance(answer, api.Error) and answer.code in ("busy", "draining"):
+            self._gone.set()
+        elif isinstance(answer, api.Error):
+            self._refuse(answer.message)
+        elif not isinstance(answer, api.Welcome) or answer.protocol != PROTOCOL:
+            self._refuse(f"this client speaks protocol {PROTOCOL}, the daemon answered {answer!r}")
+        elif not self._ready:
+            self.welcome = answer
+            self._ready = True
+            for entry in list(self._calls.values()):
+                self._transmit(entry)
+            if not self._first.done():
+                self._first.set_result(None)
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = WrongProtocol(f"{why}; client and daemon must be of the same artd")
+        self._gone.set()
+
+    # ---- calls ------------------------------------------------------------------------------------------------------------
+
+    def _transmit(self, entry: _Call) -> None:
+        assert self._link is not None
+        try:
+            self._check_size(entry.frames)  # another daemon may have another limit
+            entry.sent = True
+            self._link.send(entry.frames)
+        except TooLarge as error:
+            _fail(entry, error)
+        except zmq.ZMQError as error:
+            log.warning("sending failed, connecting anew: %s", error)
+            self._gone.set()
+
+    def _check_size(self, frames: Sequence[bytes]) -> None:
+        size = sum(map(len, frames))
+        if self.welcome is not None and size > self.welcome.max_message:
+            limit = self.welcome.max_message
+            raise TooLarge(
+                f"the message has {size} bytes, the daemon takes {limit}: split the trajectory, submit it by reference, "
+                "or raise limits.max_message_mib in artd.toml",
+                size=size,
+                limit=limit,
+            )
+
+    def _tick(self) -> None:
+        """Time-outs, and a Hello when the daemon has been silent while calls wait."""
+        now = self._loop.time()
+        for entry in list(self._calls.values()):
+            if entry.deadline <= now:
+                _fail(entry, self._late())
+        self._ticker = self._loop.call_later(TICK_S, self._tick) if self._calls else None
+        if not self._calls or not self._ready:
+            return
+        if now - self._heard >= DEAD_S:
+            log.warning("the daemon on %s has been silent for %.0f s, connecting anew", self.data, now - self._heard)
+            self._gone.set()
+        elif now - self._pinged >= QUIET_S:
+            self._pinged = now
+            self._hello()
+
+    def _late(self) -> ArtdError:
+        if not self._ready and self._why is not None:
+            return self._why
+        return TimedOut(f"the daemon on {self.data} did not answer in time; see `artctl status`")
+
+    def _lost(self, entry: _Call) -> None:
+        if isinstance(entry.op, api.Shutdown):
+            if not entry.future.done():
+                entry.future.set_result(api.Done())  # it is gone, which is what was asked for
+            return
+        what = type(entry.op).__name__
+        _fail(
+            entry, Disconnected(f"the daemon went away before it answered {what}: look with `artctl jobs`, then repeat")
+        )
+
+    def _fail_all(self, error: ArtdError) -> None:
+        for entry in list(self._calls.values()):
+            _fail(entry, error)
+
+
+def _fail(entry: _Call, error: ArtdError) -> None:
+    if not entry.future.done():
+        entry.future.set_exception(error)

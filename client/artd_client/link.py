@@ -1,0 +1,85 @@
+"""One ZeroMQ connection to the daemon: frames out, frames in, and a call when it is gone.
+
+Owner of: one DEALER and its monitor. Invariants: never reconnects by itself (a new Link has a new identity); a socket's
+descriptor tells of *changes* only, so input is looked for after every send as well as when the loop sees the descriptor;
+nothing awaits inside, so no cancellation can lose a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+GONE = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+DRAIN = 256
+
+
+class Link:
+    """`on_frames(frames)` is called in the loop for every message, `on_gone()` once, unless `close` came first."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        on_frames: Callable[[list[bytes]], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_frames = on_frames
+        self._on_gone = on_gone
+        self._closed = False
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # The requests in flight are held by their callers anyway: a limit here would only be a second, silent one.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(GONE)
+        self._readers = (self._socket.FD, self._monitor.FD)
+        self._loop.add_reader(self._readers[0], self._drain)
+        self._loop.add_reader(self._readers[1], self._look)
+        self._socket.connect(endpoint)
+        self._loop.call_soon(self._look)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Queue one message. Raises zmq.ZMQError when the socket cannot take it."""
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        for _ in range(DRAIN):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
+        self._loop.call_soon(self._drain)
+
+    def _look(self) -> None:
+        if not self._closed and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._drain()  # what came before the end
+            if not self._closed:
+                self.close()
+                self._on_gone()
+
+    def close(self) -> None:
+        """Drop the connection and whatever is unsent. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for reader in self._readers:
+            self._loop.remove_reader(reader)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)

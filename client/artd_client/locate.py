@@ -1,0 +1,34 @@
+"""Where the daemon of a data folder listens.
+
+Owner of: no state. Invariants: a file of a daemon that is dead, or still starting, is no address.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from artd_schema import paths
+
+from .errors import DaemonNotRunning
+
+
+class Starting(DaemonNotRunning):
+    """The daemon's process lives but does not listen yet."""
+
+
+def start_command(data: Path) -> str:
+    """The command that starts a daemon on `data`."""
+    return "artd start" if data == paths.data_dir() else f"artd start --data-dir {shlex.quote(str(data))}"
+
+
+def endpoint(data: Path) -> str:
+    """ZeroMQ endpoint of the daemon on `data`. Raises DaemonNotRunning, or Starting when waiting may help."""
+    told = paths.read_daemon_file(data)
+    if told is None or not told.alive():
+        raise DaemonNotRunning(f"no daemon runs on {data}", start_command(data))
+    if not told.socket:
+        raise Starting(
+            f"the daemon on {data} (pid {told.pid}) is {told.state} and does not listen yet", "artctl status"
+        )
+    return told.socket

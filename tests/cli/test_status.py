@@ -1,0 +1,163 @@
+"""`artctl status`: the first three lines answer healthy? doing? next?; health follows what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from artd.cli import snapshot
+from tests.cli.conftest import Call, FakeDaemon
+from tests.cli.rows import T0, Made
+
+
+def test_up_and_healthy(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    code, out, _ = artctl("status")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == f"● artd 9.9.9  healthy, running 1h04m   {made.data}   pid {os.getpid()}"
+    assert lines[1].split() == ["doing", "training", "step", "3", "(30s)"]
+    assert lines[2].split() == ["next", "nothing", "to", "do"]
+    assert "serving @2  lag 0" in out and "serving toy" in out and "http://127.0.0.1:4000" in out
+    assert "1 open (2) · 1 sealed (2) · 1 packed (2) · 2 trained (4) · 1 discarded (2) · 3 eval trajectories" in out
+    assert "job 4 fence 2" in out
+    assert "push.live" in out and "trajectory.submitted" not in out
+
+
+def test_down_says_how_to_start_and_claims_nothing(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    daemon.die()
+    daemon.handle = os.open(os.devnull, os.O_RDONLY)
+    code, out, err = artctl("status")
+    first = out.splitlines()[0]
+    assert (code, err) == (3, "")
+    assert first.startswith(f"○ artd 0.1.0  not running (pid {os.getpid()} is gone, not in order)")
+    assert first.endswith(f"start: artd start --detach --data-dir {made.data}")
+    assert "was training step 3" in out and "trainer  was busy, gone" in out
+    assert "serving" not in out
+
+
+def test_without_a_database(artctl: Call, data: Path) -> None:
+    code, out, _ = artctl("status")
+    assert code == 3 and "not running" in out and "there is no run yet" in out
+
+
+def test_lock_of_another_daemon_than_daemon_json_means_starting(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    daemon.tell("ready", ticks=1)  # left by a daemon that was killed; the lock names the new one
+    code, out, _ = artctl("status")
+    assert code == 0 and "healthy, starting" in out and "the daemon is starting" in out
+
+
+def test_a_quarantined_job_shows_its_retry(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    made.connection.execute(
+        "UPDATE job SET state = 'quarantined', worker = NULL, error = 'out of memory\nmore' WHERE id = 4"
+    )
+    made.connection.execute("UPDATE run SET state = 'paused', reason = 'job 4 is quarantined' WHERE id = 2")
+    code, out, _ = artctl("status")
+    assert code == 4
+    assert f"next     artctl retry 4 --data-dir {made.data}" in out
+    assert "job 4 is quarantined: out of memory" in out
+    assert "← artctl jobs --state quarantined" in out
+    assert out.count("problem") == 1, "the pause that follows from the quarantine is no problem of its own"
+    code, out, _ = artctl("job", "4")
+    assert code == 0 and f"next      artctl retry 4 --data-dir {made.data}" in out
+
+
+@pytest.mark.parametrize(
+    ("sql", "what", "advice"),
+    [
+        (
+            "UPDATE process SET state = 'broken', error = 'x\nKilled' WHERE name = 'engine'",
+            "engine is in broken: Killed",
+            "logs engine",
+        ),
+        (
+            "UPDATE run SET state = 'paused', reason = 'no luck' WHERE id = 2",
+            "run toy is paused: no luck",
+            "resume toy",
+        ),
+        (
+            "UPDATE push SET state = 'failed', error = 'canary' WHERE id = 2",
+            "push 2 of step 2 failed: canary",
+            "pushes",
+        ),
+        (
+            "UPDATE process SET state = 'stopped', error = 'runtime vllm is not installed. Next: artd runtime install vllm --cpu'"
+            " WHERE name = 'engine'",
+            "engine cannot start: runtime vllm is not installed.",
+            "artd runtime install vllm --cpu",
+        ),
+    ],
+)
+def test_degraded(sql: str, what: str, advice: str, made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    assert artctl("status")[0] == 0
+    made.connection.execute(sql)
+    code, out, _ = artctl("status", "--json")
+    problem = json.loads(out)["problems"][0]
+    assert code == 4 and problem["what"] == what and advice in problem["next"]
+
+
+def test_low_disk_degrades(made: Made, daemon: FakeDaemon, artctl: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot.os, "statvfs", lambda _: SimpleNamespace(f_bavail=1000, f_frsize=1 << 20))
+    code, out, _ = artctl("status")
+    assert code == 4 and "1000 MiB are free" in out
+
+
+def test_an_operators_pause_is_no_problem(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    made.connection.execute("UPDATE run SET state = 'paused', reason = 'operator' WHERE id = 2")
+    code, out, _ = artctl("status")
+    assert code == 0 and f"next     artctl resume toy --data-dir {made.data}" in out
+
+
+@pytest.mark.parametrize(
+    ("sql", "doing"),
+    [
+        ("UPDATE job SET state = 'queued', worker = NULL WHERE id = 4", "waiting for the trainer to take a job"),
+        ("UPDATE job SET state = 'succeeded', worker = NULL, ended = 1 WHERE id = 4", "waiting for rollouts: 1 of 4 trainable groups, 1 open"),
+        ("UPDATE job SET state = 'succeeded', worker = NULL, ended = 1 WHERE id = 4; UPDATE push SET state = 'sending' WHERE id = 2", "pushing step 2 into engine"),
+        ("UPDATE job SET state = 'succeeded', worker = NULL, ended = 1 WHERE id = 4; DELETE FROM serving", "waiting for an engine to serve step 2"),
+        ("DELETE FROM attempt; DELETE FROM job WHERE id = 4; UPDATE run SET state = 'finished'", "nothing; run toy is finished"),
+    ],
+)  # fmt: skip
+def test_doing(sql: str, doing: str, made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    made.connection.executescript(sql)
+    _, out, _ = artctl("status", "--json")
+    assert json.loads(out)["doing"] == doing
+
+
+def test_a_live_worker_of_a_dead_daemon_is_told(made: Made, artctl: Call) -> None:
+    from artd_schema.paths import boot_id, process_ticks
+
+    me = os.getpid()
+    made.connection.execute(
+        "UPDATE process SET boot_id = ?, pid = ?, ticks = ? WHERE name = 'engine'", (boot_id(), me, process_ticks(me))
+    )
+    _, out, _ = artctl("status")
+    assert "engine   was ready, still alive" in out
+    made.connection.execute("UPDATE process SET ticks = ticks + 1 WHERE name = 'engine'")  # the pid was used again
+    assert "engine   was ready, gone" in artctl("status")[1]
+
+
+def test_colours_need_a_terminal_and_no_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    from artd.cli import show
+
+    monkeypatch.setattr(show.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert show.state("ready") == "\x1b[32mready\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert show.state("ready") == "ready"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert show.state("ready") == "ready"
+
+
+def test_spans() -> None:
+    from artd.cli.show import iso, span
+
+    assert [span(ms) for ms in (-5, 850, 12_000, 184_000, 8_040_000, 442_800_000)] == [
+        "0ms", "850ms", "12s", "3m04s", "2h14m", "5d03h",
+    ]  # fmt: skip
+    assert iso(T0) == "2026-01-02T03:04:05.678Z" and iso(None) is None

@@ -1,0 +1,205 @@
+"""The engine worker's parts that need no server: gate, canary, capability table, scratch files, diagnosis."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from artd_schema.manifest import Canary, WeightEntry
+from artd_workers.engines import canary, checkpoint, diagnose, group
+from artd_workers.engines.base import VLLM, EngineError, Fence, capabilities
+from artd_workers.engines.fence import FenceError, Gate
+from artd_workers.engines.vllm.adapter import active_adapters
+from artd_workers.engines.vllm.server import lora_rank
+from tests.engine import folders
+
+CANARY = Canary(prompts=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)), max_abs=1e-3, mean_abs=5e-4)
+
+
+def fence(number: int, spawn: int = 7, instance: str = "i") -> Fence:
+    return Fence(instance, spawn, 1, number)
+
+
+def test_gate_lets_fences_only_rise() -> None:
+    gate = Gate("i", 7)
+    gate.begin(fence(3))
+    gate.check(fence(3))
+    gate.finish()
+    for late in (2, 3):
+        with pytest.raises(FenceError, match="has seen fence 3"):
+            gate.begin(fence(late))
+    gate.begin(fence(4))
+
+
+@pytest.mark.parametrize("other", [fence(5, spawn=6), fence(5, instance="j")])
+def test_gate_belongs_to_one_spawn_of_one_instance(other: Fence) -> None:
+    gate = Gate("i", 7)
+    for call in (gate.begin, gate.check):
+        with pytest.raises(FenceError, match="belongs to"):
+            call(other)
+
+
+def test_gate_stays_shut_after_a_broken_update() -> None:
+    gate = Gate("i", 7)
+    gate.begin(fence(1))
+    with pytest.raises(FenceError, match="restart the engine"):
+        gate.begin(fence(2))
+    with pytest.raises(FenceError, match="no open update"):
+        gate.check(fence(2))
+
+
+def test_gate_takes_nothing_without_an_open_update() -> None:
+    gate = Gate("i", 7)
+    with pytest.raises(FenceError):
+        gate.check(fence(1))
+    with pytest.raises(FenceError):
+        gate.finish()
+
+
+def test_canary_measures_and_bounds() -> None:
+    found = canary.verify(CANARY, [[-1.0, -2.0009], [-3.0]])
+    assert found.tokens == 3
+    assert found.max_abs == pytest.approx(9e-4)
+    assert found.mean_abs == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ([[-1.0, -2.002], [-3.0]], "canary failed"),
+        ([[-1.0009, -2.0009], [-3.0009]], "canary failed"),
+        ([[-1.0, math.nan], [-3.0]], "not finite"),
+        ([[-1.0, -math.inf], [-3.0]], "not finite"),
+        ([[-1.0], [-3.0]], "scored"),
+        ([[-1.0, -2.0]], "scored"),
+    ],
+)
+def test_canary_fails(scores: list[list[float]], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        canary.verify(CANARY, scores)
+
+
+def test_an_empty_canary_proves_nothing() -> None:
+    empty = Canary(prompts=((1,),), logprobs=((),), max_abs=1.0, mean_abs=1.0)
+    with pytest.raises(EngineError, match="empty"):
+        canary.verify(empty, [[]])
+
+
+def test_capability_table() -> None:
+    assert capabilities(VLLM, "0.32.0+cpu").evidence == "run"
+    assert capabilities(VLLM, "0.25.1").evidence == "read"
+    with pytest.raises(EngineError, match=r"0\.33\.0 is not in"):
+        capabilities(VLLM, "0.33.0")
+
+
+def test_active_adapters_are_those_of_the_newest_series() -> None:
+    page = (
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="a@1",waiting_lora_adapters=""} 1.7e+09\n'
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="a@2,a@3",waiting_lora_adapters="a@4"} 1.8e+09\n'
+    )
+    assert active_adapters(page) == {"a@2", "a@3", "a@4"}
+    assert active_adapters("# HELP nothing\n") == set()
+
+
+def test_lora_rank_is_rounded_up_to_one_that_vllm_takes() -> None:
+    assert [lora_rank(r) for r in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
+    with pytest.raises(EngineError, match="merged"):
+        lora_rank(513)
+
+
+def test_tensor_hashes_find_one_changed_bit(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(folders.safetensors({"x": bytes(64), "y": bytes(range(32))}))
+    table = tuple(WeightEntry(name, "float32", (1,), sha) for name, sha in checkpoint.tensor_hashes(path))
+    checkpoint.verify_file(path, table)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(EngineError, match="the first is y"):
+        checkpoint.verify_file(path, table)
+    with pytest.raises(EngineError, match="differ in 1 names"):
+        checkpoint.verify_file(path, table[:1])
+    path.write_bytes(raw[:-40])
+    with pytest.raises(EngineError, match="ends inside"):
+        checkpoint.verify_file(path, table)
+
+
+HOLDER = """
+import mmap, os, sys
+files = [open(path, "w+b") for path in sys.argv[1:]]
+maps = []
+for file in files:
+    file.truncate(4096)
+    maps.append(mmap.mmap(file.fileno(), 4096))
+for file in files[1::2]:
+    file.close()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_scratch_is_found_and_other_files_of_the_server_are_not(tmp_path: Path) -> None:
+    tag = f"artd_{os.getpid()}_{time.monotonic_ns()}"
+    scratch = {Path(f"/dev/shm/psm_{tag}"), Path(f"/dev/shm/sem.mp-{tag}"), Path(f"/tmp/vllm_dist_{tag}")}
+    others = {Path(f"/tmp/{tag}.log"), tmp_path / "vllm_model.safetensors", Path(f"/dev/shm/{tag}")}
+    paths = sorted(scratch | others)
+    since = time.time() - 1
+    argv = [sys.executable, "-c", HOLDER, *map(str, paths)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            members = group.members(process.pid)
+            assert members == [process.pid]
+            assert group.scratch_files(members, since) == scratch
+            assert group.scratch_files(members, time.time() + 60) == set()
+            assert group.kill(process.pid, 5.0) == []
+            assert group.members(process.pid) == []
+        finally:
+            process.kill()
+            group.remove(paths)
+
+
+def test_a_group_of_another_session_is_not_ours() -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        try:
+            assert group.members(process.pid) == []
+            assert group.kill(process.pid, 0.1) == []
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "oom", "said"),
+    [
+        (1, "OSError: [Errno 28] No space left on device", False, "disk is full"),
+        (1, "std::bad_alloc", False, "out of memory"),
+        (-9, "", True, "out of memory"),
+        (-9, "", False, "signal 9"),
+        (-11, "", False, "SIGSEGV"),
+        (2, "", False, "exit code 2"),
+    ],
+)
+def test_cause_of_death(code: int, text: str, oom: bool, said: str) -> None:
+    assert said in diagnose.cause(code, text, oom)
+
+
+def test_first_error_is_the_cause_and_not_its_echo(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    old = "ValueError: of an earlier spawn\n"
+    log.write_text(
+        old
+        + "(Worker pid=5) INFO 11-21 08:25:47 [a.py:1] Errors: none so far\n"
+        + "(Worker pid=5) ERROR 11-21 08:25:47 [multiproc_executor.py:1063] RuntimeError: einsum(): no\n"
+        + "(APIServer pid=3) ERROR 11-21 08:25:47 [x.py:54] vllm.v1.engine.exceptions.EngineDeadError: see above\n"
+    )
+    assert diagnose.first_error(log, len(old)) == "RuntimeError: einsum(): no"
+    assert diagnose.first_error(tmp_path / "none") == ""
+    assert diagnose.tail(log, len(old), 1).endswith("see above")

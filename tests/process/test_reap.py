@@ -1,0 +1,170 @@
+"""At boot: leftovers of older boots are ended, whatever made them; nothing else is ever signalled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from artd.supervise import procfs
+from artd.supervise.procfs import Identity
+from artd.supervise.reap import Reaped, Recorded, find, reap
+from tests.process import helpers
+
+pytestmark = pytest.mark.asyncio
+DEAD_OWNER = "1:1"
+"""PID:TICKS of a process that does not exist: pid 1 started at another tick."""
+
+
+@contextmanager
+def stray(env: dict[str, str], argv: Sequence[str] = ("/bin/sleep", "600")) -> Iterator[procfs.Stat]:
+    """A process in a session of its own, as an older boot would have left it (no guardian)."""
+    process = subprocess.Popen(argv, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        # Until the exec is done, the environment shown is not yet the child's own.
+        helpers.until(lambda: procfs.environment(process.pid) == env)
+        stat = procfs.read_stat(process.pid)
+        assert stat is not None
+        yield stat
+    finally:
+        process.kill()
+        process.wait()
+
+
+def recorded(stat: procfs.Stat) -> Recorded:
+    return Recorded("trainer", procfs.boot_id(), stat.pid, stat.ticks, stat.session)
+
+
+def living(stat: procfs.Stat) -> bool:
+    return procfs.alive(Identity(procfs.boot_id(), stat.pid, stat.ticks))
+
+
+async def sweep(instance: str, *rows: Recorded, owner: Identity | None = None) -> Reaped:
+    return await reap(instance, 2, rows, owner)
+
+
+async def test_leftovers_of_a_killed_daemon_and_guardian(instance: str, tmp_path: Path) -> None:
+    with helpers.spawner(instance, helpers.SETSID, tmp_path / "log") as daemon:
+        assert daemon.stdout is not None
+        guardian, ticks = map(int, daemon.stdout.readline().split())
+        helpers.until(lambda: len(helpers.tagged(instance)) == 3)
+        procfs.signal_exact(guardian, ticks, signal.SIGSTOP)
+        daemon.kill()
+        os.kill(guardian, signal.SIGKILL)
+        daemon.wait()
+        helpers.until(lambda: len(helpers.tagged(instance)) == 1)
+        found = await sweep(instance)
+    assert [(left.name, left.state) for left in found.ended] == [("trainer", "S")]
+    assert found.broken == ()
+    assert not helpers.tagged(instance)
+
+
+async def test_tag_of_an_older_boot_is_ended_and_only_that(instance: str) -> None:
+    others = [
+        helpers.tags(instance, boot=2, owner=DEAD_OWNER),  # this boot
+        helpers.tags("f" * 32, boot=1, owner=DEAD_OWNER),  # another instance
+        helpers.tags(instance, boot=1, owner=":".join(map(str, procfs.identity()[1:]))),  # its owner lives
+        {"ARTD_INSTANCE": instance, "PATH": "/bin"},  # no boot: not a managed child
+        {},
+    ]
+    with stray(helpers.tags(instance, boot=1, owner=DEAD_OWNER)) as old:
+        kept = [stray(env) for env in others]
+        spared = [each.__enter__() for each in kept]
+        try:
+            found = await sweep(instance)
+            assert [left.pid for left in found.ended] == [old.pid]
+            assert not living(old)
+            assert all(living(stat) for stat in spared)
+        finally:
+            for each in kept:
+                each.__exit__(None, None, None)
+
+
+async def test_recorded_process_without_tag_and_its_descendants(instance: str) -> None:
+    script = ("/bin/sh", "-c", "setsid sleep 600 & sleep 600 & wait")
+    with stray({"PATH": "/bin:/usr/bin"}, script) as old:
+        helpers.until(lambda: len(procfs.descendants([old.pid], procfs.all_stats())) == 2)
+        below = procfs.descendants([old.pid], procfs.all_stats())
+        found = await sweep(instance, recorded(old))
+        assert {left.pid for left in found.ended} == {old.pid, *(stat.pid for stat in below)}
+        assert not any(map(living, [old, *below]))
+
+
+async def test_a_reused_pid_is_a_stranger(instance: str) -> None:
+    with stray({}) as other:
+        row = recorded(other)
+        for wrong in (replace(row, ticks=row.ticks - 1), replace(row, boot_id="another boot of the machine")):
+            assert await sweep(instance, wrong) == Reaped()
+        assert living(other)
+
+
+async def test_a_reused_session_number_is_a_stranger(instance: str) -> None:
+    with stray({}) as other:
+        gone = Recorded("trainer", procfs.boot_id(), other.pid, other.ticks - 5, other.session)
+        elsewhere = replace(recorded(other), pid=2, ticks=0, session=other.session)
+        assert await sweep(instance, gone, elsewhere) == Reaped()
+        assert living(other)
+
+
+async def test_copied_data_folder_spares_the_living_originals_workers(instance: str) -> None:
+    with stray({}) as owner, stray(helpers.tags(instance, boot=1)) as worker:
+        alive = Identity(procfs.boot_id(), owner.pid, owner.ticks)
+        assert await sweep(instance, recorded(worker), owner=alive) == Reaped(owner_alive=True)
+        assert living(worker)
+        # A copy older than the original's last start names an owner that is dead: the worker's own tag still tells.
+        assert await sweep(instance, recorded(worker), owner=replace_ticks(alive)) != Reaped()
+    tag = f"{os.getpid()}:{procfs.identity().ticks}"
+    with stray(helpers.tags(instance, boot=1, owner=tag)) as worker:
+        assert await sweep(instance, recorded(worker), owner=Identity(procfs.boot_id(), 1, 1)) == Reaped()
+        assert living(worker)
+
+
+def replace_ticks(who: Identity) -> Identity:
+    return who._replace(ticks=who.ticks - 1)
+
+
+async def test_stopped_leftovers_die(instance: str) -> None:
+    with stray(helpers.tags(instance, owner=DEAD_OWNER)) as old:
+        os.kill(old.pid, signal.SIGSTOP)
+        assert len((await sweep(instance)).ended) == 1
+        assert not living(old)
+
+
+async def test_what_does_not_die_is_reported_in_time(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stray(helpers.tags(instance, owner=DEAD_OWNER)) as old:
+        with monkeypatch.context() as patch:
+            patch.setattr(procfs, "strike", lambda *_: None)
+            began = time.monotonic()
+            found = await reap(instance, 2, (), None, within_s=0.2)
+            assert time.monotonic() - began < 1.0
+        assert [str(left) for left in found.broken] == [f"worker trainer: broken(pid {old.pid}, state S)"]
+        assert found.ended == ()
+
+
+async def test_never_itself_nor_its_ancestors(instance: str) -> None:
+    me = procfs.identity()
+    row = Recorded("trainer", me.boot_id, me.pid, me.ticks, os.getsid(0))
+    assert me.pid not in {left.pid for left in find(instance, 2, [row])}
+    parent = procfs.identity(os.getppid())
+    row = Recorded("trainer", parent.boot_id, parent.pid, parent.ticks, 0)
+    assert not {me.pid, parent.pid} & {left.pid for left in find(instance, 2, [row])}
+
+
+async def test_guardians_that_are_ending_by_themselves_are_awaited(instance: str, tmp_path: Path) -> None:
+    with helpers.spawner(instance, helpers.SETSID, tmp_path / "log") as daemon:
+        assert daemon.stdout is not None
+        daemon.stdout.readline()
+        helpers.until(lambda: len(helpers.tagged(instance)) == 3)
+        daemon.kill()
+        daemon.wait()
+        found = await asyncio.wait_for(sweep(instance), 6.0)
+    assert found.broken == ()
+    assert not helpers.tagged(instance)

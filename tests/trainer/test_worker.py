@@ -1,0 +1,291 @@
+"""The trainer worker as a process, against a fake daemon: restarts, fences, failures, live pushes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from artd_schema import worker as w
+from artd_schema.codec import digest
+from artd_schema.manifest import CheckpointManifest, WeightTable
+from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_workers.engines import gloo
+from artd_workers.trainer.merge import BaseWeights, merged_tensors
+from tests import toys
+
+from . import rig
+from .fake_daemon import FakeDaemon
+
+pytestmark = pytest.mark.torch
+EXACT = ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "weights.json", "adapter_config.json")
+
+
+def spec_for(folder: Path, **changes: object) -> RunSpec:
+    fields: dict[str, object] = {
+        "model": str(folder), "row_length": 256, "threads": 1, "seed": 3,
+        "lora": LoraSpec(rank=rig.RANK, alpha=rig.ALPHA), "optimizer": OptimizerSpec(lr=0.01),
+    }  # fmt: skip
+    return RunSpec(**(fields | changes))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, toy_folders: dict[str, Path]) -> Iterator[FakeDaemon]:
+    fake = FakeDaemon(tmp_path / "d", spec_for(toy_folders["llama"]))
+    fake.start()
+    yield fake
+    fake.close()
+
+
+def batches(daemon: FakeDaemon, count: int) -> list[rig.WrittenBatch]:
+    """One batch per step, sampled by the policy before it."""
+    return [rig.write_batch(daemon.work / "batches", step, epoch=step - 1) for step in range(1, count + 1)]
+
+
+def files(ref: w.CheckpointRef) -> dict[str, bytes]:
+    return {name: (Path(ref.dir) / name).read_bytes() for name in EXACT}
+
+
+def manifest(ref: w.CheckpointRef) -> CheckpointManifest:
+    import msgspec
+
+    return msgspec.json.decode((Path(ref.dir) / "manifest.json").read_bytes(), type=CheckpointManifest)
+
+
+def push_of(ref: w.CheckpointRef, rendezvous: Path, number: int = 1, fence: int = 1) -> w.Push:
+    return w.Push(push=number, fence=fence, checkpoint=ref, mode="merged", source="live", name=f"r@{ref.step}", drain_s=1.0,
+                  deadline_s=30.0, rendezvous=str(rendezvous))  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "tied"])
+def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path], family: str) -> None:
+    """The process is killed with -9 after step 2; what it writes then is what it writes without."""
+    results = []
+    for name, kill_after in (("straight", None), ("killed", 2)):
+        daemon = FakeDaemon(tmp_path / name, spec_for(toy_folders[family]))
+        try:
+            daemon.start()
+            ref = daemon.commit(0, None, None)
+            first = files(ref)
+            for step, batch in enumerate(batches(daemon, 4), 1):
+                ref = daemon.commit(step, ref, batch)
+                if step == kill_after:
+                    daemon.kill()
+                    daemon.start()
+            results.append((first, files(ref), manifest(ref)))
+        finally:
+            daemon.close()
+    (first, straight, before), (_, killed, after) = results
+    assert {n for n in EXACT if straight[n] != killed[n]} == set()
+    assert before.canary == after.canary
+    times = ("tokens_per_s",)
+    assert {k: v for k, v in before.metrics.items() if k not in times} == {k: v for k, v in after.metrics.items() if k not in times}
+    assert straight["adapter_model.safetensors"] != first["adapter_model.safetensors"]
+    assert before.metrics["mismatch_tokens"] == before.metrics["trained_tokens"] == 84
+    assert json.loads(straight["state.json"])["batches"] == 4
+
+
+def test_killed_after_training_before_committed(daemon: FakeDaemon) -> None:
+    """The staged step is thrown away; the next process does it again from the parent's files, to the same bytes."""
+    batch = batches(daemon, 1)[0]
+    parent = daemon.commit(0, None, None)
+    run = daemon.order(1, parent, batch)
+    lost = daemon.publish(run, daemon.staged(run))
+    daemon.kill()
+    daemon.start()
+    again = daemon.commit(1, parent, batch)
+    assert files(again) == files(lost)
+
+
+def test_fenced_memory_is_dirty(daemon: FakeDaemon) -> None:
+    """After Fenced the same process reloads its parent: same bytes as the fenced result, not a second step on top."""
+    batch = batches(daemon, 1)[0]
+    parent = daemon.commit(0, None, None)
+    run = daemon.order(1, parent, batch)
+    report = daemon.staged(run)
+    kept = {name: (Path(report.dir) / name).read_bytes() for name in EXACT}
+    daemon.send(w.Fenced(job=run.job, fence=run.fence))
+    again = daemon.commit(1, parent, batch)
+    assert files(again) == kept
+    assert not Path(report.dir).exists(), "files of a fenced job stay behind"
+    assert json.loads(files(again)["state.json"])["batches"] == 1
+
+
+def test_a_parent_that_is_not_resident(daemon: FakeDaemon) -> None:
+    """Memory holds step 1, the next job starts from step 0 (a rollback): it reads step 0."""
+    one, _ = batches(daemon, 2)
+    zero = daemon.commit(0, None, None)
+    first = daemon.commit(1, zero, one)
+    assert files(daemon.commit(1, zero, one)) == files(first)
+
+
+def test_memory_is_used_when_it_is_the_parent(daemon: FakeDaemon) -> None:
+    zero = daemon.commit(0, None, None)
+    one, two = batches(daemon, 2)
+    first = daemon.commit(1, zero, one)
+    shutil.rmtree(first.dir)
+    daemon.commit(2, first, two)  # would be CheckpointError if it read the folder
+
+
+def test_damaged_inputs_are_permanent(daemon: FakeDaemon, tmp_path: Path) -> None:
+    zero = daemon.commit(0, None, None)
+    batch = batches(daemon, 1)[0]
+    other = tmp_path / "other.safetensors"
+    raw = bytearray(batch.tensors.read_bytes())
+    raw[-1] ^= 1
+    other.write_bytes(raw)
+    failed = daemon.failed(daemon.order(1, zero, rig.WrittenBatch(other, batch.manifest, batch.sha)))
+    assert failed.failure == "permanent" and "does not have the sha256" in failed.error
+    failed = daemon.failed(daemon.order(1, zero, rig.WrittenBatch(batch.tensors, batch.manifest, "0" * 64)))
+    assert failed.failure == "permanent" and "sha256" in failed.error
+    adapter = Path(zero.dir) / "adapter_model.safetensors"
+    raw = bytearray(adapter.read_bytes())
+    raw[-1] ^= 1
+    adapter.write_bytes(raw)
+    failed = daemon.failed(daemon.order(1, zero, batch))
+    assert failed.failure == "permanent" and "adapter_model.safetensors" in failed.error
+
+
+def test_a_non_finite_loss_is_permanent_and_leaves_no_trace(daemon: FakeDaemon) -> None:
+    zero = daemon.commit(0, None, None)
+    batch = batches(daemon, 1)[0]
+    columns = load_file(batch.tensors)
+    columns["advantages"] *= 3e38
+    bad = rig.save_columns(daemon.work / "bad", "bad", columns, 8)
+    run = daemon.order(1, zero, bad)
+    failed = daemon.failed(run)
+    assert failed.failure == "permanent" and "loss" in failed.error and failed.trace
+    assert not Path(run.dir).exists()
+    first = daemon.commit(1, zero, batch)
+    daemon.kill()
+    daemon.start()
+    assert files(daemon.commit(1, zero, batch)) == files(first)
+
+
+def test_cancel_between_rows(daemon: FakeDaemon) -> None:
+    zero = daemon.commit(0, None, None)
+    columns = load_file(batches(daemon, 1)[0].tensors)
+    many = rig.save_columns(daemon.work / "many", "many", {n: t.repeat(60, 1) for n, t in columns.items()}, 8)
+    run = daemon.order(1, zero, many)
+    daemon.send(run)
+    daemon.expect(w.Progress)
+    daemon.send(w.Cancel(job=run.job, fence=run.fence))
+    report = daemon.expect(w.Staged, w.Failed)
+    assert isinstance(report, w.Failed) and report.failure == "interrupted" and "cancelled" in report.error
+    assert any(beat.job == run.job and beat.fence == run.fence for beat in daemon.beats)
+
+
+def test_a_repeated_run_is_done_once_and_its_report_resent(daemon: FakeDaemon) -> None:
+    run = daemon.order(0, None, None)
+    daemon.send(run)
+    daemon.send(run)
+    first, second = daemon.expect(w.Staged), daemon.expect(w.Staged, timeout=5)
+    assert first == second
+    ref = daemon.publish(run, first)
+    daemon.send(w.Committed(job=run.job, fence=run.fence, checkpoint=ref))
+    daemon.quiet(w.Staged, 1.5)
+    assert daemon.quiet(w.Staged, 2.5), "still reporting after Committed"
+    assert not Path(run.dir).exists(), "the job was done twice"
+
+
+def test_exit(daemon: FakeDaemon) -> None:
+    daemon.commit(0, None, None)
+    daemon.send(w.Exit(grace_s=5.0))
+    assert daemon.process is not None and daemon.process.wait(10) == 0
+
+
+def test_unsupported_model_is_permanent(tmp_path: Path) -> None:
+    folder = toys.make(tmp_path / "biased", attention_bias=True)
+    daemon = FakeDaemon(tmp_path / "d", spec_for(folder))
+    try:
+        daemon.start()
+        failed = daemon.failed(daemon.order(0, None, None))
+        assert failed.failure == "permanent" and "attention_bias" in failed.error
+    finally:
+        daemon.close()
+
+
+# ---- live pushes ----------------------------------------------------------------------------------------------------
+
+
+def receive(group: object, table: WeightTable) -> dict[str, torch.Tensor]:
+    out = {}
+    for entry in table.tensors:
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        gloo.broadcast(group, tensor, 20.0)
+        assert digest(tensor.view(-1).view(torch.uint8).numpy().tobytes()) == entry.sha256, entry.name
+        out[entry.name] = tensor
+    return out
+
+
+def table_of(ref: w.CheckpointRef) -> WeightTable:
+    import msgspec
+
+    return msgspec.json.decode((Path(ref.dir) / "weights.json").read_bytes(), type=WeightTable)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("merged", "float32"), ("merged", "bfloat16"), ("lora", "float32")])
+def test_live_pushes(tmp_path: Path, toy_folders: dict[str, Path], mode: str, dtype: str) -> None:
+    """Two pushes over one group give the tensors of weights.json, which are the merge of what lies on disk."""
+    folder = toy_folders["llama"]
+    spec = spec_for(folder, rollout_weights_mode=mode)
+    import msgspec
+
+    daemon = FakeDaemon(tmp_path / "d", msgspec.structs.replace(spec, engine=msgspec.structs.replace(spec.engine, dtype=dtype)))
+    try:
+        daemon.start()
+        ref, rendezvous, group = daemon.commit(0, None, None), daemon.work / "pair", None
+        for step, batch in enumerate(batches(daemon, 2), 1):
+            ref = daemon.commit(step, ref, batch)
+            daemon.send(push_of(ref, rendezvous, step, step))
+            group = group or gloo.join(str(rendezvous), gloo.ENGINE, 30.0)
+            found = receive(group, table_of(ref))
+            adapter = load_file(Path(ref.dir) / "adapter_model.safetensors")
+            scale = rig.ALPHA / rig.RANK
+            wanted = adapter if mode == "lora" else dict(merged_tensors(BaseWeights(folder), adapter, scale, getattr(torch, dtype)))
+            assert list(found) == list(wanted if mode == "merged" else sorted(wanted))
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    finally:
+        daemon.close()
+
+
+def test_pushes_that_are_refused(daemon: FakeDaemon) -> None:
+    one = batches(daemon, 1)[0]
+    zero = daemon.commit(0, None, None)
+    first = daemon.commit(1, zero, one)
+    daemon.send(push_of(zero, daemon.work / "pair", 1, 5))
+    assert "r@0" in daemon.expect(w.Refused).reason
+    daemon.send(push_of(first, daemon.work / "pair", 2, 4))
+    assert "older than 5" in daemon.expect(w.Refused).reason
+    run = daemon.order(1, zero, one)
+    staged = daemon.publish(run, daemon.staged(run))
+    daemon.send(push_of(staged, daemon.work / "pair", 3, 6))
+    assert daemon.expect(w.Refused).push == 3, "uncommitted weights were offered"
+    daemon.kill()
+    daemon.start()
+    daemon.send(push_of(first, daemon.work / "pair", 4, 7))
+    assert daemon.expect(w.Refused).push == 4
+
+
+def test_a_push_survives_the_next_job_and_a_dead_engine(daemon: FakeDaemon) -> None:
+    """Training goes on while a push waits for its engine; the tensors sent are the pushed step's. Then the engine dies
+    in the middle of a push: the trainer stays, and a new pair works."""
+    one, two = batches(daemon, 2)
+    first = daemon.commit(1, daemon.commit(0, None, None), one)
+    daemon.send(push_of(first, daemon.work / "a", 1, 1))
+    second = daemon.commit(2, first, two)
+    group = gloo.join(str(daemon.work / "a"), gloo.ENGINE, 30.0)
+    receive(group, table_of(first))
+    daemon.send(push_of(second, daemon.work / "a", 2, 2))
+    entry = table_of(second).tensors[0]
+    gloo.broadcast(group, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)), 20.0)
+    group.abort()
+    del group
+    daemon.send(w.PushEnd(push=2, fence=2))
+    daemon.send(push_of(second, daemon.work / "b", 3, 3))
+    receive(gloo.join(str(daemon.work / "b"), gloo.ENGINE, 30.0), table_of(second))

@@ -1,0 +1,99 @@
+"""base_model: what is refused, and what counts as the same model."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from artd.base_model import check_pinned, pin
+from artd.errors import Conflict, Invalid
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 99}
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def refused(folder, text):
+    with pytest.raises(Invalid, match=text) as caught:
+        pin(str(folder))
+    assert caught.value.field == "spec.model"
+
+
+def test_a_model_is_pinned_by_every_file(model):
+    (model / ".hidden").write_text("x")
+    found = pin(str(model))
+    assert found.vocab_size == 99 and [f.name for f in found.files] == ["config.json", "model.safetensors"]
+    assert pin(str(model)).digest == found.digest
+    (model / "model.safetensors").write_bytes(b"Weights")
+    assert pin(str(model)).digest != found.digest
+
+
+def test_a_missing_folder(tmp_path):
+    refused(tmp_path / "nowhere", "there is no model folder")
+
+
+def test_a_relative_path(model, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    refused("model", "not an absolute path")
+
+
+def test_a_file_in_place_of_a_folder(model):
+    refused(model / "config.json", "there is no model folder")
+
+
+def test_no_config(model):
+    (model / "config.json").unlink()
+    refused(model, "config.json cannot be read")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"architectures": "LlamaForCausalLM", "vocab_size": 1}'])
+def test_a_config_that_is_none(model, text):
+    (model / "config.json").write_text(text)
+    refused(model, "config.json|architecture")
+
+
+@pytest.mark.parametrize("vocab", [None, "many", 0, -3, True])
+def test_a_vocabulary_that_is_none(model, vocab):
+    (model / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab}))
+    refused(model, "vocab_size")
+
+
+def test_no_vocabulary(model):
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    refused(model, "vocab_size")
+
+
+def test_not_safetensors(model):
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    refused(model, "no \\*.safetensors; convert")
+
+
+def test_an_unknown_architecture_lists_the_known_ones(model):
+    (model / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["BertModel"]}))
+    refused(model, "architecture BertModel; artd trains LlamaForCausalLM, Qwen3ForCausalLM")
+
+
+def test_the_same_files_pass_and_a_touch_is_looked_at_again(model):
+    pinned = pin(str(model))
+    check_pinned(str(model), pinned)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    check_pinned(str(model), pinned)
+
+
+def test_a_changed_or_lost_file_is_a_conflict(model):
+    pinned = pin(str(model))
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    with pytest.raises(Conflict, match="model.safetensors changed since the run was created"):
+        check_pinned(str(model), pinned)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(Conflict, match="lost model.safetensors"):
+        check_pinned(str(model), pinned)
