@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from artd_schema.codec import digest, to_json
 from artd_schema.families import FAMILIES
@@ -37,28 +37,35 @@ class BaseModel(Struct, frozen=True):
     files: tuple[BaseFile, ...]
 
 
+class ModelConfig(Struct, frozen=True):
+    """What the daemon reads of `config.json`."""
+
+    vocab_size: Annotated[int, Meta(ge=1)]
+    architectures: tuple[str, ...] | None = None
+
+
 def pin(folder: str) -> BaseModel:
     """Check a model folder and hash it (about a second per GB). Errors: Invalid, naming what is wrong with `model`."""
     path = Path(folder)
     config = read_config(path)
     files = tuple(_entry(path / name) for name in sorted(_files(path)))
-    return BaseModel(_digest(files), int(config["vocab_size"]), files)
+    return BaseModel(_digest(files), config.vocab_size, files)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> ModelConfig:
     """`config.json` of a model that artd can train. Errors: Invalid."""
     if not path.is_absolute():
         raise Invalid(f"model {str(path)!r} is not an absolute path of a local folder", field="spec.model")
     if not path.is_dir():
         raise Invalid(f"there is no model folder {path}: give a local Hugging Face checkpoint", field="spec.model")
     try:
-        config: dict[str, Any] = msgspec.json.decode((path / "config.json").read_bytes())
+        config = msgspec.json.decode((path / "config.json").read_bytes(), type=ModelConfig)
     except (OSError, msgspec.DecodeError) as error:
         raise Invalid(f"{path}/config.json cannot be read: {error}", field="spec.model") from None
-    architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in FAMILIES:
+    architecture = (config.architectures or ("none",))[0]
+    if architecture not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise Invalid(f"{path} has architecture {architectures[0]}; artd trains {known}", field="spec.model")
+        raise Invalid(f"{path} has architecture {architecture}; artd trains {known}", field="spec.model")
     if not list(path.glob("*.safetensors")):
         raise Invalid(f"{path} holds no *.safetensors; convert the checkpoint to safetensors first", field="spec.model")
     return config

@@ -172,7 +172,7 @@ class Dispatch:
         if known is not None:
             return known
         started = time.monotonic()
-        folder = Path(message.dir)
+        folder, relative = Path(message.dir), ""
         expected = self._data.staging(message.job, message.fence)
         try:
             if folder != expected:
@@ -192,12 +192,20 @@ class Dispatch:
             reference = await self._store.write(write)
         except BadResult as error:
             await self._end(message.job, message.fence, "permanent", str(error))
+            await self._drop(relative)
             return w.Ack(job=message.job, fence=message.fence)
         except Stale as error:
             log.info("job %d fence %d: %s", message.job, message.fence, error)
             await self._end(message.job, message.fence, "interrupted", str(error))
+            await self._drop(relative)
             return w.Fenced(job=message.job, fence=message.fence)
         return w.Committed(job=message.job, fence=message.fence, checkpoint=reference)
+
+    async def _drop(self, published: str) -> None:
+        """Remove a result that was published but not committed; its name carries (job, fence), so it is nobody
+        else's."""
+        if published:
+            await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / published)
 
     def _already(self, c: sqlite3.Connection, message: w.Staged) -> w.Committed | w.Fenced | None:
         """What to answer a report that is not of the running (job, fence); None when it is."""
@@ -223,7 +231,7 @@ class Dispatch:
 
     async def died(self, spawn: int, ordered: bool, error: str) -> None:
         """The trainer's process is proven dead: whatever it had goes back."""
-        claim, self._claim = self._claim, None
+        claim = self._claim if self._claim is not None and self._claim.spawn <= spawn else None
 
         def write(c: sqlite3.Connection) -> None:
             rows = c.execute("SELECT id, fence FROM job WHERE state = 'running' AND spawn <= ?", (spawn,)).fetchall()
@@ -232,6 +240,7 @@ class Dispatch:
 
         await self._store.write(write)
         if claim is not None:
+            self._release(claim.run.job, claim.run.fence)
             staging = self._data.staging(claim.run.job, claim.run.fence)
             await anyio.to_thread.run_sync(fs.remove_tree, staging)
 

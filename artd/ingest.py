@@ -82,7 +82,7 @@ class Ingest:
         run = self._runs.get(op.run)
         if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline:
             return None
-        parcel = self._check(op, run, bulk[0], None)
+        parcel = self._check(op, run, bulk[0])
         return self._store.submit(lambda c: self._insert(c, parcel))
 
     async def submit(self, op: api.Submit, bulk: list[bytes]) -> api.Submitted:
@@ -94,13 +94,13 @@ class Ingest:
             return await self._store.write(lambda c: self._insert_by_reference(c, op, run))
         if len(bulk) != 1:
             raise Invalid(f"by value a submit has one bulk frame, msgpack list[Turn]; got {len(bulk)}", field="turns")
-        blob = None
-        if len(bulk[0]) > self._max_inline:
+        parcel = self._check(op, run, bulk[0])
+        if parcel.size > self._max_inline:
             blob = await anyio.to_thread.run_sync(self._blobs.put, bulk[0])
-        parcel = self._check(op, run, bulk[0], blob)
+            parcel = parcel._replace(body=None, blob=blob)
         return await self._store.write(lambda c: self._insert(c, parcel))
 
-    def _check(self, op: api.Submit, run: RunFacts, body: bytes, blob: str | None) -> Parcel:
+    def _check(self, op: api.Submit, run: RunFacts, body: bytes) -> Parcel:
         _check_header(op)
         try:
             turns = _turns.decode(body)
@@ -113,9 +113,7 @@ class Ingest:
             raise Invalid("no turn has a sampled token", field="turns")
         sha = digest(body)
         content = digest(to_json([op.group, op.reward, op.split, sha, op.metrics, op.metadata]))
-        return Parcel(
-            op, run, op.key or sha, content, sha, None if blob else body, blob, len(body), tokens, epoch_range(turns)
-        )
+        return Parcel(op, run, op.key or sha, content, sha, body, None, len(body), tokens, epoch_range(turns))
 
     def _insert_by_reference(self, c: sqlite3.Connection, op: api.Submit, run: RunFacts) -> api.Submitted:
         key = op.key or digest(to_json(op.refs))
@@ -144,6 +142,8 @@ class Ingest:
 
     def _exchange(self, c: sqlite3.Connection, run: RunFacts, op: api.Submit, index: int) -> sqlite3.Row:
         ref = op.refs[index]
+        if ref in op.refs[:index]:
+            raise Conflict(f"refs[{index}]: the same response and choice is listed twice", field=f"refs[{index}]")
         row: sqlite3.Row | None = c.execute(
             "SELECT id, turn, split, trajectory_id FROM exchange WHERE run_id = ? AND response_id = ? AND choice = ?",
             (run.id, ref.response_id, ref.choice),

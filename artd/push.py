@@ -53,6 +53,7 @@ class Pusher:
         self._data = data
         self._kill = kill
         self._sending: Sending | None = None
+        self._unknown: int | None = None  # spawn of an engine whose push ended badly: it gets nothing more
         self._held = anyio.Event()
 
     async def run(self) -> None:
@@ -109,6 +110,8 @@ class Pusher:
         if plan.create is not None and not self._gave_up(c, run, plan.create):
             prepare_push(c, now, run["id"], plan.create, spec.rollout_weights_mode)
         if plan.send is None or engine is None or newest is None or engine.spawn != self._wire.spawn(ENGINE):
+            return None
+        if engine.spawn == self._unknown:
             return None
         fence = int(get_meta(c, "push_fence", "0")) + 1
         set_meta(c, "push_fence", str(fence))
@@ -189,6 +192,7 @@ class Pusher:
     async def failed(self, message: w.PushFailed) -> None:
         """The harness ends its engine after this; the push waits for the next process."""
         log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
+        self._unknown = self._wire.spawn(ENGINE)
         await self._store.write(
             lambda c: self._put_back(c, message.push, message.fence, f"{message.phase}: {message.error}")
         )
@@ -221,7 +225,7 @@ class Pusher:
             put_back(c, self._store.clock.now_ms(), row, error, MAX_ATTEMPTS)
 
     def _end(self, push: int, fence: int) -> None:
-        if self._sending is not None and self._sending.message.push == push:
+        if self._sending is not None and (self._sending.message.push, self._sending.message.fence) == (push, fence):
             if self._sending.message.source == "live":
                 self._wire.send(TRAINER, w.PushEnd(push=push, fence=fence))
             self._sending = None

@@ -65,7 +65,7 @@ def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: Run
         engine=row["name"],
         socket=row["address"],
         mode=spec.rollout_weights_mode,
-        base_model=run["name"],
+        base_model=run["name"] if spec.rollout_weights_mode == "merged" else f"{run['name']}@base",
         max_model_len=spec.engine.max_model_len,
         served=tuple(w.Served(name=s["name"], run=run["name"], step=s["step"], epoch=s["epoch"]) for s in served),
         hold=sending.fetchone() is not None,

@@ -38,7 +38,7 @@ class Runs:
         """Create a run or attach to it. Errors: Invalid, NotFound, Conflict."""
         known = await self._store.read("SELECT spec FROM run WHERE name = ?", (op.name,))
         if known:
-            _check_same(op, msgspec.json.decode(known[0]["spec"], type=RunSpec))
+            _check_same(op.name, msgspec.json.decode(known[0]["spec"], type=RunSpec), op.spec)
             return await self.info(op.name, created=False)
         if op.spec is None:
             raise NotFound(f"there is no run {op.name!r}; give a model to create it", field="name")
@@ -50,8 +50,8 @@ class Runs:
         self._require_runtimes()
         base = await anyio.to_thread.run_sync(pin, op.spec.model)
         spec = op.spec
-        await self._store.write(lambda c: _insert(c, self._store.clock.now_ms(), op.name, spec, base))
-        return await self.info(op.name, created=True)
+        created = await self._store.write(lambda c: _insert(c, self._store.clock.now_ms(), op.name, spec, base))
+        return await self.info(op.name, created)
 
     async def info(self, name: str, created: bool) -> api.RunInfo:
         def read(c: sqlite3.Connection) -> api.RunInfo:
@@ -102,16 +102,19 @@ class Runs:
                 await changed.wait()
 
 
-def _check_same(op: api.CreateRun, stored: RunSpec) -> None:
-    if op.spec is None:
-        return
-    if field := first_difference(stored, op.spec):
+def _check_same(name: str, stored: RunSpec, asked: RunSpec | None) -> None:
+    if asked is not None and (field := first_difference(stored, asked)):
         raise Conflict(
-            f"run {op.name!r} exists with another spec: `{field}` differs; use another name, or that value", field=field
+            f"run {name!r} exists with another spec: `{field}` differs; use another name, or that value", field=field
         )
 
 
-def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: BaseModel) -> None:
+def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: BaseModel) -> bool:
+    """Whether the run is new; False when another client made the same one meanwhile."""
+    known = c.execute("SELECT spec FROM run WHERE name = ?", (name,)).fetchone()
+    if known is not None:
+        _check_same(name, msgspec.json.decode(known["spec"], type=RunSpec), spec)
+        return False
     other = c.execute("SELECT name FROM run WHERE state <> 'finished'").fetchone()
     if other is not None:
         raise Conflict(
@@ -128,6 +131,7 @@ def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: Bas
         (cursor.lastrowid, now),
     )
     emit(c, now, name, "run.created", name, model=spec.model, mode=spec.rollout_weights_mode)
+    return True
 
 
 def set_run_state(c: sqlite3.Connection, now: int, run_id: int, target: str, reason: str) -> None:

@@ -51,7 +51,7 @@ def chosen(words: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     words = arguments(argv)
     args = parser(chosen(words)).parse_args(words)
-    return guarded(lambda: int(args.run(args)))
+    return guarded(lambda: int(args.run(args)), getattr(args, "data_dir", None))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def _version(_args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments(argv))
-    return guarded(lambda: int(args.run(args)))
+    return guarded(lambda: int(args.run(args)), getattr(args, "data_dir", None))
 
 
 if __name__ == "__main__":

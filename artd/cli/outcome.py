@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
@@ -64,14 +65,16 @@ def shared() -> argparse.ArgumentParser:
     return parent
 
 
-def guarded(call: Callable[[], int]) -> int:
-    """Run a verb; turn its errors into an exit code and a message on stderr."""
+def guarded(call: Callable[[], int], data_dir: str | None = None) -> int:
+    """Run a verb; turn its errors into an exit code and a message on stderr. data_dir: as given on the command line;
+    the commands that are proposed name it again."""
     try:
         code = call()
         sys.stdout.flush()
         return code
     except CliError as error:
-        complain(str(error), error.next)
+        forgets = data_dir and error.next.startswith(("artctl ", "artd ")) and "--data-dir" not in error.next
+        complain(str(error), f"{error.next} --data-dir {shlex.quote(str(data_dir))}" if forgets else error.next)
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED

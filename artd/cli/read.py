@@ -83,16 +83,26 @@ class Database:
                 NOT_RUNNING, f"there is no database {path}: no daemon has run on {data} yet", start_command(data)
             )
         uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
+        self._path = path
         try:
-            self._connection = _opened(uri)
-        except sqlite3.OperationalError as error:
-            # WAL needs its -shm file; where it is absent and cannot be made, nobody writes: read the file as it is.
-            if Path(f"{path}-wal").exists():
-                raise CliError(FAILED, f"{path} cannot be read: {error}", "run artctl as the daemon's user") from None
-            self._connection = _opened(uri + "&immutable=1")
+            try:
+                self._connection = _opened(uri)
+            except sqlite3.OperationalError:
+                # WAL needs its -shm file; where that can neither be opened nor made, and there is no WAL, nobody writes.
+                if Path(f"{path}-wal").exists():
+                    raise
+                self._connection = _opened(uri + "&immutable=1")
+        except sqlite3.DatabaseError as error:
+            raise CliError(FAILED, f"{path} cannot be read: {error}", "run artctl as the daemon's user") from None
 
     def rows(self, sql: str, /, **parameters: object) -> list[Row]:
-        return [_decoded(row) for row in self._connection.execute(sql, parameters)]
+        """Raises CliError(FAILED) when the file was made by another version."""
+        try:
+            return [_decoded(row) for row in self._connection.execute(sql, parameters)]
+        except sqlite3.DatabaseError as error:
+            raise CliError(
+                FAILED, f"{self._path} cannot be read by this artctl: {error}", "use the artd that made it"
+            ) from None
 
     def run_names(self) -> list[str]:
         return [name for (name,) in self._connection.execute("SELECT name FROM run ORDER BY id")]
@@ -109,7 +119,7 @@ class Database:
 
 
 def _opened(uri: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(uri, uri=True, timeout=5.0)
+    connection = sqlite3.connect(uri, uri=True, timeout=1.0)
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA query_only = 1")
     connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()

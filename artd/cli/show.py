@@ -111,11 +111,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     texts = [["" if cell is None else str(cell) for cell in row] for row in body]
     widths = [max(len(name), *(len(row[i]) for row in texts)) for i, name in enumerate(columns)]
     numeric = [all(isinstance(row[i], int | float | None) for row in body) for i in range(len(columns))]
-    print(
-        paint(
-            "  ".join(n.rjust(w) if r else n.ljust(w) for n, w, r in zip(columns, widths, numeric, strict=True)), "dim"
-        )
-    )
+    heads = [n.rjust(w) if r else n.ljust(w) for n, w, r in zip(columns, widths, numeric, strict=True)]
+    print(paint("  ".join(heads).rstrip(), "dim"))
     for row in texts:
         cells = []
         for name, text, width, right in zip(columns, row, widths, numeric, strict=True):

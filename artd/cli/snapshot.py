@@ -121,7 +121,11 @@ def _problems(shot: Snapshot) -> list[Problem]:
             )
         elif worker["state"] == "stopped" and worker["error"].strip() and shot.run and shot.run["state"] == "active":
             what, _, then = worker["error"].partition("Next: ")
-            found.append(Problem(f"{worker['name']} cannot start: {what.strip()}", then or f"artctl logs {worker['name']}{where}"))
+            found.append(
+                Problem(
+                    f"{worker['name']} cannot start: {what.strip()}", then or f"artctl logs {worker['name']}{where}"
+                )
+            )
     for job in shot.active:
         if job["state"] == "quarantined":
             why = f": {job['error'].splitlines()[0]}" if job["error"].strip() else ""

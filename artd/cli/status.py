@@ -102,12 +102,12 @@ def _workers(shot: Snapshot) -> Iterator[str]:
     for worker in shot.workers:
         state, name = worker["state"], worker["name"].ljust(width)
         if not shot.daemon.running:
-            tail = "still alive" if worker["alive"] else "gone"
-            yield f"{name}  was {state}, {tail}"
+            was = "stopped" if state == "stopped" else f"was {state}, gone"
+            yield f"{name}  was {state}, still alive (pid {worker['pid']})" if worker["alive"] else f"{name}  {was}"
             continue
         parts = [
             f"{name}  {show.state(state, 8)}",
-            f"since {show.ago(worker['since'])}",
+            f"for {show.span(show.now_ms() - worker['since'])}",
             f"restarts {worker['restarts']}",
         ]
         if worker["serving"]:

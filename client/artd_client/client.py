@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -96,7 +96,7 @@ class Client:
 
     # ---- looking ------------------------------------------------------------------------------------------------------------
 
-    async def list(
+    async def rows(
         self, what: Table, *, run: str = "", states: Sequence[str] = (), after: int = 0, limit: int = 100
     ) -> list[Row]:
         """Rows of a table, newest first: dictionaries as `artctl … --json` shows them. states: () = all."""
@@ -106,15 +106,15 @@ class Client:
         return (await self._open.ask(op, api.Rows)).rows
 
     async def runs(self) -> list[Row]:
-        return await self.list("runs")
+        return await self.rows("runs")
 
     async def jobs(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self.list("jobs", states=states, limit=limit)
+        return await self.rows("jobs", states=states, limit=limit)
 
     async def workers(self) -> list[Row]:
-        return await self.list("workers")
+        return await self.rows("workers")
 
-    async def events(self, run: str | None = None, after: int = 0) -> AsyncIterator[Row]:
+    async def events(self, run: str | None = None, after: int = 0) -> AsyncGenerator[Row, None]:
         """Events with id > after, oldest first, then new ones as they happen, for ever. run: None = of all runs."""
         while True:
             op = api.Events(after=after, run=run or "", timeout_s=POLL_S)

@@ -24,7 +24,17 @@ from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
 
 from . import locate
-from .errors import ArtdError, Closed, DaemonNotRunning, Disconnected, TimedOut, TooLarge, WrongProtocol, from_answer
+from .errors import (
+    ArtdError,
+    Closed,
+    DaemonNotRunning,
+    Disconnected,
+    Failed,
+    TimedOut,
+    TooLarge,
+    WrongProtocol,
+    from_answer,
+)
 from .link import Link
 
 log = logging.getLogger(__name__)
@@ -89,7 +99,7 @@ class Connection:
             return
         self._end = Closed("this client is closed")
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await asyncio.gather(self._task, return_exceptions=True)
         if self._ticker is not None:
             self._ticker.cancel()
         if not self._first.done():
@@ -97,14 +107,25 @@ class Connection:
         self._fail_all(self._end)
         self._context.destroy(0)
 
-    async def ask(self, op: api.Op, kind: type[A], bulk: Sequence[bytes] = (), timeout: float | None = None) -> A:
+    async def ask(
+        self,
+        op: api.Op,
+        kind: type[A],
+        bulk: Sequence[bytes] = (),
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> A:
         """The answer to `op`, which must be of this kind. Raises ArtdError."""
         answer = await self.call(op, bulk, timeout)
         if not isinstance(answer, kind):
             raise WrongProtocol(f"{type(op).__name__} was answered by {type(answer).__name__}, not by {kind.__name__}")
         return answer
 
-    async def call(self, op: api.Op, bulk: Sequence[bytes] = (), timeout: float | None = None) -> api.Answer:
+    async def call(
+        self,
+        op: api.Op,
+        bulk: Sequence[bytes] = (),
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> api.Answer:
         """The answer to `op` within `timeout` seconds. Raises ArtdError. Cancelling it is safe at any moment."""
         if self._end is not None:
             raise self._end
@@ -130,51 +151,67 @@ class Connection:
 
     async def _keep(self) -> None:
         pause = BACKOFF_S[0]
-        while True:
-            try:
-                await self._session()
-                pause = BACKOFF_S[0]
-            except DaemonNotRunning as error:
-                self._why = error
-                if not self._first.done() and not isinstance(error, locate.Starting):
-                    self._first.set_exception(error)
-            except WrongProtocol as error:
-                self._end = error
-                self._fail_all(error)
-                if not self._first.done():
-                    self._first.set_exception(error)
-                return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, BACKOFF_S[1])
+        try:
+            while True:
+                try:
+                    if await self._session():
+                        pause = BACKOFF_S[0]
+                except DaemonNotRunning as error:
+                    self._why = error
+                    if not self._first.done() and not isinstance(error, locate.Starting):
+                        self._first.set_exception(error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, BACKOFF_S[1])
+        except Exception as error:
+            self._break(error if isinstance(error, ArtdError) else Failed(f"the connection broke: {error!r}"))
 
-    async def _session(self) -> None:
-        """From connect to disconnect. Raises DaemonNotRunning, or WrongProtocol on the daemon's refusal."""
+    def _break(self, error: ArtdError) -> None:
+        """No connection from here on: every call ends with this error."""
+        self._end = error
+        self._fail_all(error)
+        if not self._first.done():
+            self._first.set_exception(error)
+
+    async def _session(self) -> bool:
+        """From connect to disconnect; whether the daemon welcomed us. Raises DaemonNotRunning, or WrongProtocol on the daemon's refusal."""
         endpoint = locate.endpoint(self.data)
         self._gone.clear()
         self._refusal: ArtdError | None = None
         self._link = link = Link(self._context, endpoint, self._take, self._gone.set)
+        silent = self._loop.call_later(HELLO_S, self._unanswered)
         try:
             self._heard = self._pinged = self._loop.time()
             self._hello()
-            silent = self._loop.call_later(HELLO_S, lambda: self._ready or self._gone.set())
             await self._gone.wait()
-            silent.cancel()
         finally:
-            self._ready = False
+            silent.cancel()
+            welcomed, self._ready = self._ready, False
             self._link = None
             link.close()
         if self._refusal is not None:
             raise self._refusal
-        self._why = DaemonNotRunning(f"the daemon on {self.data} does not answer", locate.start_command(self.data))
+        self._why = locate.not_running(self.data, "no daemon answers")
         for entry in list(self._calls.values()):
             if entry.sent and isinstance(entry.op, ONCE):
                 self._lost(entry)
+        return welcomed
 
     def _hello(self) -> None:
-        assert self._link is not None
         self._greeting = next(self._numbers)
         hello = api.Hello(protocol=PROTOCOL, client=f"python-{os.getpid()}")
-        self._link.send(self._codec.encode(api.Request(id=self._greeting, op=hello)))
+        self._put(self._codec.encode(api.Request(id=self._greeting, op=hello)))
+
+    def _unanswered(self) -> None:
+        if not self._ready:
+            self._gone.set()
+
+    def _put(self, frames: Sequence[bytes]) -> None:
+        assert self._link is not None
+        try:
+            self._link.send(frames)
+        except zmq.ZMQError as error:
+            log.warning("sending failed, connecting anew: %s", error)
+            self._gone.set()
 
     def _take(self, frames: list[bytes]) -> None:
         try:
@@ -216,16 +253,13 @@ class Connection:
     # ---- calls ------------------------------------------------------------------------------------------------------------
 
     def _transmit(self, entry: _Call) -> None:
-        assert self._link is not None
         try:
             self._check_size(entry.frames)  # another daemon may have another limit
-            entry.sent = True
-            self._link.send(entry.frames)
         except TooLarge as error:
             _fail(entry, error)
-        except zmq.ZMQError as error:
-            log.warning("sending failed, connecting anew: %s", error)
-            self._gone.set()
+            return
+        entry.sent = True
+        self._put(entry.frames)
 
     def _check_size(self, frames: Sequence[bytes]) -> None:
         size = sum(map(len, frames))

@@ -52,7 +52,7 @@ class Link:
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue one message. Raises zmq.ZMQError when the socket cannot take it."""
         self._socket.send_multipart(frames, zmq.NOBLOCK)
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -67,7 +67,7 @@ class Link:
         self._loop.call_soon(self._drain)
 
     def _look(self) -> None:
-        if not self._closed and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not self._closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._drain()  # what came before the end
             if not self._closed:
                 self.close()

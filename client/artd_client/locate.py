@@ -22,13 +22,20 @@ def start_command(data: Path) -> str:
     return "artd start" if data == paths.data_dir() else f"artd start --data-dir {shlex.quote(str(data))}"
 
 
+def not_running(data: Path, what: str) -> DaemonNotRunning:
+    """what: such as `no daemon runs`."""
+    command = start_command(data)
+    return DaemonNotRunning(f"{what} on {data}; start it with `{command}`", command)
+
+
 def endpoint(data: Path) -> str:
     """ZeroMQ endpoint of the daemon on `data`. Raises DaemonNotRunning, or Starting when waiting may help."""
     told = paths.read_daemon_file(data)
     if told is None or not told.alive():
-        raise DaemonNotRunning(f"no daemon runs on {data}", start_command(data))
+        raise not_running(data, "no daemon runs")
     if not told.socket:
         raise Starting(
-            f"the daemon on {data} (pid {told.pid}) is {told.state} and does not listen yet", "artctl status"
+            f"the daemon on {data} (pid {told.pid}) is {told.state} and does not listen yet; see `artctl status`",
+            start_command(data),
         )
     return told.socket

@@ -7,7 +7,7 @@ it is sent, so that the connection may repeat it; equal samples of one group cou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -156,7 +156,7 @@ class Run:
         """Seal every open group and train on what there is, even on fewer groups than groups_per_step."""
         await self._connection.ask(api.Flush(run=self.name), api.Done)
 
-    async def wait(self, step: int, timeout: float | None = None) -> api.StepInfo:
+    async def wait(self, step: int, timeout: float | None = None) -> api.StepInfo:  # noqa: ASYNC109
         """Wait until `step` is committed and served. timeout: seconds, None = as long as it takes.
 
         Raises Stalled when it cannot come without more groups, TimedOut (naming what the run was doing), Failed when the
@@ -182,24 +182,24 @@ class Run:
     # ---- looking and steering -----------------------------------------------------------------------------------------------
 
     async def trajectories(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.list("trajectories", run=self.name, states=states, limit=limit)
+        return await self._client.rows("trajectories", run=self.name, states=states, limit=limit)
 
     async def groups(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.list("groups", run=self.name, states=states, limit=limit)
+        return await self._client.rows("groups", run=self.name, states=states, limit=limit)
 
     async def batches(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.list("batches", run=self.name, states=states, limit=limit)
+        return await self._client.rows("batches", run=self.name, states=states, limit=limit)
 
     async def jobs(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.list("jobs", run=self.name, states=states, limit=limit)
+        return await self._client.rows("jobs", run=self.name, states=states, limit=limit)
 
     async def checkpoints(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.list("checkpoints", run=self.name, states=states, limit=limit)
+        return await self._client.rows("checkpoints", run=self.name, states=states, limit=limit)
 
     async def pushes(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.list("pushes", run=self.name, states=states, limit=limit)
+        return await self._client.rows("pushes", run=self.name, states=states, limit=limit)
 
-    def events(self, after: int = 0) -> AsyncIterator[Row]:
+    def events(self, after: int = 0) -> AsyncGenerator[Row, None]:
         """Events of this run with id > after, for ever."""
         return self._client.events(run=self.name, after=after)
 

@@ -95,10 +95,10 @@ class SyncClient:
     ) -> SyncRun:
         return SyncRun(self, self._call(self._client.run(name, model, spec=spec, **fields)))
 
-    def list(
+    def rows(
         self, what: Table, *, run: str = "", states: Sequence[str] = (), after: int = 0, limit: int = 100
     ) -> list[Row]:
-        return self._call(self._client.list(what, run=run, states=states, after=after, limit=limit))
+        return self._call(self._client.rows(what, run=run, states=states, after=after, limit=limit))
 
     def runs(self) -> list[Row]:
         return self._call(self._client.runs())
@@ -111,8 +111,19 @@ class SyncClient:
 
     def events(self, run: str | None = None, after: int = 0) -> Iterator[Row]:
         source = self._client.events(run, after)
-        while True:
-            yield self._call(anext(source))  # type: ignore[arg-type]
+
+        async def following() -> Row:
+            return await anext(source)
+
+        async def end() -> None:
+            await source.aclose()
+
+        try:
+            while True:
+                yield self._call(following())
+        finally:
+            if self._running is not None:
+                self._call(end())
 
     def cancel(self, job: int) -> None:
         self._call(self._client.cancel(job))
@@ -171,8 +182,14 @@ class SyncRun:
         return self._run.api_key
 
     def openai(self, **options: Any) -> OpenAI:
-        """An OpenAI client bound to the gateway; options go to its constructor."""
-        return sync_openai(self.base_url, self.api_key, options)
+        """An OpenAI client bound to the gateway; options go to its constructor. It is closed with the client."""
+        made = sync_openai(self.base_url, self.api_key, options)
+
+        async def close() -> None:
+            made.close()
+
+        self._client._client.closing(close)
+        return made
 
     def refresh(self) -> SyncRun:
         self._client._call(self._run.refresh())

@@ -38,6 +38,7 @@ class Bench:
     script: dict[str, Any] = field(default_factory=dict)
     fences: int = 0
     python: str = ""
+    folder: str = "e"
 
     @property
     def shm(self) -> Path:
@@ -55,7 +56,7 @@ class Bench:
         self.config = w.EngineConfig(
             run="toy",
             spec=spec,
-            dir=str(self.root / "e"),
+            dir=str(self.root / self.folder),
             log=str(self.root / "engine.log"),
             python=self.python or str(python),
         )

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import zmq
 
@@ -17,7 +17,6 @@ from artd_schema.codec import Codec
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTANCE, SPAWN = "test-instance", 7
-T = TypeVar("T")
 
 
 class FakeDaemon:
@@ -51,7 +50,7 @@ class FakeDaemon:
     def send(self, message: w.ToWorker) -> None:
         self._socket.send_multipart([self._peer, *self._codec.encode(message)])
 
-    def expect(self, kind: type[T], timeout_s: float = 20.0, where: Callable[[T], bool] = lambda _: True) -> T:
+    def expect(self, kind: Any, timeout_s: float = 20.0, where: Callable[[Any], bool] = lambda _: True) -> Any:
         """The next message of this kind (older ones of other kinds are kept in `received`)."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:

@@ -1,14 +1,14 @@
-"""Make a committed checkpoint folder for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT --mode merged|lora --seed N`.
+"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora:SEED:STEP ...`.
 
 Stands in for the trainer in the engine's tests: random adapter, weight table, canary scored with Hugging Face.
-Prints {"sha": manifest sha256} as JSON. Environment: PYTHONPATH with workers/ and schema/.
+Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -57,36 +57,37 @@ def canary(base: Path, merged: dict[str, Tensor]) -> Canary:
     return Canary(prompts=rows, logprobs=tuple(logprobs), max_abs=1e-5, mean_abs=2e-6)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("base", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--mode", choices=("merged", "lora"), required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--step", type=int, default=0)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True)
-    base = BaseWeights(args.base)
-    lora = adapter(base, args.seed)
+def write(base_folder: Path, out: Path, mode: str, seed: int, step: int) -> str:
+    """Write one checkpoint folder; returns the sha256 of its manifest."""
+    out.mkdir(parents=True)
+    base = BaseWeights(base_folder)
+    lora = adapter(base, seed)
     merged = dict(merged_tensors(base, lora, ALPHA / RANK, torch.float32))
-    save_file(lora, args.out / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(lora, out / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
-                "bias": "none", "target_modules": list(TARGETS), "base_model_name_or_path": str(args.base)}  # fmt: skip
-    (args.out / "adapter_config.json").write_text(json.dumps(settings))
-    served = merged if args.mode == "merged" else lora
-    table = WeightTable(mode=args.mode, tensors=tuple(entry(name, tensor) for name, tensor in served.items()))
-    (args.out / "weights.json").write_bytes(to_json(table))
+                "bias": "none", "target_modules": list(TARGETS), "base_model_name_or_path": str(base_folder)}  # fmt: skip
+    (out / "adapter_config.json").write_text(json.dumps(settings))
+    served = merged if mode == "merged" else lora
+    table = WeightTable(mode=mode, tensors=tuple(entry(name, tensor) for name, tensor in served.items()))
+    (out / "weights.json").write_bytes(to_json(table))
     files = tuple(
         FileEntry(path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
-        for path in sorted(args.out.iterdir())
+        for path in sorted(out.iterdir())
     )
     manifest = CheckpointManifest(
-        run="toy", step=args.step, epoch=args.step, lineage=0, parent="", batch="", base_digest="", spec_digest="",
-        instance="test", job=1, fence=1, files=files, canary=canary(args.base, merged),
+        run="toy", step=step, epoch=step, lineage=0, parent="", batch="", base_digest="", spec_digest="",
+        instance="test", job=1, fence=1, files=files, canary=canary(base_folder, merged),
     )  # fmt: skip
     raw = to_json(manifest)
-    (args.out / "manifest.json").write_bytes(raw)
-    print(json.dumps({"sha": hashlib.sha256(raw).hexdigest()}))
+    (out / "manifest.json").write_bytes(raw)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def main() -> None:
+    base, *wanted = sys.argv[1:]
+    for item in wanted:
+        out, mode, seed, step = item.split(":")
+        print(write(Path(base), Path(out), mode, int(seed), int(step)))
 
 
 if __name__ == "__main__":

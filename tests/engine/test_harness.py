@@ -221,7 +221,7 @@ STARTS = {
 @pytest.mark.parametrize(("line", "said"), STARTS.items(), ids=["disk", "memory", "other"])
 def test_a_server_that_dies_at_start_is_explained(bench: Bench, line: str, said: str) -> None:
     bench.script = {"start": line}
-    Path(bench.root / "engine.log").write_text("MemoryError of an earlier spawn\n")
+    Path(bench.root / "engine.log").write_text("MemoryError: of an earlier spawn\n")
     with bench.start() as daemon:
         down = daemon.expect(w.Down)
         assert said in down.error
@@ -293,3 +293,17 @@ def test_unknown_engine_version_is_refused(bench: Bench) -> None:
     bench.script = {"version": "9.9.9"}
     with bench.start() as daemon:
         assert "9.9.9" in daemon.expect(w.Down).error
+
+
+def test_a_folder_too_long_for_sockets_is_refused(bench: Bench) -> None:
+    bench.folder = "e" * 60
+    with bench.start() as daemon:
+        down = daemon.expect(w.Down)
+    assert "shorter runtime folder" in down.error
+    assert not Path(bench.config.log).exists()
+
+
+def test_a_folder_that_others_can_enter_is_refused(bench: Bench) -> None:
+    (bench.root / "e").mkdir(mode=0o755)
+    with bench.start() as daemon:
+        assert "0700" in daemon.expect(w.Down).error

@@ -47,11 +47,11 @@ def test_wrong_bytes_fail_before_the_engine_resumes(bench: Bench) -> None:
     assert "/resume" not in bench.routes()
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "weights.json"])
-def test_a_damaged_checkpoint_is_not_pushed(bench: Bench, file: str) -> None:
+@pytest.mark.parametrize(("file", "old", "new"), [("manifest.json", b'"toy"', b'"tox"'), ("weights.json", b"[8]", b"[9]")])
+def test_a_damaged_checkpoint_is_not_pushed(bench: Bench, file: str, old: bytes, new: bytes) -> None:
     push = bench.push(0)
     path = Path(push.checkpoint.dir) / file
-    path.write_bytes(path.read_bytes().replace(b"0", b"1"))
+    path.write_bytes(path.read_bytes().replace(old, new))
     with bench.serve() as pusher, pytest.raises(PushError, match="committed") as failed:
         pusher.run(push)
     assert failed.value.phase == "fence"

@@ -124,6 +124,10 @@ class FakeEngine:
 
     def _rendered(self, prompt: str, body: Json, logprobs: int | None, request_id: str) -> Any:
         left = self.max_model_len - len(prompt)
+        if (body.get("max_tokens") or 0) > self.max_model_len:
+            return _error(400, f"max_tokens={body['max_tokens']} cannot be greater than max_model_len=...")
+        if left == 0:
+            return _error(400, "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)")
         if left < 0:
             return _error(400, f"This model's maximum context length is {self.max_model_len} tokens. However, ...")
         params = {"n": body.get("n", 1), "temperature": body.get("temperature", 1.0), "top_p": body.get("top_p", 1.0),

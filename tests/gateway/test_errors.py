@@ -74,6 +74,7 @@ async def test_unknown_paths_and_methods(rig: Rig) -> None:
 async def test_a_prompt_over_the_context_length_is_a_400(rig: Rig, engine: FakeEngine) -> None:
     assert "context length" in error(await rig.complete(prompt="x" * 101), 400, "context_length_exceeded")
     assert "context length" in error(await rig.complete(prompt="x" * 100), 400, "context_length_exceeded")
+    assert "context length" in error(await rig.complete(max_tokens=101), 400, "context_length_exceeded")
     assert engine.bodies("/generate") == []
     assert (await rig.complete(prompt="x" * 99)).status_code == 200
 
@@ -198,3 +199,13 @@ async def test_a_request_aborted_after_its_first_token_is_a_503(rig: Rig, engine
     assert response.headers["retry-after"]
     assert rig.daemon.ledger == []
     assert (await in_flight(rig)) == 0
+
+
+async def test_a_prompt_that_an_engine_with_more_room_rendered_is_measured_by_the_route(rig: Rig) -> None:
+    engine = await rig.engine(max_model_len=200)
+    narrow = merged(engine, 3, 4)
+    await rig.daemon.route(w.EngineRoute(engine="e0", socket=engine.socket, mode="merged", base_model="tiny",
+                                         max_model_len=100, served=narrow.served))  # fmt: skip
+    message = error(await rig.complete(prompt="x" * 100), 400, "context_length_exceeded")
+    assert "100 tokens" in message
+    assert "context length is 100" in message

@@ -37,7 +37,7 @@ async def test_an_exchange_holds_what_was_generated(rig: Rig, engine: FakeEngine
 
 
 async def test_effective_sampling_fills_in_what_the_client_left_out(rig: Rig, engine: FakeEngine) -> None:
-    await rig.chat(top_p=0.9, top_k=-1, max_tokens=1000)
+    await rig.chat(top_p=0.9, top_k=-1, max_tokens=95)
     _, (turn,) = rig.daemon.ledger[0]
     assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.top_k) == (1.0, 0.9, 0)
     assert turn.sampling.max_tokens == 100 - len("<user>Capital?<assistant>")
@@ -187,11 +187,18 @@ async def test_in_lora_mode_the_epoch_is_the_adapters(rig: Rig) -> None:
     await rig.daemon.route(lora(engine, (1, 2), (2, 5)))
     body = (await rig.chat(model="pol@1")).json()
     assert body["model"] == "pol@1"
-    assert {call["model"] for _, call in engine.calls} == {"pol@1"}
+    assert engine.bodies("/generate")[0]["model"] == "pol@1"
     assert rig.daemon.ledger[0][1][0].policy_epoch == ((0, 2),)
     assert (await rig.chat()).json()["model"] == "pol@2"
     assert rig.daemon.ledger[1][1][0].policy_epoch == ((0, 5),)
     assert engine.bodies("/generate")[0]["cache_salt"] is None
+
+
+async def test_an_adapter_may_be_unloaded_once_its_tokens_are_out(rig: Rig) -> None:
+    engine = await rig.engine()
+    await rig.daemon.route(lora(engine, (1, 2)))
+    engine.edit = lambda reply: engine.models.discard("pol@1")
+    assert (await rig.chat()).json()["model"] == "pol@1"
 
 
 # ---- replies that do not fit together ---------------------------------------------------------------------------------

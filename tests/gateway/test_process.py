@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -74,6 +75,50 @@ class Router:
         return log
 
 
+ASK = """
+import httpx, json, sys
+url, body = sys.argv[1:]
+headers = {"authorization": "Bearer key"}
+print(httpx.post(url + "/v1/completions", headers=headers, json=json.loads(body), trust_env=False, timeout=20).text)
+"""
+
+
+class Wired:
+    """A gateway process that serves pol@3 by an engine process, and clients of it; run `idle` serves nothing."""
+
+    def __init__(self, folder: str) -> None:
+        self.router = Router(folder)
+        socket_path = f"{folder}/e0"
+        command = [sys.executable, "-m", "tests.gateway.fake_engine", socket_path]
+        self._children = [subprocess.Popen(command, cwd=ROOT)]
+        self.router.greet()
+        self._url = self.router.until(w.Ready)[0].url
+        while not Path(socket_path).exists():
+            time.sleep(0.02)
+        self.router.send(w.Route(seq=1, runs=("pol", "idle"), engines=(merged(FakeEngine(socket_path), 3, 4),)))
+
+    def ask(self, model: str, **body: Any) -> subprocess.Popen[str]:
+        """A client process that prints the reply."""
+        content = json.dumps({"model": model, "prompt": "hi"} | body)
+        command = [sys.executable, "-c", ASK, self._url, content]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._children.append(child)
+        return child
+
+    def close(self) -> None:
+        self.router.close()
+        for child in self._children:
+            child.kill()
+            child.communicate()
+
+
+@pytest.fixture
+def rig(folder: str) -> Iterator[Wired]:
+    rig = Wired(folder)
+    yield rig
+    rig.close()
+
+
 @pytest.fixture
 def folder() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="gw") as name:
@@ -100,30 +145,14 @@ def test_it_says_hello_serves_and_ends_in_order(folder: str) -> None:
         router.close()
 
 
-def test_one_exchange_over_the_real_wire(folder: str) -> None:
-    engine = subprocess.Popen([sys.executable, "-m", "tests.gateway.fake_engine", f"{folder}/e0"], cwd=ROOT)
-    router = Router(folder)
-    try:
-        router.greet()
-        url = router.until(w.Ready)[0].url
-        while not Path(f"{folder}/e0").exists():
-            time.sleep(0.02)
-        router.send(w.Route(seq=1, runs=("pol",), engines=(merged(FakeEngine(f"{folder}/e0"), 3, 4),)))
-        program = (
-            "import httpx, sys; print(httpx.post(sys.argv[1] + '/v1/completions', headers={'authorization': 'Bearer key'},"
-            "json={'model': 'pol', 'prompt': 'hi', 'n': 2}, trust_env=False, timeout=20).text)"
-        )
-        client = subprocess.Popen([sys.executable, "-c", program, url], stdout=subprocess.PIPE, text=True)
-        exchange, bulk = router.until(w.Exchange)
-        turns = [msgspec.msgpack.decode(frame, type=Turn) for frame in bulk]
-        assert [turn.choice for turn in turns] == [0, 1]
-        assert client.poll() is None
-        router.send(w.ExchangeAck(response_id=exchange.response_id))
-        assert exchange.response_id in client.communicate(timeout=20)[0]
-    finally:
-        router.close()
-        engine.kill()
-        engine.wait()
+def test_one_exchange_over_the_real_wire(rig: Wired) -> None:
+    client = rig.ask("pol", n=2)
+    exchange, bulk = rig.router.until(w.Exchange)
+    turns = [msgspec.msgpack.decode(frame, type=Turn) for frame in bulk]
+    assert [turn.choice for turn in turns] == [0, 1]
+    assert client.poll() is None
+    rig.router.send(w.ExchangeAck(response_id=exchange.response_id))
+    assert exchange.response_id in client.communicate(timeout=20)[0]
 
 
 def test_a_port_in_use_is_named_and_ends_the_process(folder: str) -> None:
@@ -159,3 +188,23 @@ def test_a_broken_link_ends_the_gateway(folder: str) -> None:
         assert router.process.wait(10) == 1
     finally:
         assert "link to the daemon" in router.close()
+
+
+def test_exit_answers_what_waits_and_lets_what_runs_finish(rig: Wired) -> None:
+    waiting, running = rig.ask("idle"), rig.ask("pol")
+    exchange, _ = rig.router.until(w.Exchange)
+    time.sleep(1.0)
+    rig.router.send(w.Exit(grace_s=10.0))
+    assert "draining" in waiting.communicate(timeout=10)[0]
+    assert rig.router.process.poll() is None
+    rig.router.send(w.ExchangeAck(response_id=exchange.response_id))
+    assert exchange.response_id in running.communicate(timeout=10)[0]
+    assert rig.router.process.wait(10) == 0
+
+
+def test_exit_without_grace_does_not_wait_for_requests(rig: Wired) -> None:
+    client = rig.ask("pol")
+    rig.router.until(w.Exchange)
+    rig.router.send(w.Exit(grace_s=0.0))
+    assert rig.router.process.wait(5) is not None
+    assert "Paris" not in client.communicate(timeout=10)[0]

@@ -154,3 +154,14 @@ async def test_fifty_spawns_leak_no_descriptor(instance: str, tmp_path: Path) ->
     for _ in range(10):
         await asyncio.gather(*(cycle() for _ in range(5)))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_guardian_killed_session_is_searched(instance: str, tmp_path: Path) -> None:
+    """A descendant that dropped its environment carries no tag; its session still tells."""
+    program = "import os, time\nif os.fork() == 0: os.execve('/bin/sleep', ['sleep', '600'], {})\ntime.sleep(600)"
+    child = helpers.start(instance, program, tmp_path / "log")
+    await helpers.until_async(lambda: len(procfs.session_members(child.session)) == 3)
+    (bare,) = [stat for stat in procfs.session_members(child.session) if procfs.environment(stat.pid) == {}]
+    os.kill(child.pid, signal.SIGKILL)
+    await asyncio.wait_for(child.wait(), 2.0)
+    assert not procfs.alive(procfs.Identity(procfs.boot_id(), bare.pid, bare.ticks))

@@ -66,7 +66,9 @@ def test_transitions_of_the_design() -> None:
             follow("trainer", state, to)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("code", "number"), [(0, 0), (1, 0), (128, 0), (137, 9), (143, 15), (-9, 9), (255, 0), (130, 2)])
+@pytest.mark.parametrize(
+    ("code", "number"), [(0, 0), (1, 0), (128, 0), (137, 9), (143, 15), (-9, 9), (255, 0), (130, 2)]
+)
 def test_signal_of(code: int, number: int) -> None:
     assert signal_of(code) == number
 
@@ -78,8 +80,20 @@ def test_signal_of(code: int, number: int) -> None:
         (137, "", 0, "", "killed by SIGKILL"),
         (139, "", 1, "", "killed by SIGSEGV"),
         (1, "Traceback\nMemoryError", 0, "out of memory", "ended with exit status 1; out of memory"),
-        (1, "RuntimeError: ... (Cannot allocate memory)", 0, "out of memory", "ended with exit status 1; out of memory"),
-        (134, "terminate called after throwing an instance of 'std::bad_alloc'", 0, "out of memory", "killed by SIGABRT"),
+        (
+            1,
+            "RuntimeError: ... (Cannot allocate memory)",
+            0,
+            "out of memory",
+            "ended with exit status 1; out of memory",
+        ),
+        (
+            134,
+            "terminate called after throwing an instance of 'std::bad_alloc'",
+            0,
+            "out of memory",
+            "killed by SIGABRT",
+        ),
         (1, "torch.OutOfMemoryError: CUDA out of memory.", 0, "out of memory", "exit status 1; out of memory"),
         (1, "OSError: [Errno 28] No space left on device", 0, "disk full", "exit status 1; disk full"),
         (1, "SafetensorError: ENOSPC", 0, "disk full", "exit status 1; disk full"),

@@ -56,7 +56,9 @@ class FakeDaemon:
             "ARTD_BOOT": "b", "ARTD_BUILD": "x", "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         with (self.work / "trainer.log").open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "artd_workers.trainer"], env=environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "artd_workers.trainer"], env=environment, stdout=log, stderr=log
+            )
         hello = self.expect(w.Hello)
         assert hello.spawn == self._spawn and "megatron-core" in hello.versions
         config = w.TrainerConfig(run="r", spec=self.spec, base_digest="base")
@@ -146,7 +148,9 @@ class FakeDaemon:
         assert manifest.parent == (run.parent.sha if run.parent else "") and manifest.batch == run.batch_sha
         target = self.work / f"checkpoint-{run.step}-{run.job}"
         folder.rename(target)
-        return w.CheckpointRef(run="r", step=run.step, epoch=run.epoch, lineage=0, sha=report.manifest_sha, dir=str(target))
+        return w.CheckpointRef(
+            run="r", step=run.step, epoch=run.epoch, lineage=0, sha=report.manifest_sha, dir=str(target)
+        )
 
     def commit(self, step: int, parent: w.CheckpointRef | None, batch: WrittenBatch | None) -> w.CheckpointRef:
         """Order, publish, tell."""

@@ -15,7 +15,12 @@ import msgspec
 from .errors import ApiError, EngineFailure
 from .limits import Limits
 
-_NO_LENGTH_LEFT = "max_tokens must be at least 1, got 0"
+_OVERFLOW = {
+    "context length": "",
+    "max_tokens must be at least 1, got 0": "the prompt fills the model's whole context length: ",
+    "cannot be greater than max_model_len": "more output than the model's context length: ",
+}
+"""What vLLM says of a prompt or answer that does not fit -> what is put before it."""
 
 
 class EngineClient:
@@ -94,11 +99,9 @@ def _error(engine: str, path: str, response: httpx.Response) -> ApiError | Engin
         return EngineFailure(engine, f"{path} answered 403: {message} (was it started with --enable-scale-out?)")
     if status >= 500 or status == 401:
         return EngineFailure(engine, f"{path} answered {status}: {message}")
-    if "context length" in message:
-        return ApiError(400, "context_length_exceeded", message, param=param)
-    if _NO_LENGTH_LEFT in message:
-        what = f"the prompt fills the model's whole context length, no token is left to generate ({message})"
-        return ApiError(400, "context_length_exceeded", what, param=param)
+    for telling, lead in _OVERFLOW.items():
+        if telling in message:
+            return ApiError(400, "context_length_exceeded", lead + message, param=param)
     return ApiError(400, "invalid_request", message, param=param)
 
 

@@ -55,7 +55,7 @@ class Flow:
         upstream, requests = await self._render(job, place)
         while not self._table.enter(place):
             before, place = place, await self._table.place(job.body["model"])
-            if (place.engine.socket, place.upstream) != (before.engine.socket, before.upstream):
+            if place.engine.socket != before.engine.socket:
                 upstream, requests = await self._render(job, place)
         start = time.monotonic()
         try:
@@ -70,7 +70,8 @@ class Flow:
         return Generated(job, place, requests, replies, shown, seconds)
 
     async def _render(self, job: Job, place: Place) -> tuple[Json, list[Json]]:
-        upstream = job.kind.upstream_body(job.body, place.upstream)
+        # By the base model's name: an adapter may be unloaded as soon as its last token is out.
+        upstream = job.kind.upstream_body(job.body, place.engine.base_model)
         client = self._client(place)
         requests = job.kind.rendered(client.name, await client.post(job.kind.path + "/render", upstream))
         for request in requests:
@@ -90,6 +91,7 @@ class Flow:
         if place.engine.mode == "merged":
             salt = f"{place.served.epoch}:{salt or ''}"
         return request | {
+            "model": place.upstream,
             "request_id": f"{job.response_id}-{index}",
             "sampling_params": turns.OMITTED | params | {"logprobs": params.get("logprobs") or 0},
             "cache_salt": salt,
@@ -133,7 +135,8 @@ class Flow:
         try:
             shown = await client.post(job.kind.path + "/derender", job.kind.derender_body(upstream, views, prompts))
         except EngineFailure as failure:
-            raise EngineFailure(client.name, str(failure), retriable=False) from failure
+            failure.retriable = False
+            raise
         except ApiError as error:
             raise EngineFailure(client.name, f"refused to derender: {error.message}", retriable=False) from error
         wanted = sum(len(answer["choices"]) for answer in replies)

@@ -16,7 +16,7 @@ class Limits:
     body: bytes. max_message: bytes, all frames of one message to the daemon together.
     """
 
-    ready_s: float = 60.0
+    ready_s: float = 120.0
     hold_s: float = 300.0
     retry_s: float = 5.0
     label_s: float = 30.0

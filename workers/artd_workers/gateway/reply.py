@@ -19,7 +19,7 @@ def for_derender(reply: Json, params: Json, response_id: str, *, logprobs: bool)
     for choice in reply["choices"]:
         tokens = choice["token_ids"]
         seen = tokens[:-1] if _ends_in_stop_token(choice, params) and len(tokens) > 1 else tokens
-        choices.append(choice | {"token_ids": seen, "logprobs": choice["logprobs"] if logprobs else None})
+        choices.append(choice | {"token_ids": seen, "logprobs": choice.get("logprobs") if logprobs else None})
     return reply | {"request_id": response_id, "choices": choices}
 
 

@@ -28,7 +28,7 @@ class Place:
 
     @property
     def upstream(self) -> str:
-        """The model name that the engine itself knows: in merged mode its base model, whatever it holds now."""
+        """The model name that the engine generates by: in merged mode its base model, whatever it holds now."""
         return self.served.name if self.engine.mode == "lora" else self.engine.base_model
 
 

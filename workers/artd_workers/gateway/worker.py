@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
         self._listening()
 
     def end(self, grace_s: float) -> None:
-        self.config.timeout_graceful_shutdown = max(1, int(grace_s))
+        self.config.timeout_graceful_shutdown = int(grace_s)
         self.should_exit = True
 
 

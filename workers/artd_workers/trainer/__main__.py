@@ -33,6 +33,7 @@ def main() -> int:
         if welcome.trainer is None:
             print("trainer worker: Welcome carries no trainer configuration", file=sys.stderr)
             return 1
+        logging.getLogger("megatron").setLevel(logging.ERROR)
         # Megatron warns of each accelerator package that a CPU does not need.
         warnings.filterwarnings("ignore", module=r"megatron\..*")
         from .trainer import Trainer

@@ -8,7 +8,6 @@ base weights never require a gradient unless a test asks; no dropout, so a forwa
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +86,6 @@ def start_distributed() -> None:
     if dist.is_initialized():
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 

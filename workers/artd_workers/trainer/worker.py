@@ -1,8 +1,9 @@
 """The trainer as a worker: messages in, reports out.
 
 Purpose: `TrainerWorker` turns the daemon's messages into calls of `Trainer` and `Pusher`. Owner of: the queue of jobs, the
-cancel flag. Invariants: jobs and their verdicts (Committed, Fenced) are handled one after the other in the main thread;
-Cancel, Push and PushEnd take effect at once, in the link's thread; anything but Committed leaves the memory dirty.
+cancel flag. Invariants: jobs run one after the other in the main thread; everything else takes effect at once and in the
+order of arrival, in the link's thread (a Push may follow its Committed directly); anything but Committed leaves the memory
+dirty.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class TrainerWorker:
     def __init__(self, link: Link, trainer: Trainer) -> None:
         self._link, self._trainer = link, trainer
         self._pusher = Pusher(link.send)
-        self._todo: queue.SimpleQueue[w.Run | w.Committed | w.Fenced | w.Ack] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[w.Run | Path] = queue.SimpleQueue()
         self._cancelled: set[tuple[int, int]] = set()
         self._seen: set[tuple[int, int]] = set()
         self._waiting: tuple[int, int] | None = None
-        self._staged_dir = ""
+        self._staged: Path | None = None
         self._exit_at: float | None = None
 
     def run(self) -> int:
@@ -49,13 +50,13 @@ class TrainerWorker:
         self._link.send(w.Ready())
         while not self._link.closed.is_set() and not self._may_go():
             try:
-                message = self._todo.get(timeout=_POLL_S)
+                task = self._todo.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            if isinstance(message, w.Run):
-                self._job(message)
+            if isinstance(task, w.Run):
+                self._job(task)
             else:
-                self._verdict(message)
+                shutil.rmtree(task, ignore_errors=True)
         return 0
 
     def _may_go(self) -> bool:
@@ -65,8 +66,10 @@ class TrainerWorker:
     # ---- the link's thread --------------------------------------------------------------------------------------------
 
     def _take(self, message: w.ToWorker, _bulk: list[bytes]) -> None:
-        if isinstance(message, w.Run | w.Committed | w.Fenced | w.Ack):
+        if isinstance(message, w.Run):
             self._todo.put(message)
+        elif isinstance(message, w.Committed | w.Fenced | w.Ack):
+            self._verdict(message)
         elif isinstance(message, w.Cancel):
             self._cancelled.add((message.job, message.fence))
         elif isinstance(message, w.Push):
@@ -77,6 +80,21 @@ class TrainerWorker:
             self._exit_at = time.monotonic() + message.grace_s
         else:
             log.warning("a trainer has no use for %s", type(message).__name__)
+
+    def _verdict(self, message: w.Committed | w.Fenced | w.Ack) -> None:
+        identity = (message.job, message.fence)
+        if identity != self._waiting:
+            if isinstance(message, w.Fenced):
+                self._cancelled.add(identity)  # a running job that was claimed again meanwhile
+            return
+        if isinstance(message, w.Committed):
+            self._trainer.committed(message.checkpoint, message.fence)
+        else:
+            self._trainer.discard()
+            if isinstance(message, w.Fenced) and self._staged is not None:
+                self._todo.put(self._staged)
+        self._waiting, self._staged = None, None
+        self._link.idle()
 
     # ---- the main thread ----------------------------------------------------------------------------------------------
 
@@ -92,7 +110,7 @@ class TrainerWorker:
             staged = self._trainer.run(run, self._progress(run), lambda: self._stopped(identity))
             report = w.Staged(job=run.job, fence=run.fence, dir=run.dir, manifest_sha=staged.sha, metrics=staged.metrics,
                               seconds=staged.seconds)  # fmt: skip
-            self._staged_dir = run.dir
+            self._staged = Path(run.dir)
         except Exception as error:
             self._trainer.discard()
             failure, text = classify(error)
@@ -113,18 +131,6 @@ class TrainerWorker:
 
     def _stopped(self, identity: tuple[int, int]) -> bool:
         return identity in self._cancelled or self._exit_at is not None
-
-    def _verdict(self, message: w.Committed | w.Fenced | w.Ack) -> None:
-        if (message.job, message.fence) != self._waiting:
-            return
-        if isinstance(message, w.Committed):
-            self._trainer.committed(message.checkpoint, message.fence)
-        else:
-            self._trainer.discard()
-            if isinstance(message, w.Fenced) and self._staged_dir:
-                shutil.rmtree(Path(self._staged_dir), ignore_errors=True)
-        self._waiting, self._staged_dir = None, ""
-        self._link.idle()
 
 
 def classify(error: Exception) -> tuple[w.FailureClass, str]:

@@ -24,10 +24,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from ...trainer.merge import BaseWeights, merged_tensors
+from .. import group
 from ..base import Fence
 from ..checkpoint import ADAPTER
 from ..fence import Gate
-from ..group import start_ticks
 from .server import BACKEND
 from .transfer import Reload, Session, entries, make_backend
 
@@ -70,17 +70,19 @@ class Extension:
 
 
 def _end_with_harness(pid: int, ticks: int) -> None:
-    """Wait for the harness's death, then kill this process's group, itself included."""
+    """Wait for the harness's death, then remove the group's scratch files and kill the group, this process included."""
     try:
         descriptor = os.pidfd_open(pid)
+        if group.start_ticks(pid) == ticks:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            poller.poll()
     except ProcessLookupError:
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-        return
-    if start_ticks(pid) == ticks:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        poller.poll()
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+        pass  # it was dead before this began
+    finally:
+        own = os.getpgrp()
+        group.remove(group.scratch_files(group.members(own), 0.0))
+        os.killpg(own, signal.SIGKILL)
 
 
 def _install() -> None:

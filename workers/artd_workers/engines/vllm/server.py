@@ -39,6 +39,7 @@ TERM_S = 10.0
 KILL_S = 5.0
 _ABORT_S = 2.0
 _SOCKET_BYTES = 107
+_UUID_CHARS = 36
 _SCAN_S = 1.0
 
 
@@ -118,7 +119,7 @@ class Server:
         self.config = config
         self.folder = Path(config.dir)
         self.socket = self.folder / "s"
-        self.scratch = self.folder / "tmp"
+        self.scratch = self.folder / "t"
         self.log = Path(config.log)
         self.ended = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -176,7 +177,7 @@ class Server:
     def death(self) -> str:
         """Why the server ended, in one sentence."""
         assert self._process is not None
-        text = diagnose.tail(self.log, self._log_offset)
+        text = self.tail() + self.first_error()
         why = diagnose.cause(self._process.returncode, text, diagnose.oom_kills() > self._ooms)
         return f"the vLLM server of run {self.config.run} has ended: {why}{self.first_error()}"
 
@@ -217,9 +218,11 @@ class Server:
         return left
 
     def _prepare(self) -> None:
-        if len(os.fsencode(self.socket)) > _SOCKET_BYTES:
+        # vLLM binds ZeroMQ sockets named by a UUID in its TMPDIR.
+        if (length := len(os.fsencode(self.scratch)) + 1 + _UUID_CHARS) > _SOCKET_BYTES:
             raise EngineError(
-                f"the socket path {self.socket} has more than {_SOCKET_BYTES} bytes; use a shorter runtime folder"
+                f"sockets in {self.scratch} would have paths of {length} bytes, {_SOCKET_BYTES} are allowed: "
+                "use a shorter runtime folder (XDG_RUNTIME_DIR)"
             )
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,121 @@
+"""Steering verbs against a scripted daemon: what is sent, and how its answers become exit codes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from artd_schema import PROTOCOL
+from artd_schema import client_api as api
+from artd_schema.codec import Codec
+from tests.cli.conftest import Call, FakeDaemon
+from tests.cli.rows import SPEC, Made
+
+Answers = Callable[[api.Op], api.Answer | None]
+
+
+class Scripted:
+    """A ROUTER in a thread. answer: called for every op but Hello and CreateRun; None = say nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.seen: list[api.Op] = []
+        self.answer: Answers = lambda op: api.Done()
+        self.endpoint = f"ipc://{path}"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind(self.endpoint)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        codec: Codec[api.Request] = Codec(api.Request)
+        while not self._stop.is_set():
+            if self._socket.poll(20):
+                peer, *frames = self._socket.recv_multipart()
+                request, _ = codec.decode(frames)
+                if (answer := self._reply(request.op)) is not None:
+                    self._socket.send_multipart([peer, *codec.encode(api.Reply(id=request.id, answer=answer))])
+
+    def _reply(self, op: api.Op) -> api.Answer | None:
+        if isinstance(op, api.Hello):
+            return api.Welcome(protocol=PROTOCOL, instance="i", version="9.9.9", max_message=1 << 20)
+        if isinstance(op, api.CreateRun):
+            spec = api.RunSpec(model=SPEC["model"])
+            return api.RunInfo(
+                name=op.name,
+                state="active",
+                reason="",
+                spec=spec,
+                step=2,
+                served=2,
+                created=False,
+                base_url="",
+                api_key="",
+            )
+        self.seen.append(op)
+        return self.answer(op)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._socket.close(0)
+        self._context.term()
+
+
+@pytest.fixture
+def scripted(daemon: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    server = Scripted(tmp_path_factory.mktemp("s") / "c.sock")
+    daemon.tell("ready", socket=server.endpoint)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "op", "says"),
+    [
+        (("cancel", "4"), api.CancelJob(job=4), "job 4 will not run again"),
+        (("retry", "4"), api.RetryJob(job=4), "job 4 is queued again"),
+        (("pause",), api.Pause(run="toy", reason="operator"), "run toy is paused"),
+        (("pause", "toy", "--reason", "lunch"), api.Pause(run="toy", reason="lunch"), "run toy is paused"),
+        (("resume", "toy"), api.Resume(run="toy"), "run toy is active"),
+        (("finish", "toy"), api.Finish(run="toy"), "run toy is finished"),
+    ],
+)
+def test_what_is_sent(
+    words: tuple[str, ...], op: api.Op, says: str, made: Made, scripted: Scripted, artctl: Call
+) -> None:
+    code, out, err = artctl(*words)
+    assert (code, out, err) == (0, "", f"{says}\n")
+    assert scripted.seen == [op]
+
+
+@pytest.mark.parametrize(("word", "code"), [("conflict", 6), ("not_found", 5), ("failed", 1), ("draining", 1)])
+def test_errors_of_the_daemon(word: str, code: int, made: Made, scripted: Scripted, artctl: Call) -> None:
+    scripted.answer = lambda op: api.Error(code=word, message="job 4 is running: wait for it")
+    found, out, err = artctl("retry", "4")
+    assert (found, out) == (code, "")
+    assert err.startswith("error: job 4 is running: wait for it\nnext: artctl status")
+
+
+def test_no_answer(made: Made, scripted: Scripted, artctl: Call) -> None:
+    scripted.answer = lambda op: None
+    code, _, err = artctl("retry", "4", "--timeout", "0.3")
+    assert code == 7 and err.startswith("error: ")
+
+
+def test_names_are_checked_before_anything_is_sent(made: Made, scripted: Scripted, artctl: Call) -> None:
+    assert artctl("retry", "77")[0] == 5
+    assert artctl("resume", "toi")[0] == 5
+    assert artctl("finish")[0] == 2, "what cannot be undone is named in full"
+    assert scripted.seen == []
+
+
+def test_without_a_daemon(made: Made, artctl: Call) -> None:
+    for words in (("cancel", "4"), ("retry", "4"), ("pause",), ("resume",), ("finish", "toy")):
+        code, _, err = artctl(*words)
+        assert code == 3 and "next: artd start --detach" in err

@@ -1,0 +1,83 @@
+"""Steps without workers: claim the run's job, stage its result, commit it, and say that it is served.
+
+Owner of: nothing. Invariants: the daemon's own services do the work; only the trainer and the engine are left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from artd.dispatch import TRAINER, Dispatch
+from artd.packing.service import Packer
+from artd.push import ENGINE, Pusher
+from artd.rundir import DataDir
+from artd.store.blobs import Blobs
+from artd.store.store import Store
+from artd_schema import worker as w
+
+from .rows import FakeWire, add_worker, make_ingest, stage, submit
+
+INSTANCE = "i" * 32
+
+
+def make_dispatch(store: Store, data: DataDir, wire: Any = None, kills: list[tuple[str, str]] | None = None) -> Dispatch:
+    taken: list[tuple[str, str]] = [] if kills is None else kills
+    return Dispatch(store, wire or FakeWire(trainer=1), data, INSTANCE, lambda name, why: taken.append((name, why)))
+
+
+def make_pusher(store: Store, data: DataDir, wire: Any = None, kills: list[tuple[str, str]] | None = None) -> Pusher:
+    taken: list[tuple[str, str]] = [] if kills is None else kills
+    wire = wire or FakeWire(trainer=1, engine=1)
+    return Pusher(store, wire, data, lambda name, why: taken.append((name, why)))
+
+
+async def claim(store: Store, data: DataDir, dispatch: Dispatch | None = None) -> w.Run:
+    """The order that a ready trainer would get now."""
+    await add_worker(store, TRAINER, 1, "ready")
+    order = await store.write((dispatch or make_dispatch(store, data))._claim_due)
+    assert order is not None, "no job is due"
+    return order
+
+
+def staged(order: w.Run, sha: str, **changes: Any) -> w.Staged:
+    return w.Staged(**({"job": order.job, "fence": order.fence, "dir": order.dir, "manifest_sha": sha} | changes))
+
+
+async def commit_next(store: Store, data: DataDir, **changes: Any) -> w.CheckpointRef:
+    """Run the next job (init or train) through claim, staging and commit."""
+    wire = FakeWire(trainer=1)
+    dispatch = make_dispatch(store, data, wire)
+    order = await claim(store, data, dispatch)
+    await dispatch.staged(staged(order, stage(Path(order.dir), order, **changes)))
+    (answer,) = wire.of(w.Committed)
+    return answer.checkpoint
+
+
+async def serve(store: Store, spawn: int = 1, data: DataDir | None = None) -> None:
+    """Push the newest checkpoint to an engine and have it say Live."""
+    await add_worker(store, ENGINE, spawn, "ready", "/engine.sock")
+    root = store.path.parent
+    pusher = make_pusher(store, data or DataDir(root, root), FakeWire(engine=spawn))
+    message = await store.write(pusher._claim)
+    if message is None:  # the first look only prepared it
+        message = await store.write(pusher._claim)
+    assert message is not None, "no push is due"
+    await pusher.live(w.Live(push=message.push, fence=message.fence, max_abs=1e-6, mean_abs=1e-7))
+
+
+async def pack(store: Store, data: DataDir) -> bool:
+    """Pack what is due, in the real child. Whether there was something."""
+    packer = Packer(store, Blobs(data.blobs), data)
+    request, groups = await store.write(packer._due)
+    return request is not None and await packer._pack(request, groups)
+
+
+async def train_next(store: Store, data: DataDir, run: str = "r") -> w.CheckpointRef:
+    """Submit one group, pack it, and commit the step."""
+    ingest = make_ingest(store, data)
+    size, step = (await store.read("SELECT json_extract(spec, '$.group_size'), step FROM run WHERE name = ?", (run,)))[0]
+    for number in range(size):
+        await submit(ingest, group=f"auto-{step}", key=f"auto-{step}-{number}", reward=float(number))
+    assert await pack(store, data), "nothing was packed"
+    return await commit_next(store, data)

@@ -1,0 +1,374 @@
+"""The client's interface: what each call asks the daemon for, and what it makes of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+import artd_client
+from artd_client import Client, ExchangeRef, RunSpec, Sampling, SyncClient, turn
+from artd_schema import client_api as api
+from artd_schema.codec import digest, to_json
+from artd_schema.trajectory import Turn
+from tests.unit.fake_daemon import RUN, FakeDaemon, usual
+
+ONE = turn([1, 2], [3], [-0.5])
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    with FakeDaemon(tmp_path / "data") as fake:
+        yield fake
+
+
+def choices(*indices):
+    return [SimpleNamespace(index=index) for index in indices]
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_run_is_made_of_fields_or_of_a_spec_or_attached_to(daemon, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy").mkdir()
+    async with Client(daemon.data) as art:
+        run = await art.run("r", model="toy", group_size=4, lora={"rank": 2}, engine={"dtype": "bfloat16"})
+        await art.run("r", model="./missing")
+        await art.run("r", spec=RunSpec(model="/m"))
+        await art.run("r")
+    first, second, third, fourth = (op.spec for op in daemon.ops(api.CreateRun))
+    assert (first.model, first.group_size, first.lora.rank, first.engine.dtype) == (
+        str(tmp_path / "toy"), 4, 2, "bfloat16",
+    )  # fmt: skip
+    assert second.model == str(tmp_path / "missing") and third == RunSpec(model="/m") and fourth is None
+    assert (run.name, run.model, run.state, run.step, run.served) == ("r", "r", "active", -1, -1)
+    assert (run.base_url, run.api_key, run.spec) == (RUN.base_url, "secret", RUN.spec)
+    assert repr(run) == "<Run 'r' active step -1 served -1>"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"model": "/m", "groupsize": 4}, "groupsize"),
+        ({"model": "/m", "lora": {"rank": 0}}, "lora.rank"),
+        ({"model": "/m", "rollout_weights_mode": "full"}, "rollout_weights_mode"),
+        ({"group_size": 4}, "model"),
+        ({"model": "/m", "spec": RunSpec(model="/m")}, "spec"),
+    ],
+)
+async def test_a_bad_spec_is_refused_before_it_is_sent(daemon, arguments, field):
+    async with Client(daemon.data) as art:
+        with pytest.raises(artd_client.Invalid) as caught:
+            await art.run("r", **arguments)
+    assert caught.value.field == field and not daemon.seen
+
+
+@pytest.mark.asyncio
+async def test_refresh_asks_again(daemon):
+    async with Client(daemon.data) as art:
+        run = await art.run("r", model="/m")
+        daemon.handle = lambda op: msgspec.structs.replace(RUN, step=3, served=2, state="paused")
+        assert (await run.refresh()) is run and (run.step, run.served, run.state) == (3, 2, "paused")
+        assert daemon.ops(api.CreateRun)[-1].spec is None
+
+
+# ---- trajectories -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_responses_are_given_in_many_ways(daemon):
+    completion = SimpleNamespace(id="x", choices=choices(0))
+    many = SimpleNamespace(id="y", choices=choices(0, 1, 2))
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        await run.submit("g", 1, responses=[completion, ("y", 2), (many, many.choices[1]), "z", ExchangeRef("w", 3)])
+        await run.submit("g", 1, responses=["z"], key="mine")
+        with pytest.raises(artd_client.Invalid, match="3 choices; say which"):
+            await run.submit("g", 1, responses=[many])
+        for bad in [(1, 2), ("x", "1"), ("x", True), ("x", 1, 2), object(), ""]:
+            with pytest.raises(artd_client.Invalid):
+                await run.submit("g", 1, responses=[bad])
+        for bad in [{}, {"responses": ["x"], "turns": [ONE]}]:
+            with pytest.raises(artd_client.Invalid, match="either"):
+                await run.submit("g", 1, **bad)
+    first, second = daemon.ops(api.Submit)
+    assert first.refs == tuple(ExchangeRef(i, c) for i, c in [("x", 0), ("y", 2), ("y", 1), ("z", 0), ("w", 3)])
+    assert first.key == digest(to_json(first.refs)) and second.key == "mine"
+    assert all(not bulk for _, _, op, bulk in daemon.seen)
+
+
+@pytest.mark.asyncio
+async def test_equal_samples_by_value_count_each_and_a_retry_does_not(daemon):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        await asyncio.gather(*(run.submit("g", 1.0, turns=[ONE]) for _ in range(3)))
+        keys = [op.key for op in daemon.ops(api.Submit)]
+        assert len(set(keys)) == 3
+        daemon.handle = lambda op: api.Error(code="busy", message="full")
+        with pytest.raises(artd_client.Busy):
+            await run.submit("g", 1.0, turns=[ONE])
+        daemon.handle = usual
+        await run.submit("g", 1.0, turns=[ONE])
+        failed, again = [op.key for op in daemon.ops(api.Submit)][3:]
+        assert failed == again and failed not in keys
+        await run.submit("h", 1.0, turns=[ONE])
+        assert daemon.ops(api.Submit)[-1].key not in {*keys, failed}
+        same_program = await art.run("r")
+        await same_program.submit("g", 1.0, turns=[ONE])
+        assert daemon.ops(api.Submit)[-1].key == keys[0]
+
+
+@pytest.mark.asyncio
+async def test_ordinals_are_forgotten_with_the_group(daemon):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        await run.submit("g", 1.0, turns=[ONE])
+        assert run._keys
+        daemon.handle = lambda op: api.Submitted(trajectory=2, duplicate=False, group_state="sealed")
+        await run.submit("g", 1.0, turns=[ONE])
+        assert not run._keys
+
+
+def test_a_turn_is_made_of_plain_lists_or_arrays():
+    made = turn([1, 2**31 - 1], np.array([3, 4]), np.array([-0.5, -1.25], np.float32), temperature=0.7,
+                policy_epoch=[(0, 3)], finish_reason="stop", response_id="x", choice=1, raw=b"{}")  # fmt: skip
+    assert made == Turn(
+        prompt_ids=np.array([1, 2**31 - 1], "<i4").tobytes(),
+        token_ids=np.array([3, 4], "<i4").tobytes(),
+        logprobs=np.array([-0.5, -1.25], "<f4").tobytes(),
+        sampling=Sampling(temperature=0.7),
+        policy_epoch=((0, 3),),
+        finish_reason="stop",
+        response_id="x",
+        choice=1,
+        raw=b"{}",
+    )
+    assert turn([1], [2], [-1.0], sampling=Sampling(temperature=2.0, seed=4)).sampling.seed == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (([1], [2, 3], [-1.0]), "logprobs"),
+        (([1, "2"], [2], [-1.0]), "prompt_ids[1]"),
+        (([1], [2**31], [-1.0]), "token_ids[0]"),
+        (([1], [1.5], [-1.0]), "token_ids[0]"),
+        (([1], [2, 3], [-1.0, None]), "logprobs[1]"),
+    ],
+)
+def test_a_bad_turn_names_the_place(arguments, field):
+    with pytest.raises(artd_client.Invalid) as caught:
+        turn(*arguments)
+    assert caught.value.field == field and field in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_groups_are_sealed_and_flushed(daemon):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        assert (await run.seal("g")).state == "sealed"
+        await run.flush()
+    assert [type(op).__name__ for _, _, op, _ in daemon.seen[1:]] == ["Seal", "Flush"]
+
+
+# ---- waiting ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_waiting_asks_until_the_step_is_there(daemon):
+    done = api.StepInfo(run="r", step=2, checkpoint="c", metrics={"loss": 1.0}, seconds={})
+    answers = [api.Pending(step=1, phase="train"), api.Pending(step=1, phase="push"), done]
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        daemon.handle = lambda op: answers.pop(0)
+        assert await run.wait(2) == done
+    assert [op.step for op in daemon.ops(api.WaitStep)] == [2, 2, 2]
+
+
+@pytest.mark.asyncio
+async def test_waiting_ends_when_stalled_or_late(daemon):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        daemon.handle = lambda op: api.Stalled(step=4, sealed=3, trainable=1, needed=8)
+        with pytest.raises(artd_client.Stalled, match="1 of 8 trainable groups") as caught:
+            await run.wait(5)
+        stalled = caught.value
+        assert (stalled.step, stalled.sealed, stalled.trainable, stalled.needed) == (4, 3, 1, 8)
+        daemon.handle = lambda op: api.Pending(step=4, phase="collect")
+        with pytest.raises(artd_client.TimedOut, match="phase collect"):
+            await run.wait(5, timeout=0.1)
+        assert all(op.timeout_s <= 0.1 for op in daemon.ops(api.WaitStep)[1:])
+        daemon.handle = lambda op: api.Error(code="failed", message="run 'r' is paused: disk full")
+        with pytest.raises(artd_client.Failed, match="paused: disk full"):
+            await run.wait(5, timeout=1)
+
+
+# ---- looking and steering -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_lists_and_events(daemon):
+    def handle(op):
+        match op:
+            case api.List():
+                return api.Rows(rows=[{"id": 1, "what": op.what, "run": op.run}])
+            case api.Events():
+                return api.Rows(rows=[{"id": op.after + 1}, {"id": op.after + 2}] if op.after < 8 else [])
+        return usual(op)
+
+    daemon.handle = handle
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        for what in ("trajectories", "groups", "batches", "jobs", "checkpoints", "pushes"):
+            assert await getattr(run, what)(states=["queued"], limit=3) == [{"id": 1, "what": what, "run": "r"}]
+            assert daemon.ops(api.List)[-1] == api.List(what=what, run="r", states=("queued",), limit=3)
+        for what in ("runs", "jobs", "workers"):
+            assert (await getattr(art, what)())[0] == {"id": 1, "what": what, "run": ""}
+        with pytest.raises(artd_client.Invalid, match="nothing is listed as 'cats'"):
+            await art.rows("cats")
+        seen = []
+        async for event in run.events(after=3):
+            seen.append(event["id"])
+            if len(seen) == 5:
+                break
+        assert seen == [4, 5, 6, 7, 8]
+    assert [(op.run, op.after) for op in daemon.ops(api.Events)] == [("r", 3), ("r", 5), ("r", 7)]
+
+
+@pytest.mark.asyncio
+async def test_steering(daemon):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        await run.pause("lunch")
+        await run.resume()
+        await run.finish()
+        await art.cancel(3)
+        await art.retry(4)
+        await art.shutdown(drain_s=1.5)
+    assert [op for _, _, op, _ in daemon.seen[1:]] == [
+        api.Pause(run="r", reason="lunch"),
+        api.Resume(run="r"),
+        api.Finish(run="r"),
+        api.CancelJob(job=3),
+        api.RetryJob(job=4),
+        api.Shutdown(drain_s=1.5),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_openai_is_bound_to_the_gateway_and_closed_with_the_client(daemon, monkeypatch):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        made = run.openai(max_retries=7)
+        assert (str(made.base_url), made.api_key, made.max_retries) == (RUN.base_url + "/", "secret", 7)
+        assert not made.is_closed()
+        monkeypatch.setitem(sys.modules, "openai", None)
+        with pytest.raises(ImportError, match=r"pip install 'artd\[openai\]'"):
+            run.openai()
+    assert made.is_closed()
+
+
+# ---- without an event loop ------------------------------------------------------------------------------------------------
+
+
+def test_the_sync_client_does_the_same(daemon):
+    step = api.StepInfo(run="r", step=1, checkpoint="c", metrics={}, seconds={})
+
+    def handle(op):
+        match op:
+            case api.WaitStep():
+                return step
+            case api.Events():
+                return api.Rows(rows=[{"id": op.after + 1}])
+        return usual(op)
+
+    daemon.handle = handle
+    with SyncClient(daemon.data) as art:
+        assert art.daemon.version == "0"
+        run = art.run("r", model="/m", group_size=2)
+        assert run.submit("g", 1.0, turns=[ONE], key="k").trajectory == 1
+        assert run.submit("g", 1.0, responses=["x"]).group_state == "open"
+        assert run.seal("g").size == 8 and run.wait(1) == step
+        run.flush(), run.pause(), run.resume(), run.finish(), run.refresh(), art.cancel(1), art.retry(1)
+        assert art.runs() == art.jobs() == art.workers() == art.rows("jobs") == run.trajectories() == run.groups() == []
+        assert run.batches() == run.jobs() == run.checkpoints() == run.pushes() == []
+        events = run.events(after=6)
+        assert [next(events)["id"], next(events)["id"]] == [7, 8]
+        events.close()
+        assert (run.name, run.model, run.state, run.base_url, run.api_key) == (
+            "r",
+            "r",
+            "active",
+            RUN.base_url,
+            "secret",
+        )
+        made = run.openai()
+        assert made.api_key == "secret"
+        art.shutdown()
+    assert made.is_closed()
+    with pytest.raises(artd_client.Closed):
+        art.runs()
+    art.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "artd-client"]
+
+
+def test_many_threads_may_share_a_sync_client(daemon):
+    daemon.handle = lambda op: api.Rows(rows=[{"id": op.limit}])
+    wrong = []
+    with SyncClient(daemon.data) as art:
+
+        def work(base):
+            for number in range(base, base + 50):
+                if art.rows("jobs", limit=number) != [{"id": number}]:
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(1, 9)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert not wrong and len(daemon.seen) == 400
+
+
+def test_errors_come_through_the_sync_client_and_leave_no_thread(tmp_path):
+    with pytest.raises(artd_client.DaemonNotRunning, match="artd start"), SyncClient(tmp_path / "none"):
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "artd-client"]
+
+
+def test_an_interrupt_of_a_blocked_call_cancels_it(daemon, monkeypatch):
+    import concurrent.futures
+
+    daemon.handle = lambda op: None
+    with SyncClient(daemon.data) as art:
+        real = concurrent.futures.Future.result
+        monkeypatch.setattr(
+            concurrent.futures.Future, "result", lambda self, timeout=None: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            art.runs()
+        monkeypatch.setattr(concurrent.futures.Future, "result", real)
+        daemon.handle = usual
+        assert art.jobs() == []
+        assert not art._client._connection._calls
+
+
+def test_importing_the_client_imports_nothing_of_the_daemon():
+    program = "import sys, artd_client; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    paths = [str(path) for path in sys.path if path]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; {program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stdout.split())
+    assert {"artd_client", "artd_schema", "zmq", "msgspec"} <= loaded
+    assert not loaded & {"artd", "artd_workers", "numpy", "anyio", "openai", "httpx", "safetensors", "aiosqlite"}

@@ -1,0 +1,307 @@
+"""push on a real store: the served step changes with a verified Live and in no other way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from artd.push import HELD_S, MAX_ATTEMPTS
+from artd.requests import set_run_state
+from artd_schema import worker as w
+from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store, settle
+from tests.fakes.steps import commit_next, make_pusher, serve, train_next
+
+pytestmark = pytest.mark.asyncio
+
+
+class World:
+    """A run with checkpoint 0, a ready engine, and its pusher."""
+
+    def __init__(self, store, data, clock, wire, pusher, kills):
+        self.store, self.data, self.clock, self.wire, self.pusher, self.kills = store, data, clock, wire, pusher, kills
+
+    async def send(self):
+        """One look of the pusher; the Push that it sent, if it did."""
+        before = len(self.wire.of(w.Push))
+        await self.pusher._send_due()
+        sent = [m for name, m in self.wire.sent if isinstance(m, w.Push) and name == "engine"]
+        return sent[-1] if len(self.wire.of(w.Push)) > before else None
+
+    def states(self):
+        return self.store.read("SELECT id, state FROM push ORDER BY id")
+
+    async def push_states(self):
+        return [row["state"] for row in await self.states()]
+
+    async def restart_engine(self, error="it fell"):
+        """The process dies, is proven dead, and another one is ready."""
+        spawn = self.wire.connected.pop("engine", 0)
+        await add_worker(self.store, "engine", spawn, "backoff")
+        await self.pusher.engine_died(error)
+        self.wire.connected["engine"] = spawn + 1
+        await add_worker(self.store, "engine", spawn + 1, "ready", "/e.sock")
+
+
+async def make(store, tmp_path, clock, **changes):
+    data = data_dir(tmp_path)
+    await add_run(store, **changes)
+    await commit_next(store, data)
+    await add_worker(store, "engine", 1, "ready", "/e.sock")
+    wire, kills = FakeWire(trainer=1, engine=1), []
+    return World(store, data, clock, wire, make_pusher(store, data, wire, kills), kills)
+
+
+def live(push, /, **changes):
+    return w.Live(**({"push": push.push, "fence": push.fence, "max_abs": 1e-6, "mean_abs": 1e-7} | changes))
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+async def test_the_first_push_is_from_disk_and_becomes_live(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        assert (push.source, push.mode, push.name, push.fence, push.rendezvous) == ("disk", "merged", "r@0", 1, "")
+        assert push.checkpoint.step == 0 and await count(store, "serving") == 0
+        assert await it.push_states() == ["sending"]
+        await it.pusher.live(live(push, seconds={"load": 1.0}))
+        assert await it.push_states() == ["live"]
+        (row,) = await store.read("SELECT * FROM serving")
+        assert (row["name"], row["state"], row["spawn"]) == ("r@0", "live", 1)
+        assert await one(store, "SELECT max_abs FROM push") == 1e-6
+        assert await it.send() is None
+
+
+@pytest.mark.parametrize("changes", [{"fence": 0}, {"fence": 2}, {"push": 99}])
+async def test_live_with_another_fence_changes_nothing(tmp_path, clock, changes):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        events = await count(store, "event")
+        await it.pusher.live(live(push, **changes))
+        assert await it.push_states() == ["sending"] and await count(store, "serving") == 0
+        assert await count(store, "event") == events and it.pusher._sending is not None
+        await it.pusher.live(live(push))
+        assert await it.push_states() == ["live"]
+
+
+async def test_live_of_a_push_that_was_put_back_changes_nothing(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        old = await it.send()
+        await it.restart_engine()
+        await it.pusher.live(live(old))
+        assert await it.push_states() == ["prepared"]
+        new = await it.send()
+        assert new.push == old.push and new.fence > old.fence
+        await it.pusher.live(live(old))
+        assert await it.push_states() == ["sending"] and await count(store, "serving") == 0
+
+
+async def test_live_without_a_connected_engine_changes_nothing(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        it.wire.connected.pop("engine")
+        await it.pusher.live(live(push))
+        assert await it.push_states() == ["sending"]
+
+
+async def test_a_newer_checkpoint_supersedes_what_is_prepared(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await train_next(store, it.data)
+        await train_next(store, it.data)
+        push = await it.send()
+        assert push.name == "r@2" and await it.push_states() == ["superseded", "superseded", "sending"]
+
+
+async def test_the_live_one_is_superseded_by_the_next(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await it.pusher.live(live(await it.send()))
+        await train_next(store, it.data)
+        push = await it.send()
+        assert await it.push_states() == ["live", "sending"]
+        assert await one(store, "SELECT name FROM serving WHERE state = 'live'") == "r@0"  # until Live
+        await it.pusher.live(live(push))
+        assert await it.push_states() == ["superseded", "live"]
+        assert await one(store, "SELECT name FROM serving WHERE state = 'live'") == "r@1"
+
+
+async def test_lora_keeps_two_steps_and_unloads_the_third(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock, rollout_weights_mode="lora")
+        for step in range(3):
+            if step:
+                await train_next(store, it.data)
+            await it.pusher.live(live(await it.send()))
+        assert [m.name for m in it.wire.of(w.Unload)] == ["r@0"] and not it.wire.of(w.Hold)
+        names = await store.read("SELECT name FROM serving WHERE state = 'live' ORDER BY id")
+        assert [row[0] for row in names] == ["r@1", "r@2"]
+
+
+async def test_one_push_at_a_time(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await it.send()
+        await train_next(store, it.data)
+        assert await store.write(it.pusher._claim) is None
+        assert await it.push_states() == ["sending", "prepared"]
+
+
+async def test_a_failed_push_goes_back_and_waits_for_the_next_process(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="canary"))
+        (row,) = await store.read("SELECT * FROM push")
+        assert (row["state"], row["attempts"], row["error"]) == ("prepared", 1, "verify: canary")
+        assert await it.send() is None, "the process that failed is unknown and must not be pushed to again"
+        await it.restart_engine()
+        assert await one(store, "SELECT attempts FROM push") == 1
+        again = await it.send()
+        assert again.push == push.push and again.fence == push.fence + 1 and again.source == "disk"
+
+
+async def test_a_failure_with_an_old_fence_changes_nothing(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence - 1, phase="load", error="x"))
+        assert await it.push_states() == ["sending"] and it.pusher._sending is not None
+
+
+async def test_five_failures_pause_the_run_and_resume_tries_again(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        for attempt in range(MAX_ATTEMPTS):
+            assert await one(store, "SELECT state FROM run") == "active"
+            push = await it.send()
+            assert push is not None, attempt
+            await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad\nlong"))
+            await it.restart_engine()
+        assert await it.push_states() == ["failed"]
+        assert await one(store, "SELECT reason FROM run") == "push 1 failed 5 times: verify: bad"
+        assert await it.send() is None and await it.push_states() == ["failed"]
+        await store.write(lambda c: set_run_state(c, 0, 1, "active", ""))
+        assert await it.send() is None  # this look makes the row
+        assert await it.push_states() == ["failed", "prepared"]
+        assert (await it.send()).push == 2
+
+
+async def test_an_engine_that_dies_serves_nothing_and_gets_the_newest_from_disk(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await it.pusher.live(live(await it.send()))
+        await it.restart_engine()
+        assert await count(store, "serving", "state <> 'gone'") == 0
+        assert await it.push_states() == ["superseded"]
+        assert await it.send() is None
+        push = await it.send()
+        assert (push.name, push.source) == ("r@0", "disk")
+        assert await one(store, "SELECT state FROM run") == "active"
+
+
+async def test_a_live_push_comes_from_the_trainer_that_made_the_checkpoint(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await it.pusher.live(live(await it.send()))
+        await train_next(store, it.data)
+        push = await it.send()
+        assert push.source == "live" and push.rendezvous
+        assert [name for name, m in it.wire.sent if isinstance(m, w.Push)][-2:] == ["trainer", "engine"]
+        await it.pusher.live(live(push))
+        assert it.wire.of(w.PushEnd) == [w.PushEnd(push=push.push, fence=push.fence)]
+
+
+async def test_another_trainer_process_cannot_feed_it(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await it.pusher.live(live(await it.send()))
+        await train_next(store, it.data)
+        it.wire.connected["trainer"] = 2
+        assert (await it.send()).source == "disk"
+
+
+async def test_a_refusal_or_the_trainers_death_restarts_the_engine(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await it.pusher.live(live(await it.send()))
+        await train_next(store, it.data)
+        push = await it.send()
+        await it.pusher.refused(w.Refused(push=99, fence=1, reason="?"))
+        assert it.kills == []
+        await it.pusher.refused(w.Refused(push=push.push, fence=push.fence, reason="not resident"))
+        await it.pusher.trainer_died()
+        assert [name for name, _ in it.kills] == ["engine", "engine"] and "not resident" in it.kills[0][1]
+
+
+async def test_the_gateway_holds_before_the_engine_is_touched(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        it.wire.connected["gateway"] = 1
+        sending = asyncio.ensure_future(it.pusher._send_due())
+        while not it.wire.of(w.Hold):
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert not it.wire.of(w.Push)
+        (hold,) = it.wire.of(w.Hold)
+        it.pusher.held(w.Held(push=hold.push + 1, engine="engine", in_flight=0))
+        await asyncio.sleep(0.05)
+        assert not it.wire.of(w.Push)
+        it.pusher.held(w.Held(push=hold.push, engine="engine", in_flight=2))
+        await asyncio.wait_for(sending, 5)
+        assert it.wire.of(w.Push)
+
+
+async def test_a_gateway_that_does_not_hold_is_ended(tmp_path, clock, monkeypatch):
+    assert HELD_S >= 5
+    monkeypatch.setattr("artd.push.HELD_S", 0.05)
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        it.wire.connected["gateway"] = 1
+        assert await it.send() is not None
+        assert it.kills[0][0] == "gateway"
+
+
+async def test_a_push_past_its_deadline_ends_the_engine(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        task = asyncio.ensure_future(it.pusher.run())
+        await asyncio.sleep(0.05)
+        assert it.kills == []
+        clock.advance(push.deadline_s + push.drain_s + 1)
+        await asyncio.sleep(1.2)
+        assert len(it.kills) == 1 and "passed its deadline" in it.kills[0][1]
+        await settle(task)
+
+
+async def test_nothing_is_sent_to_an_engine_that_is_not_ready_or_not_connected(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await add_worker(store, "engine", 1, "starting")
+        assert await it.send() is None
+        await add_worker(store, "engine", 2, "ready")
+        assert await it.send() is None  # the row is of a newer process than the one that is connected
+        it.wire.connected["engine"] = 2
+        assert await it.send() is not None
+
+
+async def test_a_paused_run_is_still_pushed(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await store.write(lambda c: set_run_state(c, 0, 1, "paused", "x"))
+        assert await it.send() is not None
+
+
+async def test_serve_helper_is_the_real_thing(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        await make(store, tmp_path, clock)
+        await serve(store, 1, data_dir(tmp_path))
+        assert await count(store, "serving", "state = 'live'") == 1

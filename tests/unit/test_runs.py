@@ -1,0 +1,194 @@
+"""runs on a real store: create, attach, states, and what `wait` answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from artd.errors import Conflict, Invalid, NotFound, RequestError
+from artd.runs import Runs, set_run_state
+from artd_schema import client_api as api
+from artd_schema.spec import RunSpec
+from tests.fakes.rows import FakeClock, add_run, add_worker, count, data_dir, make_ingest, one, open_store, submit
+from tests.fakes.steps import commit_next, serve
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 50}))
+    (folder / "a.safetensors").write_bytes(b"x")
+    return str(folder)
+
+
+def make_runs(store):
+    return Runs(store, lambda: None)
+
+
+async def test_creating_a_run_queues_its_first_checkpoint(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        info = await make_runs(store).create(api.CreateRun(name="r", spec=RunSpec(model=model)))
+        assert info.created and (info.state, info.step, info.served) == ("active", -1, -1)
+        (job,) = await store.read("SELECT * FROM job")
+        assert (job["kind"], job["state"], job["step"], job["epoch"]) == ("init", "queued", 0, 0)
+        assert await one(store, "SELECT vocab_size FROM run") == 50
+        assert await one(store, "SELECT next_epoch FROM run") == 1
+
+
+async def test_attaching_needs_the_same_spec_or_none(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        spec = RunSpec(model=model)
+        await runs.create(api.CreateRun(name="r", spec=spec))
+        for asked in (spec, None):
+            assert not (await runs.create(api.CreateRun(name="r", spec=asked))).created
+        other = RunSpec(model=model, optimizer=type(spec.optimizer)(lr=1.0))
+        with pytest.raises(Conflict, match=r"`optimizer\.lr` differs") as caught:
+            await runs.create(api.CreateRun(name="r", spec=other))
+        assert caught.value.field == "optimizer.lr"
+        assert await count(store, "job") == 1
+
+
+async def test_two_clients_may_create_the_same_run_at_once(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        spec = RunSpec(model=model)
+        infos = await asyncio.gather(*(runs.create(api.CreateRun(name="r", spec=spec)) for _ in range(5)))
+        assert sorted(info.created for info in infos) == [False] * 4 + [True]
+        other = RunSpec(model=model, seed=9)
+        results = await asyncio.gather(
+            *(runs.create(api.CreateRun(name="r", spec=s)) for s in (spec, other)), return_exceptions=True
+        )
+        assert isinstance(results[1], Conflict) and results[1].field == "seed"
+
+
+async def test_what_cannot_be_created(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        for name in ("", "-a", "a/b", "a b", "x" * 65, "ä", "..", "r\n"):
+            with pytest.raises(Invalid, match="run name") as caught:
+                await runs.create(api.CreateRun(name=name, spec=RunSpec(model=model)))
+            assert caught.value.field == "name"
+        with pytest.raises(NotFound, match="no run 'r'"):
+            await runs.create(api.CreateRun(name="r"))
+        with pytest.raises(Invalid, match="no model folder"):
+            await runs.create(api.CreateRun(name="r", spec=RunSpec(model="/nowhere")))
+        assert await count(store, "run") == 0
+
+
+async def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        await runs.create(api.CreateRun(name="first", spec=RunSpec(model=model)))
+        with pytest.raises(Conflict, match="run 'first' is active") as caught:
+            await runs.create(api.CreateRun(name="second", spec=RunSpec(model=model)))
+        assert caught.value.field == "name"
+        await runs.set_state("first", "paused", "x")
+        with pytest.raises(Conflict):
+            await runs.create(api.CreateRun(name="second", spec=RunSpec(model=model)))
+        await runs.set_state("first", "finished")
+        assert (await runs.create(api.CreateRun(name="second", spec=RunSpec(model=model)))).created
+
+
+async def test_without_a_runtime_nothing_is_created(tmp_path, model):
+    def missing():
+        raise Conflict("artd runtime install megatron --cpu")
+
+    async with open_store(tmp_path) as store:
+        with pytest.raises(Conflict, match="runtime install"):
+            await Runs(store, missing).create(api.CreateRun(name="r", spec=RunSpec(model=model)))
+        assert await count(store, "run") == 0
+
+
+async def test_states(tmp_path):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        await add_run(store)
+        await runs.set_state("r", "paused", "lunch")
+        info = await runs.info("r", False)
+        assert (info.state, info.reason) == ("paused", "lunch")
+        await runs.set_state("r", "paused")  # asking twice is no error
+        await runs.set_state("r", "active")
+        assert (await runs.info("r", False)).reason == ""
+        await runs.set_state("r", "finished")
+        await runs.set_state("r", "finished")
+        for state in ("active", "paused"):
+            with pytest.raises(Conflict, match="finished"):
+                await runs.set_state("r", state)
+        with pytest.raises(NotFound):
+            await runs.set_state("x", "paused")
+        assert await count(store, "event", "kind IN ('run.paused', 'run.resumed', 'run.finished')") == 3
+
+
+def wait(step, timeout_s=0.0):
+    return api.WaitStep(run="r", step=step, timeout_s=timeout_s)
+
+
+async def test_wait_answers_by_the_rows(tmp_path):
+    async with open_store(tmp_path) as store:
+        runs, data = make_runs(store), data_dir(tmp_path)
+        ingest = make_ingest(store, data)
+        with pytest.raises(NotFound):
+            await runs.wait(wait(0))
+        await add_run(store)
+        assert await runs.wait(wait(0)) == api.Pending(step=-1, phase="init")
+        await commit_next(store, data)
+        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve")
+        await serve(store)
+        info = await runs.wait(wait(0))
+        assert isinstance(info, api.StepInfo) and (info.step, info.metrics) == (0, {"loss": 0.5})
+        assert await runs.wait(wait(1)) == api.Stalled(step=0, sealed=0, trainable=0, needed=1)
+        await submit(ingest, key="a", reward=0.0)
+        assert await runs.wait(wait(1)) == api.Pending(step=0, phase="collect")
+        await submit(ingest, key="b", reward=1.0)
+        assert isinstance(await runs.wait(wait(1)), api.Pending)  # a batch is due
+
+
+async def test_stalled_counts_what_there_is(tmp_path):
+    async with open_store(tmp_path) as store:
+        runs, data = make_runs(store), data_dir(tmp_path)
+        ingest = make_ingest(store, data)
+        await add_run(store, groups_per_step=3)
+        await commit_next(store, data)
+        await serve(store)
+        for group in "gh":
+            for reward in (0.0, 1.0):
+                await submit(ingest, group=group, key=f"{group}{reward}", reward=reward)
+        assert await runs.wait(wait(1)) == api.Stalled(step=0, sealed=2, trainable=2, needed=3)
+
+
+async def test_wait_of_a_run_that_does_not_go_on_is_an_error(tmp_path):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        run = await add_run(store)
+        await store.write(lambda c: set_run_state(c, 0, run, "paused", "job 7 is quarantined"))
+        with pytest.raises(RequestError, match="run 'r' is paused: job 7 is quarantined; step 3 will not come"):
+            await runs.wait(wait(3))
+
+
+async def test_a_paused_run_still_tells_of_a_step_that_is_served(tmp_path):
+    async with open_store(tmp_path) as store:
+        runs, data = make_runs(store), data_dir(tmp_path)
+        run = await add_run(store)
+        await commit_next(store, data)
+        await serve(store)
+        await store.write(lambda c: set_run_state(c, 0, run, "paused", ""))
+        assert isinstance(await runs.wait(wait(0)), api.StepInfo)
+
+
+async def test_wait_wakes_with_the_commit(tmp_path):
+    async with open_store(tmp_path, FakeClock()) as store:
+        runs, data = make_runs(store), data_dir(tmp_path)
+        await add_run(store)
+        await add_worker(store, "engine")
+        waiting = asyncio.ensure_future(runs.wait(wait(0, timeout_s=30.0)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await commit_next(store, data)
+        await serve(store)
+        assert isinstance(await asyncio.wait_for(waiting, 5), api.StepInfo)
