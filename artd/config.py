@@ -37,10 +37,12 @@ class Gateway(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_message_mib: all frames of one message together. max_body_kib: a trajectory body kept in a database row; a
-    larger one becomes a file."""
+    larger one becomes a file. min_free_mib: with less free disk space than this the daemon answers
+    `busy`."""
 
     max_message_mib: Positive = 64
     max_body_kib: Positive = 64
+    min_free_mib: Positive = 256
 
 
 class Interpreter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,11 +23,12 @@ import anyio.abc
 from artd_schema import client_api as api
 from artd_schema import paths
 from artd_schema import worker as w
-from artd_schema.codec import Codec
+from artd_schema.codec import Codec, WireError
 
 from . import __version__, lock
 from .clock import Clock
 from .config import Settings
+from .disk import Disk
 from .dispatch import Dispatch
 from .ingest import Ingest
 from .packing.service import Packer
@@ -124,8 +125,9 @@ class Daemon:
             paths.socket_path(data.runtime, paths.WORKER_SOCKET), Codec(w.FromWorker), max_message, self._take
         )
         clients: Router[api.Request] = Router(
-            paths.socket_path(data.runtime, paths.CLIENT_SOCKET), Codec(api.Request), max_message, self._ask
-        )
+            paths.socket_path(data.runtime, paths.CLIENT_SOCKET), Codec(api.Request), max_message, self._ask,
+            self._refuse,
+        )  # fmt: skip
         wire.router = workers
         workers.bind()
         clients.bind()
@@ -137,7 +139,8 @@ class Daemon:
             store=store, wire=wire, data=data, settings=settings, boot=boot_info, announce=self._announce_gateway,
             on_death=self._worker_died,
         )  # fmt: skip
-        self._ingest = Ingest(store, blobs, settings.limits.max_body_kib << 10)
+        disk = Disk(data.root, settings.limits.min_free_mib << 20, self._clock)
+        self._ingest = Ingest(store, blobs, settings.limits.max_body_kib << 10, disk.require)
         self._dispatch = Dispatch(store, wire, data, instance, workforce.kill)
         self._pusher = Pusher(store, wire, data, workforce.kill)
         runs = Runs(store, workforce.require_runtimes)
@@ -168,6 +171,9 @@ class Daemon:
 
     def _ask(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
         self._requests.take(peer, request, bulk)
+
+    def _refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
+        self._requests.refuse(peer, frames, error)
 
     def _take(self, peer: bytes, message: w.FromWorker, bulk: list[bytes]) -> None:
         """Messages of one worker are handled in the order in which they came."""

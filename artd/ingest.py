@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from asyncio import Future
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import anyio
@@ -57,10 +58,14 @@ class Parcel(NamedTuple):
 
 
 class Ingest:
-    """submit, seal, flush for clients; exchanges for the gateway; `run` seals groups at their deadline."""
+    """submit, seal, flush for clients; exchanges for the gateway; `run` seals groups at their deadline.
 
-    def __init__(self, store: Store, blobs: Blobs, max_inline: int) -> None:
+    max_inline: bytes of a body kept in its row; admit: raises Busy when nothing more may be taken.
+    """
+
+    def __init__(self, store: Store, blobs: Blobs, max_inline: int, admit: Callable[[], None] = lambda: None) -> None:
         self._store = store
+        self._admit = admit
         self._blobs = blobs
         self._max_inline = max_inline
         self._runs: dict[str, RunFacts] = {}
@@ -82,10 +87,12 @@ class Ingest:
         run = self._runs.get(op.run)
         if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline:
             return None
+        self._admit()
         parcel = self._check(op, run, bulk[0])
         return self._store.submit(lambda c: self._insert(c, parcel))
 
     async def submit(self, op: api.Submit, bulk: list[bytes]) -> api.Submitted:
+        self._admit()
         run = await self.facts(op.run)
         if op.refs:
             if bulk:
@@ -112,12 +119,12 @@ class Ingest:
         if not tokens:
             raise Invalid("no turn has a sampled token", field="turns")
         sha = digest(body)
-        content = digest(to_json([op.group, op.reward, op.split, sha, op.metrics, op.metadata]))
+        content = _content(op, sha)
         return Parcel(op, run, op.key or sha, content, sha, body, None, len(body), tokens, epoch_range(turns))
 
     def _insert_by_reference(self, c: sqlite3.Connection, op: api.Submit, run: RunFacts) -> api.Submitted:
         key = op.key or digest(to_json(op.refs))
-        content = digest(to_json([op.group, op.reward, op.split, op.refs, op.metrics, op.metadata]))
+        content = _content(op, op.refs)
         if known := _known(c, run.id, key, content):
             return known
         rows = [self._exchange(c, run, op, index) for index in range(len(op.refs))]
@@ -293,6 +300,14 @@ def _check_header(op: api.Submit) -> None:
         raise Invalid("a group's name has 1 to 256 characters", field="group")
     if len(op.key) > 256:
         raise Invalid("a key has at most 256 characters", field="key")
+
+
+def _content(op: api.Submit, what: object) -> str:
+    """Digest of everything that was submitted. Errors: Invalid when `metadata` is not JSON."""
+    try:
+        return digest(to_json([op.group, op.reward, op.split, what, op.metrics, op.metadata]))
+    except (TypeError, ValueError) as error:
+        raise Invalid(f"metadata cannot be written as JSON: {error}", field="metadata") from None
 
 
 def _known(c: sqlite3.Connection, run_id: int, key: str, content: str) -> api.Submitted | None:

@@ -51,15 +51,19 @@ async def read_rows(store: Store, op: api.List) -> list[dict[str, Any]]:
         conditions.append(f"state IN ({','.join('?' * len(op.states))})")
         values.extend(op.states)
     sql = f"SELECT * FROM ({QUERIES[op.what]}) WHERE {' AND '.join(conditions)} ORDER BY id DESC LIMIT ?"
-    return [_plain(row) for row in await store.read(sql, [*values, min(op.limit, 10_000)])]
+    return [_plain(row) for row in await store.read(sql, [*values, _bounded(op.limit)])]
 
 
 async def read_events(store: Store, op: api.Events) -> list[dict[str, Any]]:
     """Events after `op.after`, oldest first."""
     condition = "AND run = ?" if op.run else ""
-    values: list[Any] = [op.after, *([op.run] if op.run else []), min(op.limit, 10_000)]
+    values: list[Any] = [op.after, *([op.run] if op.run else []), _bounded(op.limit)]
     rows = await store.read(f"{QUERIES['events']} WHERE id > ? {condition} ORDER BY id LIMIT ?", values)
     return [_plain(row) for row in rows]
+
+
+def _bounded(limit: int) -> int:
+    return max(0, min(limit, 10_000))
 
 
 def _plain(row: sqlite3.Row) -> dict[str, Any]:

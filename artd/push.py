@@ -213,7 +213,7 @@ class Pusher:
 
         def write(c: sqlite3.Connection) -> None:
             now = self._store.clock.now_ms()
-            forget_engine(c, now, error, MAX_ATTEMPTS)
+            forget_engine(c, now, error)
 
         await self._store.write(write)
         if self._sending is not None:
@@ -222,7 +222,7 @@ class Pusher:
     def _put_back(self, c: sqlite3.Connection, push: int, fence: int, error: str) -> None:
         row = c.execute("SELECT * FROM push WHERE id = ? AND fence = ? AND state = 'sending'", (push, fence)).fetchone()
         if row is not None:
-            put_back(c, self._store.clock.now_ms(), row, error, MAX_ATTEMPTS)
+            put_back(c, self._store.clock.now_ms(), row, error)
 
     def _end(self, push: int, fence: int) -> None:
         if self._sending is not None and (self._sending.message.push, self._sending.message.fence) == (push, fence):
@@ -231,21 +231,22 @@ class Pusher:
             self._sending = None
 
 
-def forget_engine(c: sqlite3.Connection, now: int, error: str, max_attempts: int) -> None:
-    """An engine process is gone: what it served and what was being pushed to it."""
+def forget_engine(c: sqlite3.Connection, now: int, error: str, counted: bool = True) -> None:
+    """An engine process is gone: what it served and what was being pushed to it. counted: that push failed; False when
+    the daemon itself went down under it."""
     for row in c.execute("SELECT * FROM push WHERE engine = ? AND state = 'sending'", (ENGINE,)).fetchall():
-        put_back(c, now, row, error, max_attempts)
+        put_back(c, now, row, error, counted)
     for row in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (ENGINE,)).fetchall():
         move(c, "push", row["id"], "superseded", start="live", ended=now)
     for row in c.execute("SELECT id FROM serving WHERE engine = ? AND state <> 'gone'", (ENGINE,)).fetchall():
         move(c, "serving", row["id"], "gone")
 
 
-def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, max_attempts: int) -> None:
+def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, counted: bool = True) -> None:
     """A push under way ended badly: `prepared` again, or `failed` and the run paused after too many attempts."""
-    attempts = row["attempts"] + 1
+    attempts = row["attempts"] + counted
     run = c.execute("SELECT id, name, state FROM run WHERE id = ?", (row["run_id"],)).fetchone()
-    if attempts < max_attempts:
+    if attempts < MAX_ATTEMPTS:
         move(c, "push", row["id"], "prepared", start="sending", attempts=attempts, error=error)
         emit(c, now, run["name"], "push.retried", row["id"], error=error, attempts=attempts)
         return

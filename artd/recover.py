@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import commit as result
 from .commit import BadResult, Stale, end_attempt
-from .push import MAX_ATTEMPTS, forget_engine
+from .push import forget_engine
 from .retain import sweep
 from .rundir import DataDir
 from .store import fs
@@ -50,7 +50,7 @@ async def recover(store: Store, data: DataDir) -> None:
         now = store.clock.now_ms()
         for job in c.execute("SELECT * FROM job WHERE state = 'running'").fetchall():
             end_attempt(c, now, job, "killed", "the daemon went down while it ran")
-        forget_engine(c, now, "the daemon went down", MAX_ATTEMPTS)
+        forget_engine(c, now, "the daemon went down", counted=False)
         c.execute(
             "UPDATE process SET state = 'stopped', pid = NULL, ticks = NULL, session = NULL, address = '', since = ?",
             (now,),

@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
+import msgspec
 
 from artd_schema import PROTOCOL
 from artd_schema import client_api as api
+from artd_schema.codec import WireError
 
 from . import __version__
 from .commit import cancel_job
@@ -31,6 +33,12 @@ from .store.writer import StoreFull
 log = logging.getLogger(__name__)
 Send = Callable[[bytes, api.Reply], object]
 DISCARDED = "the daemon is stopping; start it again with `artd start` and resend"
+
+
+class _Number(msgspec.Struct):
+    """What every request has, whatever else is in it."""
+
+    id: int
 
 
 class Requests:
@@ -50,6 +58,17 @@ class Requests:
         self._tasks: set[asyncio.Task[None]] = set()
         self.draining = False
 
+    def refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
+        """Answer a request that cannot be decoded, when it at least has a number: a bad value, or a newer client."""
+        try:
+            number = msgspec.msgpack.decode(frames[1], type=_Number).id
+        except (IndexError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return  # nobody waits for an answer to this; the router counted and logged it
+        text, _, path = str(error).partition(" - at `$.")
+        field = path.rstrip("`").removeprefix("op.")
+        message = f"{field}: {text}" if field else f"the request cannot be read: {text}"
+        self._send(peer, api.Reply(id=number, answer=_error(Invalid(message, field=field))))
+
     def take(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
         if (
             isinstance(request.op, api.Submit)
@@ -65,8 +84,8 @@ class Requests:
         """Small submits by value need no task of their own."""
         try:
             future = self._ingest.submit_now(op, bulk)
-        except RequestError as error:
-            self._send(peer, api.Reply(id=request.id, answer=_error(error)))
+        except Exception as error:
+            self._send(peer, api.Reply(id=request.id, answer=_failure(error)))
             return True
         if future is None:
             return False

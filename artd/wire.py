@@ -1,12 +1,13 @@
 """ZeroMQ ROUTER sockets: messages in, messages out, and who is still there.
 
-Owner of: one ROUTER per socket and the list of its peers. Invariants: `poll` then drain without waiting, so that a
-cancelled wait loses nothing (pyzmq #1925); a peer that is gone is an answer (False), never a silent drop
-(ROUTER_MANDATORY); only this user's processes may connect (IPC_FILTER_UID, socket in a 0700 folder).
+Owner of: one ROUTER per socket and the list of its peers. Invariants: everything that arrived is read without waiting for more news (the
+descriptor is edge-triggered, so it is looked at again after every send); a peer that is gone is an answer (False), never a
+silent drop (ROUTER_MANDATORY); only this user's processes may connect (IPC_FILTER_UID, socket in a 0700 folder).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from typing import Generic, TypeVar
 import anyio
 import anyio.lowlevel
 import zmq
-import zmq.asyncio
 
 from artd_schema import worker as w
 from artd_schema.codec import Codec, WireError
@@ -26,18 +26,24 @@ In = TypeVar("In")
 DRAIN = 256
 
 
+Refuse = Callable[[bytes, list[bytes], WireError], None]
+
+
 class Router(Generic[In]):
-    """One bound ROUTER. `handler(peer, message, bulk)` is called in the loop for every message; it must not block."""
+    """One bound ROUTER. `handler(peer, message, bulk)` is called in the loop for every message, `refuse(peer, frames,
+    error)` for what cannot be decoded; neither may block."""
 
     def __init__(
-        self, path: Path, codec: Codec[In], max_message: int, handler: Callable[[bytes, In, list[bytes]], None]
-    ) -> None:
+        self, path: Path, codec: Codec[In], max_message: int, handler: Callable[[bytes, In, list[bytes]], None],
+        refuse: Refuse | None = None,
+    ) -> None:  # fmt: skip
         self.endpoint = f"ipc://{path}"
         self._path = path
         self._codec = codec
         self._max_message = max_message
         self._handler = handler
-        self._context = zmq.asyncio.Context()
+        self._refuse = refuse
+        self._context = zmq.Context()
         self.undecodable = 0
 
     def bind(self) -> None:
@@ -52,19 +58,25 @@ class Router(Generic[In]):
         socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._path.unlink(missing_ok=True)
         socket.bind(self.endpoint)
-        self._socket = socket
-        self._raw: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        self._socket: zmq.Socket[bytes] = socket
+        self._news = asyncio.Event()
+        self._news.set()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(socket.FD, self._news.set)
 
     async def run(self) -> None:
         """Receive until cancelled."""
         while True:
-            await self._socket.poll()
+            await self._news.wait()
+            self._news.clear()
             for _ in range(DRAIN):
                 try:
-                    frames = self._raw.recv_multipart(zmq.NOBLOCK)
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 self._take(frames)
+            else:
+                self._news.set()  # perhaps there is more
             await anyio.lowlevel.checkpoint()
 
     def _take(self, frames: list[bytes]) -> None:
@@ -74,20 +86,27 @@ class Router(Generic[In]):
         except WireError as error:
             self.undecodable += 1
             log.warning("%s sent a message that cannot be decoded: %s", peer.decode(errors="replace"), error)
+            if self._refuse is not None:
+                self._refuse(peer, frames[1:], error)
             return
         self._handler(peer, message, bulk)
 
     def send(self, peer: bytes, message: object, bulk: Sequence[bytes] = ()) -> bool:
         """Whether the message was handed to the peer's queue; False when the peer is gone or does not read."""
         try:
-            self._raw.send_multipart([peer, *self._codec.encode(message, bulk)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, *self._codec.encode(message, bulk)], zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError) as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
+        finally:
+            # The descriptor tells of changes only, and a send eats the news of what has arrived meanwhile.
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._news.set()
         return True
 
     def close(self) -> None:
+        self._loop.remove_reader(self._socket.FD)
         self._socket.close()
         self._context.term()
         self._path.unlink(missing_ok=True)

@@ -22,8 +22,9 @@ from .postmortem import TAIL_LINES, read_tail
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 TAGS = ("ARTD_INSTANCE", "ARTD_BOOT", "ARTD_WORKER", "ARTD_SPAWN")
-PROOF_S = 5.0
-"""How long a killed subtree may take to be gone before it is reported as not dying."""
+PROOF_S = 15.0
+"""How long a killed subtree may take to be gone before it is reported as not dying: giving back tens of gigabytes, or a
+GPU's context, takes seconds on a busy machine."""
 
 
 class Undead(Exception):

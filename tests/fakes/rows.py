@@ -24,11 +24,11 @@ from artd.runs import _insert
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_schema import client_api as api
-from artd_schema import worker as w
-from artd_schema.codec import digest, to_json
-from artd_schema.manifest import Canary, CheckpointManifest, FileEntry
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Turn
+
+from .staging import stage  # noqa: F401 - part of this toolbox
+
 
 VOCAB = 100
 BASE = BaseModel("b" * 64, VOCAB, ())
@@ -142,33 +142,6 @@ async def add_worker(store: Store, name: str, spawn: int = 1, state: str = "read
         )
 
     await store.write(write)
-
-
-def stage(folder: Path, order: w.Run, base_digest: str = BASE.digest, **changes: Any) -> str:
-    """Write the result of `order` into `folder` as a trainer would; returns the sha of its manifest."""
-    folder.mkdir(parents=True)
-    files = {"weights.bin": f"step {order.step}".encode(), "weights.json": b"{}"}
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    fields: dict[str, Any] = {
-        "run": "r",
-        "step": order.step,
-        "epoch": order.epoch,
-        "lineage": order.lineage,
-        "parent": order.parent.sha if order.parent else "",
-        "batch": order.batch_sha,
-        "base_digest": base_digest,
-        "spec_digest": "",
-        "instance": order.instance,
-        "job": order.job,
-        "fence": order.fence,
-        "files": tuple(FileEntry(name, len(data), digest(data)) for name, data in files.items()),
-        "canary": Canary(prompts=(), logprobs=(), max_abs=1e-4, mean_abs=1e-5),
-        "metrics": {"loss": 0.5},
-    }
-    manifest = to_json(CheckpointManifest(**(fields | changes)))
-    (folder / "manifest.json").write_bytes(manifest)
-    return digest(manifest)
 
 
 async def count(store: Store, table: str, where: str = "1") -> int:

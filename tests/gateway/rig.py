@@ -21,7 +21,7 @@ from artd_workers.gateway.worker import Gateway
 from tests.gateway.fake_engine import FakeEngine, QuietServer
 
 TOKEN = "sesame"
-LIMITS = Limits(ready_s=0.3, hold_s=5.0, retry_s=0.3, label_s=0.3, ledger_s=0.5, call_s=5.0)
+LIMITS = Limits(ready_s=0.3, hold_s=5.0, retry_s=0.3, label_s=0.3, ledger_s=10.0, call_s=5.0)
 
 
 class Daemon:

@@ -209,3 +209,15 @@ async def test_a_prompt_that_an_engine_with_more_room_rendered_is_measured_by_th
     message = error(await rig.complete(prompt="x" * 100), 400, "context_length_exceeded")
     assert "100 tokens" in message
     assert "context length is 100" in message
+
+
+async def test_an_announced_body_over_the_limit_is_refused_before_it_is_sent(rig: Rig) -> None:
+    host, port = rig.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {rig.bearer}\r\ncontent-length: 50000000\r\n\r\n"
+    )
+    writer.write(head.encode())
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    writer.close()

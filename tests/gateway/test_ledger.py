@@ -95,7 +95,10 @@ async def test_a_refused_entry_is_a_503_with_the_daemons_words(rig: Rig, engine:
     assert response.headers["retry-after"]
 
 
-async def test_an_acknowledgement_that_never_comes_is_a_503(rig: Rig, engine: FakeEngine) -> None:
+async def test_an_acknowledgement_that_never_comes_is_a_503(rig: Rig) -> None:
+    await rig.limits(ledger_s=0.2)
+    engine = await rig.engine()
+    await rig.daemon.route(merged(engine, 3, 4))
     rig.daemon.acknowledge = False
     response = await rig.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (503, "ledger_timeout")
@@ -185,6 +188,7 @@ async def test_a_pinned_request_is_never_answered_by_other_weights(rig: Rig, eng
 async def test_in_lora_mode_the_epoch_is_the_adapters(rig: Rig) -> None:
     engine = await rig.engine()
     await rig.daemon.route(lora(engine, (1, 2), (2, 5)))
+    engine.versions = [("pol@0", 1.0)]  # of the base weights: no matter
     body = (await rig.chat(model="pol@1")).json()
     assert body["model"] == "pol@1"
     assert engine.bodies("/generate")[0]["model"] == "pol@1"

@@ -114,6 +114,13 @@ async def test_a_reused_session_number_is_a_stranger(instance: str) -> None:
         assert living(other)
 
 
+async def test_a_session_that_the_recorded_process_does_not_lead_is_a_strangers(instance: str) -> None:
+    with stray({}) as old, stray({}) as other:
+        found = await sweep(instance, replace(recorded(old), session=other.session))
+        assert [left.pid for left in found.ended] == [old.pid]
+        assert living(other)
+
+
 async def test_copied_data_folder_spares_the_living_originals_workers(instance: str) -> None:
     with stray({}) as owner, stray(helpers.tags(instance, boot=1)) as worker:
         alive = Identity(procfs.boot_id(), owner.pid, owner.ticks)
@@ -144,7 +151,7 @@ async def test_what_does_not_die_is_reported_in_time(instance: str, monkeypatch:
             patch.setattr(procfs, "strike", lambda *_: None)
             began = time.monotonic()
             found = await reap(instance, 2, (), None, within_s=0.2)
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 4.0
         assert [str(left) for left in found.broken] == [f"worker trainer: broken(pid {old.pid}, state S)"]
         assert found.ended == ()
 
@@ -168,3 +175,12 @@ async def test_guardians_that_are_ending_by_themselves_are_awaited(instance: str
         found = await asyncio.wait_for(sweep(instance), 6.0)
     assert found.broken == ()
     assert not helpers.tagged(instance)
+
+
+async def test_a_signal_reaches_exactly_the_process_that_was_meant() -> None:
+    with stray({}) as other:
+        assert not procfs.signal_exact(other.pid, other.ticks - 1, signal.SIGKILL), "a stranger under that number"
+        assert living(other)
+        assert procfs.signal_exact(other.pid, other.ticks, signal.SIGKILL)
+        await helpers.until_async(lambda: not living(other))
+    assert not procfs.signal_exact(other.pid, other.ticks, signal.SIGKILL)

@@ -84,7 +84,7 @@ class FakeDaemon:
     def send(self, message: Any) -> None:
         self._router.send_multipart([self._peer, *self._codec.encode(message)])
 
-    def expect(self, *kinds: type[M], timeout: float = 60.0) -> M:
+    def expect(self, *kinds: type[M], timeout: float = 240.0) -> M:
         """The next message of one of these kinds. AssertionError with the worker's log at the timeout."""
         end = time.monotonic() + timeout
         while True:

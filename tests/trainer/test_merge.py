@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from artd_workers.trainer.merge import BaseWeights, merge, merged_tensors
 from . import rig
 
 pytestmark = pytest.mark.torch
+PATHS = {"PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("schema", "workers"))}
 
 
 def by_hand(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -45,6 +49,18 @@ def test_order_names_and_tied_head(folder: Path) -> None:
     assert names == sorted(names)
     assert ("lm_head.weight" in names) == (folder.name != "tied")
     assert len(names) == len(set(names)) == len(BaseWeights(folder))
+
+
+def test_the_engine_can_import_it() -> None:
+    """Without Megatron, transformers and the trainer's other modules."""
+    code = (
+        "import sys; sys.modules['megatron'] = sys.modules['transformers'] = None; import artd_workers.trainer.merge;"
+        "print([m for m in sys.modules if m.startswith('artd_workers.')])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | PATHS
+    )
+    assert out.stdout.strip() == "['artd_workers.trainer', 'artd_workers.trainer.merge']"
 
 
 def test_zero_b_is_the_base(folder: Path) -> None:

@@ -64,7 +64,9 @@ def test_logprobs_and_gradients(smol: Path) -> None:
     """LoRA-free logprobs bit by bit in spirit (MAE <= 1e-5, max <= 2e-4), base gradients <= 3e-4 per tensor."""
     plan = plan_for(read_config(smol))
     policy, hf = Policy(plan, build(plan, BaseWeights(smol)), None), rig.reference(smol)
-    tokens, _ = tokens_of(smol, "The capital of France is Paris. It lies on the Seine and has two million people.<|im_end|>")
+    tokens, _ = tokens_of(
+        smol, "The capital of France is Paris. It lies on the Seine and has two million people.<|im_end|>"
+    )
     difference = (policy.score_sequence(tokens) - rig.hf_logprobs(hf, tokens).detach()).abs()
     assert difference.mean() <= 1e-5 and difference.max() <= 2e-4
     policy.model.requires_grad_(True)
@@ -87,7 +89,9 @@ def test_tree_with_lora_against_separate(smol: Path) -> None:
     leaves = [torch.randint(3, 49152, (n,), generator=generator) for n in (6, 9, 4)]
     pieces = [Piece(prompt[:-1]), *(Piece(torch.cat([prompt[-1:], leaf]), 0, trained_from=1) for leaf in leaves)]
     rows = rig.row_columns(pieces, 80)
-    row = rig.make_batch({n: t[None] for n, t in rows.items()}, rig.manifest_of({n: t[None] for n, t in rows.items()}, 3), "", 49152).rows[0]
+    row = rig.make_batch(
+        {n: t[None] for n, t in rows.items()}, rig.manifest_of({n: t[None] for n, t in rows.items()}, 3), "", 49152
+    ).rows[0]
     packed = policy.score(row.tokens, row.positions, row.hidden_from, row.at, row.targets, row.temperatures).logprobs
     separate = torch.cat([policy.score_sequence(torch.cat([prompt, leaf]))[size - 1 :] for leaf in leaves])
     assert (packed - separate).abs().max() <= 2e-4

@@ -22,7 +22,10 @@ from tests import toys
 from . import rig
 from .fake_daemon import FakeDaemon
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(600),
+]  # each start imports Megatron: 5 s idle, 40 s on a busy machine
 EXACT = ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "weights.json", "adapter_config.json")
 
 
@@ -294,6 +297,9 @@ def test_a_push_survives_the_next_job_and_a_dead_engine(daemon: FakeDaemon) -> N
     gloo.broadcast(group, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)), 20.0)
     group.abort()
     del group
-    daemon.send(w.PushEnd(push=2, fence=2))
-    daemon.send(push_of(second, daemon.work / "b", 3, 3))
+    daemon.send(push_of(second, daemon.work / "never", 3, 3))
+    daemon.send(w.PushEnd(push=3, fence=3))
+    daemon.send(push_of(second, daemon.work / "never", 4, 4))
+    assert "afresh" in daemon.expect(w.Refused).reason
+    daemon.send(push_of(second, daemon.work / "b", 5, 5))
     receive(gloo.join(str(daemon.work / "b"), gloo.ENGINE, 30.0), table_of(second))

@@ -149,16 +149,18 @@ class EngineWorker:
             push = self._pushes.get()
             self._current = push
             try:
-                self._link.send(pusher.run(push))
+                answer: w.Live | w.Refused = pusher.run(push)
             except Stale as error:
                 log(str(error))
-                self._link.send(w.Refused(push=push.push, fence=push.fence, reason=str(error)))
+                answer = w.Refused(push=push.push, fence=push.fence, reason=str(error))
             except PushError as error:
                 self._failed(push, error.phase, str(error))
+                return
             except Exception as error:  # a defect of ours must not leave an unknown engine serving
                 self._failed(push, pusher.phase, f"{type(error).__name__}: {error}")
-            finally:
-                self._current = None
+                return
+            self._current = None  # before the answer: the daemon may send the next push at once
+            self._link.send(answer)
 
     def _failed(self, push: w.Push, phase: str, error: str) -> None:
         self._link.send(w.PushFailed(push=push.push, fence=push.fence, phase=phase, error=error))

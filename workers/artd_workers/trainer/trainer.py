@@ -63,6 +63,10 @@ class Staged:
 class Trainer:
     """One run's trainer. instance: the data folder's uuid. Not thread-safe but for `snapshot_of`."""
 
+    _base: BaseWeights
+    _optimizer: Optimizer
+    _state: State
+
     def __init__(self, config: TrainerConfig, versions: dict[str, str]) -> None:
         self.config, self.spec = config, config.spec
         self.resident: Resident | None = None

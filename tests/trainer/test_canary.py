@@ -1,0 +1,65 @@
+"""The canary: right logprobs, ids that are allowed, bounds, and a 1 % perturbation that must break it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from artd_workers.models.registry import plan_for
+from artd_workers.trainer import canary
+from artd_workers.trainer.merge import BaseWeights, merged_tensors
+from tests import toys
+
+from . import rig
+
+pytestmark = pytest.mark.torch
+
+
+def differences(folder: Path, weights: dict[str, torch.Tensor], probe: canary.Canary) -> torch.Tensor:
+    """|Hugging Face with these merged weights - canary| per scored token."""
+    hf = rig.reference(folder)
+    hf.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        rows = [rig.hf_logprobs(hf, torch.tensor(ids)) for ids in probe.prompts]
+    return (torch.cat(rows) - torch.tensor([x for row in probe.logprobs for x in row])).abs()
+
+
+def test_scores_are_those_of_the_merged_weights(folder: Path) -> None:
+    policy = rig.make_policy(folder)
+    probe = canary.score(policy, "float32")
+    assert [len(ids) for ids in probe.prompts] == [32] * 4 and [len(row) for row in probe.logprobs] == [31] * 4
+    merged = dict(merged_tensors(BaseWeights(folder), policy.lora.state(), policy.lora.scale, torch.float32))
+    found = differences(folder, merged, probe)
+    assert found.max() <= probe.max_abs == 1e-5 and found.mean() <= probe.mean_abs
+    assert canary.score(rig.make_policy(folder, seed=7), "float32").logprobs != probe.logprobs
+
+
+def test_every_perturbed_matrix_is_seen(folder: Path) -> None:
+    """By 1 % noise: Qwen3's norms of q and k undo a common factor, so there 1.01 x q_proj is the same model."""
+    policy = rig.make_policy(folder)
+    probe = canary.score(policy, "float32")
+    merged = dict(merged_tensors(BaseWeights(folder), policy.lora.state(), policy.lora.scale, torch.float32))
+    matrices = [name for name, tensor in merged.items() if tensor.ndim == 2]
+    assert len(matrices) == 7 * toys.LAYERS + (1 if folder.name == "tied" else 2)
+    generator = torch.Generator().manual_seed(3)
+    for name in matrices:
+        noise = 1 + 0.01 * torch.randn(merged[name].shape, generator=generator)
+        found = differences(folder, merged | {name: merged[name] * noise}, probe)
+        assert found.max() > 5 * probe.max_abs, f"{name} with 1 % noise passes"
+
+
+def test_prompts_avoid_special_ids() -> None:
+    plan = plan_for(toys.config("llama", vocab_size=16, eos_token_id=[2, 3, 4], pad_token_id=0, bos_token_id=1))
+    ids = canary.prompts(plan)
+    assert ids == canary.prompts(plan)
+    assert {i for row in ids for i in row} <= set(range(5, 16))
+
+
+def test_bounds(toy_folders: dict[str, Path]) -> None:
+    toy = plan_for(toys.config("llama"))
+    large = plan_for(toys.config("llama", num_hidden_layers=5))
+    assert canary.bounds(toy, "float32") == (1e-5, 1e-5)
+    assert canary.bounds(large, "float32") == (2e-4, 2e-4)
+    assert canary.bounds(toy, "bfloat16")[1] == 0.05

@@ -1,0 +1,102 @@
+"""route: the gateway's table says what is live and holds what is being changed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from artd.requests import set_run_state
+from artd.route import Router, load_table
+from artd_schema import worker as w
+from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, open_store, settle
+from tests.fakes.steps import commit_next, make_pusher, train_next
+
+pytestmark = pytest.mark.asyncio
+
+
+async def go_live(store, data, pusher):
+    await pusher._send_due()
+    push = pusher._sending.message
+    await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
+
+
+async def test_no_run_no_route(tmp_path):
+    async with open_store(tmp_path) as store:
+        assert await store.write(load_table) == ((), ())
+        await add_run(store)
+        assert await store.write(load_table) == (("r",), ())
+        await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
+        assert await store.write(load_table) == ((), ())
+
+
+async def test_an_engine_is_listed_when_it_is_ready_and_has_an_address(tmp_path):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        for state, address, listed in [("starting", "/s", 0), ("ready", "", 0), ("ready", "/s", 1), ("backoff", "/s", 0)]:
+            await add_worker(store, "engine", 1, state, address)
+            _, engines = await store.write(load_table)
+            assert len(engines) == listed, (state, address)
+
+
+async def test_a_merged_push_holds_from_its_claim_to_its_live(tmp_path):
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store)
+        await commit_next(store, data)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        pusher = make_pusher(store, data, FakeWire(trainer=1, engine=1))
+        (_, (before,)) = await store.write(load_table)
+        assert not before.hold and before.served == ()
+        await pusher._send_due()
+        (_, (during,)) = await store.write(load_table)
+        assert during.hold and during.served == ()
+        push = pusher._sending.message
+        await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
+        (_, (after,)) = await store.write(load_table)
+        assert not after.hold and after.served == (w.Served(name="r@0", run="r", step=0, epoch=0),)
+        assert (after.socket, after.base_model, after.max_model_len) == ("/s", "r", 1024)
+        await train_next(store, data)
+        await pusher._send_due()
+        (_, (again,)) = await store.write(load_table)
+        assert again.hold and [s.name for s in again.served] == ["r@0"]
+
+
+async def test_a_lora_push_does_not_hold_and_the_newest_comes_last(tmp_path):
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store, rollout_weights_mode="lora")
+        await commit_next(store, data)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        pusher = make_pusher(store, data, FakeWire(trainer=1, engine=1))
+        await go_live(store, data, pusher)
+        await train_next(store, data)
+        await pusher._send_due()
+        (_, (during,)) = await store.write(load_table)
+        assert not during.hold and [s.name for s in during.served] == ["r@0"]
+        push = pusher._sending.message
+        await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
+        (_, (after,)) = await store.write(load_table)
+        assert [s.name for s in after.served] == ["r@0", "r@1"]
+
+
+async def test_every_new_table_is_sent_once_and_again_to_a_new_gateway(tmp_path):
+    async with open_store(tmp_path) as store:
+        wire = FakeWire()
+        task = asyncio.ensure_future(Router(store, wire).run())
+        await add_run(store)
+        await asyncio.sleep(0.05)
+        assert not wire.sent
+        wire.connected["gateway"] = 1
+        await add_worker(store, "engine", 1, "ready", "/s")
+        await asyncio.sleep(0.05)
+        (first,) = wire.of(w.Route)
+        assert first.runs == ("r",) and first.engines[0].socket == "/s"
+        await store.write(lambda c: c.execute("UPDATE run SET reason = 'x'").rowcount)  # changes no route
+        await asyncio.sleep(0.05)
+        assert len(wire.of(w.Route)) == 1
+        wire.connected["gateway"] = 2
+        await store.write(lambda c: c.execute("UPDATE run SET reason = 'y'").rowcount)
+        await asyncio.sleep(0.05)
+        assert [r.seq for r in wire.of(w.Route)] == [1, 2]
+        await settle(task)
