@@ -143,12 +143,13 @@ class Daemon:
         self._ingest = Ingest(store, blobs, settings.limits.max_body_kib << 10, disk.require)
         self._dispatch = Dispatch(store, wire, data, instance, workforce.kill)
         self._pusher = Pusher(store, wire, data, workforce.kill)
-        runs = Runs(store, workforce.require_runtimes)
+        self._routes = routes = RouteTable(store, wire)
+        runs = Runs(store, workforce.require_runtimes, lambda: routes.routed)
         self._requests = Requests(
             store, self._ingest, runs, self._dispatch, clients.send, self.stop, instance, max_message
         )
         services = [
-            workers.run, clients.run, workforce.run, RouteTable(store, wire).run, Packer(store, blobs, data).run,
+            workers.run, clients.run, workforce.run, routes.run, Packer(store, blobs, data).run,
             self._dispatch.run, self._pusher.run, self._ingest.run, Retain(store, data).run,
         ]  # fmt: skip
         try:
@@ -194,7 +195,9 @@ class Daemon:
                 self._dispatch.accepted(message)
             case w.Held():
                 self._pusher.held(message)
-            case w.Progress() | w.RouteTaken():
+            case w.RouteTaken():
+                self._routes.taken(message)
+            case w.Progress():
                 return
             case w.Exchange():
                 self._group.start_soon(self._exchange, name, message, bulk)

@@ -1,12 +1,13 @@
 """The gateway's routing table, derived from rows and sent whole whenever it changes.
 
-Owner of: nothing but the last table sent. Invariants: an engine under a merged push is on hold in every table from
+Owner of: the last table sent, and which names the gateway confirmed. Invariants: an engine under a merged push is on hold in every table from
 before its update until its verified `Live`; a table never names a step that is not live.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from artd_schema import worker as w
 from artd_schema.spec import RunSpec
 
-from .store.store import Store
+from .store.store import Store, get_meta
 from .views import active_run
 from .wire import WorkerWire
 
@@ -22,44 +23,62 @@ GATEWAY = "gateway"
 
 
 class Router:
-    """Keeps the gateway's table true."""
+    """Keeps the gateway's table true, and knows what the gateway confirmed."""
 
     def __init__(self, store: Store, wire: WorkerWire) -> None:
         self._store = store
         self._wire = wire
         self._seq = 0
         self._sent: tuple[int | None, bytes] = (None, b"")
+        self._names: frozenset[str] = frozenset()
+        self.routed: frozenset[str] = frozenset()
 
     async def run(self) -> None:
         """Send every new table, until cancelled."""
         while True:
             changed = self._store.change()
-            runs, engines = await self._store.write(load_table)
-            table = (self._wire.spawn(GATEWAY), msgspec.msgpack.encode((runs, engines)))
-            if table[0] is not None and table != self._sent:
+            table = await self._store.write(load_table)
+            sent = (self._wire.spawn(GATEWAY), msgspec.msgpack.encode(table))
+            if sent[0] is not None and sent != self._sent:
                 self._seq += 1
-                if self._wire.send(GATEWAY, w.Route(seq=self._seq, runs=runs, engines=engines)):
-                    self._sent = table
+                if self._wire.send(GATEWAY, w.Route(seq=self._seq, runs=table.runs, engines=table.engines)):
+                    self._sent = sent
+                    self._names = frozenset(served.name for engine in table.engines for served in engine.served)
             with anyio.move_on_after(5.0):
                 await changed.wait()
 
+    def taken(self, message: w.RouteTaken) -> None:
+        """The gateway routes by this table now: whoever waits for a step to be served may go on."""
+        if message.seq == self._seq:
+            self.routed = self._names
+            self._store.announce()
 
-def load_table(c: sqlite3.Connection) -> tuple[tuple[str, ...], tuple[w.EngineRoute, ...]]:
-    """(names of runs, engines that can be reached)."""
+
+class Table(NamedTuple):
+    """push: fence of the newest push; a hold ends only with a newer table, so every push makes one."""
+
+    runs: tuple[str, ...]
+    engines: tuple[w.EngineRoute, ...]
+    push: str
+
+
+def load_table(c: sqlite3.Connection) -> Table:
+    """Names of runs, and the engines that can be reached."""
     run = active_run(c)
     if run is None:
-        return (), ()
+        return Table((), (), "")
     spec = msgspec.json.decode(run["spec"], type=RunSpec)
     engines = c.execute("SELECT name, address FROM process WHERE kind = 'engine' AND state = 'ready' AND address <> ''")
-    return (run["name"],), tuple(_engine(c, row, run, spec) for row in engines.fetchall())
+    routes = tuple(_engine(c, row, run, spec) for row in engines.fetchall())
+    return Table((run["name"],), routes, get_meta(c, "push_fence"))
 
 
 def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: RunSpec) -> w.EngineRoute:
     sending = c.execute("SELECT 1 FROM push WHERE engine = ? AND state = 'sending' AND mode = 'merged'", (row["name"],))
     served = c.execute(
         "SELECT s.name, k.step, k.epoch FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
-        " WHERE s.engine = ? AND s.state = 'live' ORDER BY k.epoch",
-        (row["name"],),
+        " WHERE s.engine = ? AND s.run_id = ? AND s.state = 'live' ORDER BY k.epoch",
+        (row["name"], run["id"]),
     )
     return w.EngineRoute(
         engine=row["name"],

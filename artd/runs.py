@@ -28,9 +28,13 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Runs:
-    """What clients ask about runs. require_runtimes: raises Conflict when trainer or engine cannot run here."""
+    """What clients ask about runs. require_runtimes: raises Conflict when trainer or engine cannot run here; routed: names
+    (`RUN@STEP`) that the gateway confirmed to route."""
 
-    def __init__(self, store: Store, require_runtimes: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, require_runtimes: Callable[[], None], routed: Callable[[], frozenset[str]]
+    ) -> None:
+        self._routed = routed
         self._store = store
         self._require_runtimes = require_runtimes
 
@@ -94,7 +98,8 @@ class Runs:
         end = self._store.clock.monotonic() + min(op.timeout_s, 60.0)
         while True:
             changed = self._store.change()
-            answer = await self._store.write(lambda c: _progress(c, op))
+            routed = f"{op.run}@{op.step}" in self._routed()
+            answer = await self._store.write(lambda c: _progress(c, op, routed))  # noqa: B023 - awaited here
             left = end - self._store.clock.monotonic()
             if not isinstance(answer, api.Pending) or left <= 0:
                 return answer
@@ -152,12 +157,13 @@ def served_step(c: sqlite3.Connection, run_id: int) -> int:
     return -1 if row["step"] is None else int(row["step"])
 
 
-def _progress(c: sqlite3.Connection, op: api.WaitStep) -> api.Answer:
+def _progress(c: sqlite3.Connection, op: api.WaitStep, routed: bool) -> api.Answer:
     row = c.execute("SELECT id, reason FROM run WHERE name = ?", (op.run,)).fetchone()
     if row is None:
         raise NotFound(f"there is no run {op.run!r}", field="run")
     run = load_run(c, row["id"])
-    if run.step >= op.step and served_step(c, row["id"]) >= op.step:
+    served = served_step(c, row["id"])
+    if run.step >= op.step and (served > op.step or (served == op.step and routed)):
         return _step_info(c, row["id"], op)
     if run.state != "active" and run.step < op.step:
         what = f": {row['reason']}" if row["reason"] else ""

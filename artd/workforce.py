@@ -35,6 +35,7 @@ from .supervise.spawn import Undead
 from .supervise.spec import Info, Launch, Spec
 from .supervise.states import State
 from .supervise.supervisor import Supervisor
+from .supervise.worker import ERROR_LINES
 from .views import active_run
 from .wire import WorkerWire
 
@@ -63,8 +64,8 @@ class Boot:
 
 
 @dataclass
-class Down:
-    """Last words of a harness: why its server died."""
+class Words:
+    """The last words of one process: why it, or the server that it kept, ended."""
 
     spawn: int = -1
     error: str = ""
@@ -83,7 +84,8 @@ class Workforce:
     on_death: Death
     gateway_ready: anyio.Event = field(default_factory=anyio.Event)
     stopping: bool = False
-    _downs: dict[str, Down] = field(default_factory=dict)
+    _downs: dict[str, Words] = field(default_factory=dict)
+    _ends: dict[str, Words] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Supervise, and start and stop workers as the rows ask, until cancelled."""
@@ -97,16 +99,19 @@ class Workforce:
             await self._follow_rows()
 
     async def _follow_rows(self) -> None:
+        employer: int | None = None  # the run that trainer and engine were started for: they never work for another
         while True:
             changed = self.store.change()
-            wanted = await self.store.write(lambda c: active_run(c) is not None)
+            run = await self.store.write(_run_id)
             for name in ("trainer", "engine"):
                 if self.stopping:
                     return
-                if wanted and await self._has_runtime(name):
-                    self.supervisor.start(name)
-                elif not wanted:
+                if run is None or employer not in (None, run):
                     await self.supervisor.stop(name, self.settings.drain_s, "the run is finished")
+            for name in ("trainer", "engine"):
+                if run is not None and await self._has_runtime(name) and not self.stopping:
+                    self.supervisor.start(name)
+            employer = run
             with anyio.move_on_after(5.0):
                 await changed.wait()
 
@@ -166,6 +171,9 @@ class Workforce:
         return await self.store.write(write)
 
     async def on_state(self, name: str, state: State, info: Info) -> None:
+        end = self._ends.get(name, Words())
+        error = end.error if info.error and end.spawn == info.spawn and end.error else info.error
+
         def write(c: sqlite3.Connection) -> None:
             now = self.store.clock.now_ms()
             address = ", address = ''" if state != "ready" else ""
@@ -176,16 +184,19 @@ class Workforce:
             )
             c.execute(
                 "UPDATE process SET boot_id = ?, pid = ?, ticks = ?, session = ?, restarts = ?, error = ?, log = ? WHERE name = ?",
-                (info.boot_id, info.pid, info.ticks, info.session, info.restarts, info.error, info.log, name),
+                (info.boot_id, info.pid, info.ticks, info.session, info.restarts, error, info.log, name),
             )
-            emit(c, now, "", f"worker.{state}", name, spawn=info.spawn, pid=info.pid, error=info.error)
+            emit(c, now, "", f"worker.{state}", name, spawn=info.spawn, pid=info.pid, error=error)
 
         await self.store.write(write)
 
     async def on_exit(self, name: str, spawn: int, status: Status, ordered: bool, tail: str) -> None:
         self.wire.forget(name, spawn)
-        down = self._downs.get(name, Down())
+        down = self._downs.get(name, Words())
         error = down.error if down.spawn == spawn and down.error else status.text
+        if not ordered and error == status.text and tail:
+            error = "\n".join([error, *tail.splitlines()[-ERROR_LINES:]])
+        self._ends[name] = Words(spawn, error)
         log.log(logging.INFO if ordered else logging.WARNING, "%s (spawn %d) ended: %s", name, spawn, error)
         if name == "gateway" and not ordered and not self.settings.gateway.port:
             await self.store.write(lambda c: set_meta(c, "gateway_port", "0"))  # perhaps somebody else has the port now
@@ -251,7 +262,7 @@ class Workforce:
         await self.supervisor.ready(name, spawn)
 
     def down(self, name: str, spawn: int, message: w.Down) -> None:
-        self._downs[name] = Down(spawn, f"{message.error}\n{message.tail}".strip())
+        self._downs[name] = Words(spawn, f"{message.error}\n{message.tail}".strip())
 
     def kill(self, name: str, reason: str) -> None:
         """Order a worker's death; it is started again."""
@@ -273,6 +284,11 @@ class Workforce:
     async def kill_all(self) -> None:
         self.stopping = True
         await self.supervisor.stop_all(0.0, "the daemon was told twice to stop")
+
+
+def _run_id(c: sqlite3.Connection) -> int | None:
+    run = active_run(c)
+    return None if run is None else int(run["id"])
 
 
 def _note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, text: str) -> None:

@@ -20,11 +20,12 @@ from artd_client import Client, Stalled
 
 PROMPT = "What is the capital of {country}? Answer with the city name only."
 CAPITALS = """
-France:Paris Germany:Berlin Italy:Rome Spain:Madrid Japan:Tokyo China:Beijing Egypt:Cairo Greece:Athens Russia:Moscow
-Austria:Vienna Poland:Warsaw Portugal:Lisbon Norway:Oslo Sweden:Stockholm Finland:Helsinki Denmark:Copenhagen Peru:Lima
-Ireland:Dublin Belgium:Brussels Hungary:Budapest Turkey:Ankara Iran:Tehran Iraq:Baghdad Cuba:Havana Chile:Santiago
-Canada:Ottawa Australia:Canberra India:Delhi Thailand:Bangkok Vietnam:Hanoi Kenya:Nairobi Ukraine:Kyiv Jordan:Amman
-Romania:Bucharest Bulgaria:Sofia Croatia:Zagreb Serbia:Belgrade Colombia:Bogota Venezuela:Caracas Lebanon:Beirut
+Sweden:Stockholm Tunisia:Tunis Syria:Damascus Russia:Moscow Japan:Tokyo Austria:Vienna China:Beijing
+Netherlands:Amsterdam Hungary:Budapest France:Paris India:Delhi Azerbaijan:Baku Somalia:Mogadishu Sudan:Khartoum
+Pakistan:Islamabad Thailand:Bangkok Iceland:Reykjavik Ireland:Dublin Estonia:Tallinn Greece:Athens Afghanistan:Kabul
+Cuba:Havana Canada:Ottawa Italy:Rome Romania:Bucharest Germany:Berlin Australia:Canberra Kenya:Nairobi Senegal:Dakar
+Philippines:Manila Bangladesh:Dhaka Denmark:Copenhagen Egypt:Cairo Lithuania:Vilnius Serbia:Belgrade
+Jamaica:Kingston Finland:Helsinki Israel:Jerusalem Czechia:Prague Portugal:Lisbon
 """
 COUNTRIES = dict(pair.split(":") for pair in CAPITALS.split())
 HELD_OUT = 16

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from artd_schema import paths
 
@@ -18,8 +18,7 @@ from ..lock import held
 from .outcome import NOT_RUNNING, USAGE, CliError
 
 
-@dataclass(frozen=True)
-class Daemon:
+class Daemon(NamedTuple):
     """state: starting, ready, draining or stopped; file: what the (last) daemon told of itself."""
 
     state: str

@@ -7,9 +7,8 @@ make true (served steps, ready workers) is never claimed of a dead one.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from artd_schema.paths import boot_id, process_ticks
 
@@ -22,31 +21,30 @@ GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
 JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What keeps artd from working, and the command or act that helps."""
 
     what: str
     next: str
 
 
-@dataclass
 class Snapshot:
     """health: ok, degraded or down; run: the run that is not finished, else the newest one."""
 
-    data: Path
-    daemon: Daemon
-    database: bool = False
-    clean: bool = False
-    run: Row | None = None
-    groups: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    jobs: dict[str, int] = field(default_factory=dict)
-    active: list[Row] = field(default_factory=list)
-    workers: list[Row] = field(default_factory=list)
-    pushes: list[Row] = field(default_factory=list)
-    events: list[Row] = field(default_factory=list)
-    disk_free: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    def __init__(self, data: Path, found: Daemon) -> None:
+        self.data = data
+        self.daemon = found
+        self.database = False
+        self.clean = False
+        self.run: Row | None = None
+        self.groups: dict[str, dict[str, dict[str, int]]] = {}
+        self.jobs: dict[str, int] = {}
+        self.active: list[Row] = []
+        self.workers: list[Row] = []
+        self.pushes: list[Row] = []
+        self.events: list[Row] = []
+        self.disk_free = 0
+        self.problems: list[Problem] = []
 
     @property
     def health(self) -> str:

@@ -41,7 +41,7 @@ class Store:
         finally:
             connection.close()
         self._writer = Writer(self.path, self._on_fatal)
-        self._writer.start(asyncio.get_running_loop(), self._announce)
+        self._writer.start(asyncio.get_running_loop(), self.announce)
         self._reader = await aiosqlite.connect(f"file:{self.path}?mode=ro", uri=True)
         self._reader.row_factory = sqlite3.Row
         await self._reader.execute("PRAGMA query_only = 1")
@@ -67,7 +67,8 @@ class Store:
         """An event that is set at the next commit that changes something; take it *before* reading."""
         return self._changed
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Wake whoever waits for a change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -136,6 +136,12 @@ def _start(command: list[str]) -> int:
     pid = os.fork()
     if pid == 0:
         _execute(command, guardian)
+    try:
+        # From both sides: whoever signals the child's group must never find the guardian in it.
+        os.setpgid(pid, pid)
+    except (PermissionError, ProcessLookupError):
+        # It has executed, or ended, already: then it set its group itself.
+        pass
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 

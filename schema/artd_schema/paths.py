@@ -6,7 +6,6 @@ Invariants: standard library only; a runtime folder belongs to this user alone (
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -50,6 +49,8 @@ def runtime_dir(data: str | os.PathLike[str], create: bool = True) -> Path:
     `$XDG_RUNTIME_DIR/artd/<8 hex>`, else `/tmp/artd-<uid>/<8 hex>`; the hex digits are the sha256 of the data
     folder's real path. Raises UnsafeDir.
     """
+    import hashlib  # here: it costs `artctl status`, which has no use for it, 5 ms
+
     name = hashlib.sha256(os.path.realpath(data).encode()).hexdigest()[:8]
     configured = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = configured.startswith("/") and Path(configured).is_dir() and os.access(configured, os.W_OK)

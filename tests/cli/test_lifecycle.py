@@ -76,6 +76,8 @@ def test_a_daemon_that_does_not_end(
 ) -> None:
     assert call("stop", "--drain", "0", "--data-dir", str(data)) == 7
     assert f"next: kill -9 {fake.pid}" in capsys.readouterr().err
+    assert call("stop", "--data-dir", str(data)) == 7
+    assert f"next: kill -9 {fake.pid}" in capsys.readouterr().err, "it drains already: this call forces"
 
 
 @pytest.mark.parametrize("fake", ["polite"], indirect=True)
@@ -105,6 +107,9 @@ def test_a_death_at_start_shows_the_logs_end(
     (data / "logs").mkdir(parents=True)
     (data / "logs/daemon.log").write_text("words of an older daemon\n")
     (data / "artd.db").write_bytes(b"x" * 8192)
+    gone = paths.DaemonFile(pid=1, ticks=1, boot_id="gone", version="1", state="ready")
+    paths.write_daemon_file(data, gone)  # of a daemon that was killed
+    monkeypatch.setattr(start, "TAIL", 1000)
     assert call("start", "--detach", "--data-dir", str(data)) == 1
     err = capsys.readouterr().err
     assert "file is not a database" in err and "artd ended at start with status" in err

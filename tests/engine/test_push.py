@@ -47,7 +47,9 @@ def test_wrong_bytes_fail_before_the_engine_resumes(bench: Bench) -> None:
     assert "/resume" not in bench.routes()
 
 
-@pytest.mark.parametrize(("file", "old", "new"), [("manifest.json", b'"toy"', b'"tox"'), ("weights.json", b"[8]", b"[9]")])
+@pytest.mark.parametrize(
+    ("file", "old", "new"), [("manifest.json", b'"toy"', b'"tox"'), ("weights.json", b"[8]", b"[9]")]
+)
 def test_a_damaged_checkpoint_is_not_pushed(bench: Bench, file: str, old: bytes, new: bytes) -> None:
     push = bench.push(0)
     path = Path(push.checkpoint.dir) / file

@@ -31,7 +31,7 @@ def main() -> int:
         return 1
     socket = Path(config.dir) / "engine.sock"
     if "http" in script.read():
-        threading.Thread(target=lambda: asyncio.run(serve(socket)), daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(serve(socket, config.run)), daemon=True).start()
     link.send(w.Ready(socket=str(socket)))
     highest = 0
     try:
@@ -65,13 +65,11 @@ def push(link: Link, script: Script, message: w.Push) -> bool:
     return True
 
 
-async def serve(socket: Path) -> None:
+async def serve(socket: Path, model: str) -> None:
     """The OpenAI server's fake, until the process ends."""
     from tests.gateway.fake_engine import FakeEngine
 
-    engine = FakeEngine()
-    async with engine.serving(socket):
-        await asyncio.Event().wait()
+    await FakeEngine(str(socket), base_model=model).server.serve()
 
 
 if __name__ == "__main__":

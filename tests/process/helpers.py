@@ -86,6 +86,32 @@ def until(condition: Callable[[], object], within_s: float = 15.0) -> float:
     return time.monotonic() - began
 
 
+def gone(instance: str, before: list[procfs.Stat], within_s: float) -> float:
+    """Seconds until every process of `before` is dead and nothing carries the tag; fails with who lived, and why.
+
+    Deaths are read from /proc/PID/stat alone: reading environments of a whole machine may itself wait for others.
+    """
+    began = last = time.monotonic()
+    stall = 0.0
+    while living := [stat for stat in before if procfs.alive(procfs.Identity(procfs.boot_id(), stat.pid, stat.ticks))]:
+        now = time.monotonic()
+        stall, last = max(stall, now - last), now
+        if now - began > within_s:
+            seen = [f"{stat.pid} {procfs.read_stat(stat.pid)} in {_wait_channel(stat.pid)}" for stat in living]
+            raise AssertionError(f"alive after {now - began:.2f} s (own longest stall {stall:.2f} s): {seen}")
+        time.sleep(0.005)
+    took = time.monotonic() - began
+    assert not tagged(instance), "a process that was made meanwhile lives"
+    return took
+
+
+def _wait_channel(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text() or "?"
+    except OSError as error:
+        return f"? ({error.strerror})"
+
+
 async def until_async(condition: Callable[[], object], within_s: float = 15.0) -> None:
     began = time.monotonic()
     while not condition():

@@ -34,8 +34,9 @@ def test_kill_9_of_the_daemon(tree: str, instance: str, tmp_path: Path) -> None:
         _up(daemon, instance, processes)
         if tree == "stopped":
             helpers.until(lambda: any(stat.state == "T" for stat in helpers.tagged(instance)))
+        before = helpers.tagged(instance)
         daemon.kill()
-        helpers.until(lambda: not helpers.tagged(instance), BOUND_S)
+        helpers.gone(instance, before, BOUND_S)
 
 
 def test_killed_between_spawn_and_exec(instance: str, tmp_path: Path) -> None:
@@ -48,9 +49,10 @@ def test_daemon_and_worker_killed_together(instance: str, tmp_path: Path) -> Non
     with helpers.spawner(instance, helpers.SETSID, tmp_path / "log") as daemon:
         guardian, _ = _up(daemon, instance, 3)
         (worker,) = [stat for stat in helpers.tagged(instance) if stat.ppid == guardian and stat.session == guardian]
+        before = helpers.tagged(instance)
         daemon.kill()
         os.kill(worker.pid, signal.SIGKILL)
-        helpers.until(lambda: not helpers.tagged(instance), BOUND_S)
+        helpers.gone(instance, before, BOUND_S)
 
 
 def test_stopped_guardian_wakes_when_the_daemon_dies(instance: str, tmp_path: Path) -> None:
@@ -58,8 +60,9 @@ def test_stopped_guardian_wakes_when_the_daemon_dies(instance: str, tmp_path: Pa
         guardian, ticks = _up(daemon, instance, 3)
         procfs.signal_exact(guardian, ticks, signal.SIGSTOP)
         helpers.until(lambda: procfs.read_stat(guardian).state == "T")  # type: ignore[union-attr]
+        before = helpers.tagged(instance)
         daemon.kill()
-        helpers.until(lambda: not helpers.tagged(instance), BOUND_S)
+        helpers.gone(instance, before, BOUND_S)
 
 
 def test_terminal_interrupt_does_not_reach_guardian_or_worker(instance: str, tmp_path: Path) -> None:
@@ -70,5 +73,6 @@ def test_terminal_interrupt_does_not_reach_guardian_or_worker(instance: str, tmp
         assert {stat.session for stat in helpers.tagged(instance)} == {guardian} != {os.getsid(0)}
         with pytest.raises(AssertionError):
             helpers.until(lambda: len(helpers.tagged(instance)) < 2, 0.3)
+        before = helpers.tagged(instance)
         daemon.kill()
-        helpers.until(lambda: not helpers.tagged(instance), BOUND_S)
+        helpers.gone(instance, before, BOUND_S)

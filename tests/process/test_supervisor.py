@@ -129,7 +129,7 @@ async def test_a_death_nobody_ordered_is_respawned_at_once(rig: Make) -> None:
     async with rig(Policy(base_s=30.0)) as each:
         info = await each.running()
         began = time.monotonic()
-        os.killpg(os.getpgid(helpers.procfs.descendants([info.pid], procfs.all_stats())[0].pid), signal.SIGKILL)
+        os.kill(procfs.descendants([info.pid], procfs.all_stats())[0].pid, signal.SIGKILL)
         await helpers.until_async(lambda: each.record.spawns == 2)
         assert time.monotonic() - began < 10.0, "the back-off of this policy is 30 s"
         ((spawn, status, ordered, _),) = each.record.exits
@@ -233,7 +233,7 @@ async def test_kernel_memory_kill_is_named(rig: Make, monkeypatch: pytest.Monkey
         info = await each.running()
         before = procfs.oom_kills()
         monkeypatch.setattr(procfs, "oom_kills", lambda: before + 1)
-        os.kill(helpers.procfs.descendants([info.pid], procfs.all_stats())[0].pid, signal.SIGKILL)
+        os.kill(procfs.descendants([info.pid], procfs.all_stats())[0].pid, signal.SIGKILL)
         assert "out of memory" in (await each.until("broken")).error
 
 

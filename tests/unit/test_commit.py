@@ -34,7 +34,14 @@ class World:
     """A run at step 0 with one train job claimed, and the dispatcher that claimed it."""
 
     def __init__(self, store, data, wire, dispatch, order, kills):
-        self.store, self.data, self.wire, self.dispatch, self.order, self.kills = store, data, wire, dispatch, order, kills
+        self.store, self.data, self.wire, self.dispatch, self.order, self.kills = (
+            store,
+            data,
+            wire,
+            dispatch,
+            order,
+            kills,
+        )
 
     async def report(self, sha, **changes):
         """Staged, and the daemon's last answer."""
@@ -242,7 +249,11 @@ async def test_failures_requeue_or_quarantine(tmp_path):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path)
         job = it.order.job
-        for fence, failure, state in [(1, "interrupted", "queued"), (2, "transient", "queued"), (3, "permanent", "quarantined")]:
+        for fence, failure, state in [
+            (1, "interrupted", "queued"),
+            (2, "transient", "queued"),
+            (3, "permanent", "quarantined"),
+        ]:
             await it.dispatch.failed(w.Failed(job=job, fence=fence, failure=failure, error=f"{failure}!\ntrace"))
             assert it.wire.sent[-1][1] == w.Ack(job=job, fence=fence)
             (row,) = await store.read("SELECT * FROM job WHERE id = ?", (job,))
@@ -271,7 +282,12 @@ async def test_a_transient_failure_waits_before_it_is_claimed_again(tmp_path):
 async def test_two_deaths_that_nobody_ordered_are_quarantine_and_ordered_ones_cost_nothing(tmp_path):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
-        for spawn, ordered, state in [(1, True, "queued"), (2, False, "queued"), (3, True, "queued"), (4, False, "quarantined")]:
+        for spawn, ordered, state in [
+            (1, True, "queued"),
+            (2, False, "queued"),
+            (3, True, "queued"),
+            (4, False, "quarantined"),
+        ]:
             await it.dispatch.died(spawn, ordered, "Segmentation fault")
             assert await one(store, "SELECT state FROM job WHERE kind = 'train'") == state
             await add_worker(store, "trainer", spawn + 1)

@@ -111,7 +111,9 @@ async def test_bad_turns_are_refused_and_leave_nothing(tmp_path, field, text, ch
         op = api.Submit(run="r", group="g", reward=1.0)
 
         async def send():
-            return await (ingest.submit_now(op, [body(turn(**changes))]) if fast else ingest.submit(op, [body(turn(**changes))]))
+            return await (
+                ingest.submit_now(op, [body(turn(**changes))]) if fast else ingest.submit(op, [body(turn(**changes))])
+            )
 
         await refused(Invalid, field, text, send())
         assert await count(store, "trajectory") == await count(store, "trajectory_group") == 0
@@ -399,4 +401,3 @@ async def test_the_ledger_takes_a_response_once(tmp_path):
         assert answer.error == "1 turns for 3 choices" and await count(store, "exchange") == 1
         with pytest.raises(NotFound):
             await exchange(ingest, run="nope")
-

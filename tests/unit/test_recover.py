@@ -92,7 +92,9 @@ async def test_without_a_result_the_job_waits_again_and_costs_nothing(tmp_path):
         assert (await claim(store, data)).fence == 2
 
 
-@pytest.mark.parametrize("harm", ["half a file", "no manifest", "a stranger's file", "an older fence", "another parent"])
+@pytest.mark.parametrize(
+    "harm", ["half a file", "no manifest", "a stranger's file", "an older fence", "another parent"]
+)
 async def test_a_result_that_is_not_whole_or_not_this_jobs_is_not_adopted(tmp_path, harm):
     async with open_store(tmp_path) as store:
         order, data = await running_job(store, tmp_path)

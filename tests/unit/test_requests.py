@@ -18,7 +18,20 @@ from artd_schema import worker as w
 from artd_schema.codec import Codec, WireError
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import ExchangeRef
-from tests.fakes.rows import FakeWire, add_run, add_worker, body, count, data_dir, make_ingest, one, open_store, submit, turn
+from tests.fakes.rows import (
+    EVERY_STEP,
+    FakeWire,
+    add_run,
+    add_worker,
+    body,
+    count,
+    data_dir,
+    make_ingest,
+    one,
+    open_store,
+    submit,
+    turn,
+)
 from tests.fakes.steps import claim, commit_next, make_dispatch, pack
 
 pytestmark = pytest.mark.asyncio
@@ -35,7 +48,7 @@ class Desk:
         self.replies: list[tuple[bytes, api.Reply]] = []
         self.stops: list[float] = []
         self.requests = Requests(
-            store, self.ingest, Runs(store, lambda: None), self.dispatch, lambda *r: self.replies.append(r),
+            store, self.ingest, Runs(store, lambda: None, EVERY_STEP), self.dispatch, lambda *r: self.replies.append(r),
             self.stops.append, "inst", 1 << 20,
         )  # fmt: skip
 
@@ -93,9 +106,13 @@ async def test_errors_have_codes_and_fields(tmp_path):
         await add_run(store)
         await desk.refused("invalid", "list[Turn]", sub, [b"\xc1"], "turns")
         await desk.refused("invalid", "list[Turn]", sub, [b"\xc1"], "turns")  # the run is known now: the fast way
-        await desk.refused("not_found", "no response", msgspec.structs.replace(sub, refs=(ExchangeRef("x"),)), (), "refs[0]")
+        await desk.refused(
+            "not_found", "no response", msgspec.structs.replace(sub, refs=(ExchangeRef("x"),)), (), "refs[0]"
+        )
         assert isinstance(await desk.ask(msgspec.structs.replace(sub, key="k"), [body()]), api.Submitted)
-        await desk.refused("conflict", "other content", msgspec.structs.replace(sub, key="k", reward=0.0), [body()], "key")
+        await desk.refused(
+            "conflict", "other content", msgspec.structs.replace(sub, key="k", reward=0.0), [body()], "key"
+        )
         await desk.refused("conflict", "run 'r' is active", create_other(tmp_path), field="name")
 
 

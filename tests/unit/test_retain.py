@@ -14,7 +14,9 @@ pytestmark = pytest.mark.asyncio
 
 
 async def steps(store, state="committed"):
-    return [row["step"] for row in await store.read("SELECT step FROM checkpoint WHERE state = ? ORDER BY step", (state,))]
+    return [
+        row["step"] for row in await store.read("SELECT step FROM checkpoint WHERE state = ? ORDER BY step", (state,))
+    ]
 
 
 async def make(store, tmp_path, newest, **changes):
@@ -36,7 +38,9 @@ async def test_the_newest_are_kept(tmp_path):
         await supersede(store)
         folders = await store.write(Retain(store, data)._retire)
         assert await steps(store) == [3, 4] and await steps(store, "retired") == [0, 1, 2]
-        assert len(folders) == 3 and all((data.root / folder).is_dir() for folder in folders)  # rows first, files second
+        assert len(folders) == 3 and all(
+            (data.root / folder).is_dir() for folder in folders
+        )  # rows first, files second
         assert await store.write(Retain(store, data)._retire) == []
         swept = await store.write(lambda c: sweep(c, data))
         assert sorted(swept) == sorted(folders)
@@ -58,9 +62,9 @@ async def test_the_parent_of_unfinished_work_stays(tmp_path):
         await supersede(store)
         for state in ("queued", "quarantined"):
             await store.write(
-                lambda c, state=state: c.execute(
-                    "UPDATE job SET state = ?, ended = NULL WHERE step = 1", (state,)
-                ).rowcount
+                lambda c, state=state: (
+                    c.execute("UPDATE job SET state = ?, ended = NULL WHERE step = 1", (state,)).rowcount
+                )
             )
             await store.write(Retain(store, data)._retire)
             assert await steps(store) == [0, 2], state
@@ -100,4 +104,7 @@ async def test_sweep_finds_what_no_row_knows(tmp_path):
         data = await make(store, tmp_path, 1)
         (data.checkpoints / "r" / "l0-s000009-j9-f1").mkdir()
         (data.checkpoints / "other" / "x").mkdir(parents=True)
-        assert sorted(await store.write(lambda c: sweep(c, data))) == ["checkpoints/other/x", "checkpoints/r/l0-s000009-j9-f1"]
+        assert sorted(await store.write(lambda c: sweep(c, data))) == [
+            "checkpoints/other/x",
+            "checkpoints/r/l0-s000009-j9-f1",
+        ]

@@ -23,19 +23,24 @@ async def go_live(store, data, pusher):
 
 async def test_no_run_no_route(tmp_path):
     async with open_store(tmp_path) as store:
-        assert await store.write(load_table) == ((), ())
+        assert (await store.write(load_table))[:2] == ((), ())
         await add_run(store)
-        assert await store.write(load_table) == (("r",), ())
+        assert (await store.write(load_table))[:2] == (("r",), ())
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        assert await store.write(load_table) == ((), ())
+        assert (await store.write(load_table))[:2] == ((), ())
 
 
 async def test_an_engine_is_listed_when_it_is_ready_and_has_an_address(tmp_path):
     async with open_store(tmp_path) as store:
         await add_run(store)
-        for state, address, listed in [("starting", "/s", 0), ("ready", "", 0), ("ready", "/s", 1), ("backoff", "/s", 0)]:
+        for state, address, listed in [
+            ("starting", "/s", 0),
+            ("ready", "", 0),
+            ("ready", "/s", 1),
+            ("backoff", "/s", 0),
+        ]:
             await add_worker(store, "engine", 1, state, address)
-            _, engines = await store.write(load_table)
+            engines = (await store.write(load_table)).engines
             assert len(engines) == listed, (state, address)
 
 
@@ -46,19 +51,19 @@ async def test_a_merged_push_holds_from_its_claim_to_its_live(tmp_path):
         await commit_next(store, data)
         await add_worker(store, "engine", 1, "ready", "/s")
         pusher = make_pusher(store, data, FakeWire(trainer=1, engine=1))
-        (_, (before,)) = await store.write(load_table)
+        (before,) = (await store.write(load_table)).engines
         assert not before.hold and before.served == ()
         await pusher._send_due()
-        (_, (during,)) = await store.write(load_table)
+        (during,) = (await store.write(load_table)).engines
         assert during.hold and during.served == ()
         push = pusher._sending.message
         await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
-        (_, (after,)) = await store.write(load_table)
+        (after,) = (await store.write(load_table)).engines
         assert not after.hold and after.served == (w.Served(name="r@0", run="r", step=0, epoch=0),)
         assert (after.socket, after.base_model, after.max_model_len) == ("/s", "r", 1024)
         await train_next(store, data)
         await pusher._send_due()
-        (_, (again,)) = await store.write(load_table)
+        (again,) = (await store.write(load_table)).engines
         assert again.hold and [s.name for s in again.served] == ["r@0"]
 
 
@@ -72,11 +77,11 @@ async def test_a_lora_push_does_not_hold_and_the_newest_comes_last(tmp_path):
         await go_live(store, data, pusher)
         await train_next(store, data)
         await pusher._send_due()
-        (_, (during,)) = await store.write(load_table)
+        (during,) = (await store.write(load_table)).engines
         assert not during.hold and [s.name for s in during.served] == ["r@0"]
         push = pusher._sending.message
         await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
-        (_, (after,)) = await store.write(load_table)
+        (after,) = (await store.write(load_table)).engines
         assert [s.name for s in after.served] == ["r@0", "r@1"]
 
 
@@ -100,3 +105,37 @@ async def test_every_new_table_is_sent_once_and_again_to_a_new_gateway(tmp_path)
         await asyncio.sleep(0.05)
         assert [r.seq for r in wire.of(w.Route)] == [1, 2]
         await settle(task)
+
+
+async def test_a_step_is_routed_once_the_gateway_confirms_the_newest_table(tmp_path):
+    async with open_store(tmp_path) as store:
+        data, wire = data_dir(tmp_path), FakeWire(trainer=1, engine=1, gateway=1)
+        await add_run(store)
+        await commit_next(store, data)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        router = Router(store, wire)
+        task = asyncio.ensure_future(router.run())
+        await go_live(store, data, make_pusher(store, data, wire))
+        await asyncio.sleep(0.05)
+        newest = wire.of(w.Route)[-1].seq
+        router.taken(w.RouteTaken(seq=newest - 1))
+        assert router.routed == frozenset()
+        changed = store.change()
+        router.taken(w.RouteTaken(seq=newest))
+        assert router.routed == {"r@0"} and changed.is_set()
+        await settle(task)
+
+
+async def test_every_push_makes_a_new_table_for_a_hold_ends_only_with_one(tmp_path):
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store)
+        await commit_next(store, data)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        pusher = make_pusher(store, data, FakeWire(trainer=1, engine=1))
+        before = await store.write(load_table)
+        await pusher._send_due()
+        push = pusher._sending.message
+        await pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
+        after = await store.write(load_table)
+        assert before.engines == after.engines and before != after

@@ -11,7 +11,18 @@ from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.runs import Runs, set_run_state
 from artd_schema import client_api as api
 from artd_schema.spec import RunSpec
-from tests.fakes.rows import FakeClock, add_run, add_worker, count, data_dir, make_ingest, one, open_store, submit
+from tests.fakes.rows import (
+    EVERY_STEP,
+    FakeClock,
+    add_run,
+    add_worker,
+    count,
+    data_dir,
+    make_ingest,
+    one,
+    open_store,
+    submit,
+)
 from tests.fakes.steps import commit_next, serve
 
 pytestmark = pytest.mark.asyncio
@@ -27,7 +38,7 @@ def model(tmp_path):
 
 
 def make_runs(store):
-    return Runs(store, lambda: None)
+    return Runs(store, lambda: None, EVERY_STEP)
 
 
 async def test_creating_a_run_queues_its_first_checkpoint(tmp_path, model):
@@ -101,7 +112,7 @@ async def test_without_a_runtime_nothing_is_created(tmp_path, model):
 
     async with open_store(tmp_path) as store:
         with pytest.raises(Conflict, match="runtime install"):
-            await Runs(store, missing).create(api.CreateRun(name="r", spec=RunSpec(model=model)))
+            await Runs(store, missing, EVERY_STEP).create(api.CreateRun(name="r", spec=RunSpec(model=model)))
         assert await count(store, "run") == 0
 
 

@@ -142,7 +142,7 @@ class Server:
             *command(self.config, self.socket),
         ]
         try:
-            with self.log.open("ab") as log:
+            with open(self.log, "ab", opener=_private) as log:
                 self._log_offset = log.tell()
                 self._process = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.scratch,
@@ -245,3 +245,8 @@ class Server:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         self.ended.set()
+
+
+def _private(path: str, flags: int) -> int:
+    """Opener of files that only this user may read."""
+    return os.open(path, flags, 0o600)

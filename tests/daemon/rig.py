@@ -1,0 +1,229 @@
+"""A real daemon process on a folder of its own, with fake workers, and what a test can see of it from outside.
+
+Owner of: the daemon's process. Invariants: it leaves no process; what is alive is read from /proc, what is true from
+the database file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from artd_client import Client
+from artd_client.run import Run
+from artd_schema.paths import read_daemon_file, runtime_dir
+from artd_schema.trajectory import Turn
+from tests.fakes.script import VARIABLE, Script
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 100
+CONFIG = """
+drain_s = 5.0
+[limits]
+min_free_mib = 1
+[runtimes.trainer]
+python = "{wrapper}"
+pythonpath = ["{root}"]
+[runtimes.engine]
+python = "{wrapper}"
+pythonpath = ["{root}"]
+"""
+WRAPPER = """#!/bin/sh
+# Stands in for the interpreter of a runtime: `-m artd_workers.NAME` runs the fake of that name.
+case "$2" in
+    artd_workers.trainer) exec "{python}" "{fakes}/trainer.py" ;;
+    artd_workers.engines) exec "{python}" "{fakes}/engine.py" ;;
+esac
+echo "no fake for $2" >&2
+exit 64
+"""
+SPEC: dict[str, Any] = {"group_size": 2, "groups_per_step": 1, "row_length": 64, "push_drain_s": 1.0}
+
+
+class Rig:
+    """data: the data folder; script: what the fake workers are told; process: the daemon, if it was started."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.data = root / "data"
+        self.script = Script(root / "script.json")
+        self.model = str(root / "model")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.config = root / "artd.toml"
+        wrapper = root / "python"
+        wrapper.write_text(WRAPPER.format(python=sys.executable, fakes=ROOT / "tests" / "fakes"))
+        wrapper.chmod(0o755)
+        self.config.write_text(CONFIG.format(wrapper=wrapper, root=ROOT))
+        Path(self.model).mkdir()
+        config = {"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB}
+        (Path(self.model) / "config.json").write_text(json.dumps(config))
+        (Path(self.model) / "model.safetensors").write_bytes(b"no weights")
+
+    # ---- the process ----------------------------------------------------------------------------------------------------
+
+    def start(self, die_at: str = "", wait: bool = True) -> None:
+        """Start a daemon. die_at: a point of tests/daemon/mortal.py at which it kills itself, such as `commit:1`."""
+        code = ["-m", "tests.daemon.mortal", die_at] if die_at else ["-m", "artd.cli.main", "start"]
+        command = [sys.executable, *code, "--data-dir", str(self.data), "--config", str(self.config)]
+        env = os.environ | {VARIABLE: str(self.script.path), "PYTHONPATH": str(ROOT)}
+        with (self.root / "daemon.log").open("ab") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+        if wait:
+            self.until(lambda: self.state() in ("ready", "") or self.process.poll() is not None, "the daemon's start")
+            self.until(lambda: self.state() == "ready", "the daemon to be ready")
+
+    def state(self) -> str:
+        found = read_daemon_file(self.data)
+        return found.state if found and self.process is not None and found.pid == self.process.pid else "none"
+
+    def kill(self) -> None:
+        """kill -9, and proof that nothing of it lives two seconds later."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.assert_nothing_lives()
+
+    def died(self, within_s: float = 20.0) -> int:
+        """Wait for the daemon to end by itself; its exit status."""
+        assert self.process is not None
+        return self.process.wait(within_s)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(20)
+        self.assert_nothing_lives()
+        return code
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def assert_nothing_lives(self, within_s: float = 2.0) -> None:
+        end = time.monotonic() + within_s
+        while left := self.living():
+            assert time.monotonic() < end, f"still alive {within_s} s later: {left}"
+            time.sleep(0.02)
+
+    def living(self) -> list[str]:
+        """Processes with this rig's folder in their environment or command line: daemon, packer, workers."""
+        needle, found = os.fsencode(self.root), []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                command = (entry / "cmdline").read_bytes()
+                if command and needle in command + (entry / "environ").read_bytes():
+                    found.append(f"{entry.name}: {command.replace(bytes(1), b' ').decode(errors='replace')[:100]}")
+        return found
+
+    def worker_pid(self, name: str) -> int:
+        """Process id of the fake itself (its guardian is in the row)."""
+        (guardian,) = self.rows("SELECT pid FROM process WHERE name = ?", name)[0]
+        children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
+        return int(children[0])
+
+    def until(self, condition: Any, what: str, within_s: float = 20.0) -> Any:
+        end = time.monotonic() + within_s
+        while not (found := condition()):
+            if time.monotonic() > end:
+                raise AssertionError(f"no sign of {what} within {within_s} s; the daemon's log:\n{self.log()}")
+            time.sleep(0.01)
+        return found
+
+    def reached(self, mark: str, within_s: float = 20.0) -> None:
+        """Wait for a mark of the fakes, such as `train:1 1` (step 1, fence 1)."""
+        self.until(lambda: mark in self.script.marks(), f"{mark!r} among {self.script.marks()}", within_s)
+
+    def log(self) -> str:
+        path = self.root / "daemon.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-30:]) if path.exists() else "(none)"
+
+    # ---- what is true -----------------------------------------------------------------------------------------------------
+
+    def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        if not (self.data / "artd.db").exists():
+            return []
+        connection = sqlite3.connect(f"file:{self.data / 'artd.db'}?mode=ro", uri=True, timeout=5)
+        try:
+            return connection.execute(sql, parameters).fetchall()
+        finally:
+            connection.close()
+
+    def one(self, sql: str, *parameters: Any) -> Any:
+        ((value,),) = self.rows(sql, *parameters)
+        return value
+
+    def check(self, submitted: int) -> None:
+        """What must hold of every database at every time: nothing lost, nothing trained twice, steps contiguous."""
+        assert self.one("SELECT count(*) FROM trajectory") == submitted
+        (step,) = self.rows("SELECT step FROM run")[0]
+        assert [row[0] for row in self.rows("SELECT step FROM checkpoint ORDER BY step")] == list(range(step + 1))
+        trained = self.rows("SELECT step, count(*) FROM batch WHERE state = 'trained' GROUP BY step ORDER BY step")
+        assert trained == [(number, 1) for number in range(1, step + 1)]
+        assert self.rows("SELECT t.id FROM trajectory t LEFT JOIN batch b ON b.id = t.batch_id"
+                         " WHERE (t.state = 'trained') <> (b.state IS NOT NULL AND b.state = 'trained')") == []  # fmt: skip
+        parents = self.rows("SELECT k.step, p.step FROM checkpoint k JOIN checkpoint p ON p.id = k.parent_id ORDER BY 1")
+        assert parents == [(number, number - 1) for number in range(1, step + 1)]
+        for (folder,) in self.rows("SELECT dir FROM checkpoint WHERE state = 'committed'"):
+            assert (self.data / folder / "manifest.json").is_file(), folder
+        assert self.rows("PRAGMA integrity_check") == [("ok",)] and self.rows("PRAGMA foreign_key_check") == []
+        committed = self.rows("SELECT kind, ref FROM event WHERE kind = 'step.committed' ORDER BY id")
+        assert [ref for _, ref in committed] == [str(number) for number in range(step + 1)]
+
+    # ---- a client -----------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def run(self, **changes: Any) -> AsyncIterator[tuple[Client, Run]]:
+        """A client of its own connection, and the run `r`."""
+        async with Client(self.data, timeout=30.0) as client:
+            yield client, await client.run("r", model=self.model, **(SPEC | changes))
+
+
+@contextlib.contextmanager
+def rig() -> Any:
+    """A rig in a new folder; afterwards no process and no folder of it is left."""
+    root = Path(tempfile.mkdtemp(prefix="artd-d."))
+    made = Rig(root)
+    try:
+        yield made
+    finally:
+        if made.process is not None and made.process.poll() is None:
+            made.process.kill()
+            made.process.wait()
+        end = time.monotonic() + 2
+        while made.living() and time.monotonic() < end:
+            time.sleep(0.02)
+        left = made.living()
+        shutil.rmtree(runtime_dir(made.data, create=False), ignore_errors=True)
+        shutil.rmtree(root)
+        assert not left, f"still alive: {left}"
+
+
+def turn(seed: int) -> Turn:
+    """A turn of three sampled tokens; other seeds, other tokens."""
+    ids = array("i", [seed % VOCAB, 1, 2]).tobytes()
+    return Turn(prompt_ids=array("i", [5, 6, 7]).tobytes(), token_ids=ids, logprobs=array("f", [-1, -2, -0.5]).tobytes())
+
+
+async def fill(run: Run, step: int, groups: int = 1) -> int:
+    """Submit the groups of one step; how many trajectories."""
+    for group in range(groups):
+        for number in range(2):
+            key = f"s{step}-g{group}-{number}"
+            await run.submit(f"s{step}-g{group}", float(number), turns=[turn(step * 10 + number)], key=key)
+    return 2 * groups

@@ -1,0 +1,90 @@
+"""kill -9 of the daemon at every moment that matters: nothing lost, nothing trained twice, steps contiguous."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.daemon.rig import fill
+
+pytestmark = pytest.mark.asyncio
+
+POINTS = ("packed", "publish", "commit", "committed", "live")
+
+
+async def step_comes(rig, step):
+    async with rig.run() as (_, run):
+        assert (await run.wait(step, timeout=20)).step == step
+
+
+async def test_the_daemon_kills_itself_at_every_point(rig):
+    """Each boot makes good what the last one left, and dies at the next point."""
+    for step, point in enumerate([*POINTS, ""], 1):
+        rig.start(die_at=f"{point}:{step}" if point else "")
+        if step > 1:
+            await step_comes(rig, step - 1)
+            trained = [mark for mark in rig.script.marks() if mark.startswith(f"train:{step - 1} ")]
+            assert len(trained) == 1, (POINTS[step - 2], trained)
+            rig.check(2 * (step - 1))
+        if point:
+            async with rig.run() as (_, run):
+                await fill(run, step)
+                assert rig.died() == -signal.SIGKILL, point
+            rig.assert_nothing_lives()
+
+
+async def test_killed_while_the_trainer_works(rig):
+    rig.start()
+    rig.script.write(hold__train__1=[])
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=20)
+        await fill(run, 1)
+        rig.reached("train:1 1")
+    rig.kill()
+    rig.script.write()
+    rig.start()
+    await step_comes(rig, 1)
+    assert [mark for mark in rig.script.marks() if mark.startswith("train:1 ")] == ["train:1 1", "train:1 2"]
+    assert rig.rows("SELECT attempts, deaths, fence FROM job WHERE kind = 'train'") == [(0, 0, 2)]
+    rig.check(2)
+
+
+async def test_killed_with_the_result_staged_but_not_told_and_again_while_it_recovers(rig):
+    rig.start()
+    rig.script.write(hold__staged__1=[])
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=20)
+        await fill(run, 1)
+        rig.reached("staged:1 1")
+    rig.kill()
+    rig.script.write()
+    rig.start(die_at="recover", wait=False)
+    assert rig.died() == -signal.SIGKILL
+    rig.start()
+    await step_comes(rig, 1)
+    assert [mark for mark in rig.script.marks() if mark.startswith("train:1 ")] == ["train:1 1"]
+    rig.check(2)
+
+
+async def test_what_was_acknowledged_is_there_after_a_kill(rig):
+    rig.start()
+    async with rig.run(group_size=1000) as (_, run):
+        await run.wait(0, timeout=20)
+        for number in range(20):
+            await fill(run, number)
+        rig.process.kill()
+    rig.died()
+    assert rig.one("SELECT count(*) FROM trajectory") == 40
+
+
+async def test_a_client_does_not_notice_a_restart(rig):
+    rig.start()
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=20)
+        await fill(run, 1)
+        await run.wait(1, timeout=20)
+        rig.restart()
+        await fill(run, 2)
+        assert (await run.wait(2, timeout=20)).step == 2
+    rig.check(4)

@@ -1,0 +1,31 @@
+"""The whole loop with fake workers: create, init, submit, pack, train, commit, push, wait."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from artd_client import Stalled
+from tests.daemon.rig import fill
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_three_steps(rig):
+    rig.start()
+    started = time.monotonic()
+    async with rig.run() as (client, run):
+        assert (await run.wait(0, timeout=20)).step == 0
+        for step in range(1, 4):
+            await fill(run, step)
+            info = await run.wait(step, timeout=20)
+            assert info.metrics == {"loss": 0.5} and {"pack", "train", "commit"} <= info.seconds.keys()
+        assert time.monotonic() - started < 15
+        await run.refresh()
+        assert (run.step, run.served, run.state) == (3, 3, "active")
+        assert [row["state"] for row in await run.pushes()] == ["live"] + ["superseded"] * 3
+        assert {row["state"] for row in await client.workers()} == {"ready"}
+    rig.check(6)
+    assert rig.stop() == 0
+    assert rig.one("SELECT value FROM meta WHERE key = 'clean'") == "1"
