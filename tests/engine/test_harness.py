@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -287,6 +288,16 @@ def test_server_dies_with_a_killed_harness(bench: Bench) -> None:
         for other in left:
             os.kill(other, signal.SIGKILL)
     assert pid not in left
+    assert bench.shm.exists()
+    shutil.rmtree(bench.config.dir)
+    first, bench.script = bench.shm, {"shm": "/dev/shm/psm_artd_test_second" + bench.root.name}
+    with bench.start() as daemon:
+        daemon.ready()
+        assert not first.exists(), "the next spawn removes what the killed one left"
+        daemon.send(w.Exit(grace_s=5))
+        assert daemon.wait() == 0
+    assert not Path(bench.script["shm"]).exists()
+    assert not list(bench.root.glob("*.scratch"))
 
 
 def test_unknown_engine_version_is_refused(bench: Bench) -> None:

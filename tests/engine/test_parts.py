@@ -166,6 +166,30 @@ def test_scratch_is_found_and_other_files_of_the_server_are_not(tmp_path: Path) 
             group.remove(paths)
 
 
+def test_sweep_removes_only_the_files_that_were_recorded(tmp_path: Path) -> None:
+    tag = f"artd_{os.getpid()}_{time.monotonic_ns()}"
+    kept, taken, gone = (Path(f"/dev/shm/psm_{tag}{i}") for i in range(3))
+    record = tmp_path / "record"
+    try:
+        for path in (kept, taken, gone):
+            path.touch()
+        group.record([kept, taken, gone], record)
+        other = Path(f"/dev/shm/{tag}")
+        other.touch()
+        taken.unlink()
+        other.rename(taken)
+        gone.unlink()
+        assert group.sweep(record) == [kept]
+        assert (kept.exists(), taken.exists(), record.exists()) == (False, True, False)
+        assert group.sweep(record) == []
+        (tmp_path / "x").touch()
+        record.write_text(f"{(tmp_path / 'x').stat().st_ino} {tmp_path / 'x'}\n")
+        assert group.sweep(record) == []
+        assert (tmp_path / "x").exists()
+    finally:
+        group.remove([kept, taken, gone])
+
+
 def test_a_group_of_another_session_is_not_ours() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         try:

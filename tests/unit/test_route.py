@@ -15,6 +15,12 @@ from tests.fakes.steps import commit_next, make_pusher, train_next
 pytestmark = pytest.mark.asyncio
 
 
+async def load(store):
+    """(runs, engines) of the table that the rows make."""
+    table = await store.write(load_table)
+    return table.runs, table.engines
+
+
 async def go_live(store, data, pusher):
     await pusher._send_due()
     push = pusher._sending.message
@@ -139,3 +145,50 @@ async def test_every_push_makes_a_new_table_for_a_hold_ends_only_with_one(tmp_pa
         await pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
         after = await store.write(load_table)
         assert before.engines == after.engines and before != after
+
+
+async def test_a_step_of_a_finished_run_is_not_served_under_the_next_ones_name(tmp_path):
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store)
+        await commit_next(store, data)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        await go_live(store, data, make_pusher(store, data, FakeWire(engine=1)))
+        await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
+        await add_run(store, "next")
+        (_, (engine,)) = await load(store)
+        assert engine.served == ()
+
+
+async def test_what_the_gateway_confirmed_is_routed(tmp_path):
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store)
+        await commit_next(store, data)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        await go_live(store, data, make_pusher(store, data, FakeWire(engine=1)))
+        wire = FakeWire(gateway=1)
+        router = Router(store, wire)
+        task = asyncio.ensure_future(router.run())
+        await asyncio.sleep(0.05)
+        (sent,) = wire.of(w.Route)
+        assert router.routed == frozenset()
+        router.taken(w.RouteTaken(seq=sent.seq - 1))
+        assert router.routed == frozenset()
+        changed = store.change()
+        router.taken(w.RouteTaken(seq=sent.seq))
+        assert router.routed == {"r@0"} and changed.is_set()
+        await settle(task)
+
+
+async def test_every_push_makes_a_table_of_its_own(tmp_path):
+    """A hold ends with a newer table only; one that looks like the last must still be sent."""
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store)
+        await commit_next(store, data)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        before = await store.write(load_table)
+        await make_pusher(store, data, FakeWire(engine=1))._send_due()
+        await store.write(lambda c: c.execute("UPDATE push SET state = 'prepared'").rowcount)
+        assert await store.write(load_table) != before

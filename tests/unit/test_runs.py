@@ -160,6 +160,16 @@ async def test_wait_answers_by_the_rows(tmp_path):
         assert isinstance(await runs.wait(wait(1)), api.Pending)  # a batch is due
 
 
+async def test_a_step_is_there_when_the_gateway_routes_it(tmp_path):
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store)
+        await commit_next(store, data)
+        await serve(store)
+        assert await make_runs(store, frozenset()).wait(wait(0)) == api.Pending(step=0, phase="serve")
+        assert isinstance(await make_runs(store, frozenset({"r@0"})).wait(wait(0)), api.StepInfo)
+
+
 async def test_stalled_counts_what_there_is(tmp_path):
     async with open_store(tmp_path) as store:
         runs, data = make_runs(store), data_dir(tmp_path)

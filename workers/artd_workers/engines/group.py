@@ -92,6 +92,33 @@ def remove(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
+def record(paths: Iterable[Path], file: Path) -> None:
+    """Write the list of scratch files, with their inodes, for `sweep` of a later process."""
+    lines = []
+    for path in sorted(paths):
+        try:
+            lines.append(f"{path.lstat().st_ino} {path}\n")
+        except FileNotFoundError:
+            continue
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text("".join(lines))
+    temporary.replace(file)
+
+
+def sweep(file: Path) -> list[Path]:
+    """Remove the recorded files that are still there, and the record; returns them. A name that was taken anew is left."""
+    found = []
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in lines:
+        inode, _, name = line.partition(" ")
+        path = Path(name)
+        if SCRATCH.fullmatch(name) and path.exists() and str(path.lstat().st_ino) == inode:
+            found.append(path)
+    remove(found)
+    file.unlink(missing_ok=True)
+    return found
+
+
 def _stat(pid: str) -> list[str]:
     """Fields of /proc/PID/stat from the third on: state, ppid, pgrp, session, ... (empty: no such process)."""
     try:

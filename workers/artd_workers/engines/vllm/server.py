@@ -1,7 +1,8 @@
 """A stock vLLM OpenAI server as a child: its command, environment, start, death and end.
 
 Purpose: one spawn of the server on a fresh Unix socket in a 0700 folder; everything it makes lies there or is found and
-removed at the end. Owner of: the server's process group, `EngineConfig.dir` and the server's part of the log.
+removed at the end. Owner of: the server's process group, `EngineConfig.dir`, the server's part of the log, and beside it the record of scratch
+files, by which the next spawn removes what one that was killed together with its harness left in /dev/shm.
 Invariants: spawned from the harness's main thread (PR_SET_PDEATHSIG is tied to it); nothing of the group lives after `stop`.
 Prefix caching stays on (it pays for multi-turn prompts); `Adapter.finish` drops it at every merged push, and in lora mode
 every adapter has a name and a path of its own, which are part of the cache's key.
@@ -121,6 +122,7 @@ class Server:
         self.socket = self.folder / "s"
         self.scratch = self.folder / "t"
         self.log = Path(config.log)
+        self.record = self.log.with_suffix(".scratch")
         self.ended = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._files: set[Path] = set()
@@ -172,7 +174,10 @@ class Server:
         """Remember which scratch files the group holds: a group that dies can no longer be asked."""
         if self._process is not None and (now or time.monotonic() - self._scanned >= _SCAN_S):
             self._scanned = time.monotonic()
+            known = len(self._files)
             self._files |= group.scratch_files(group.members(self._process.pid), self._started)
+            if len(self._files) > known:
+                group.record(self._files, self.record)
 
     def death(self) -> str:
         """Why the server ended, in one sentence."""
@@ -213,6 +218,7 @@ class Server:
             left = group.kill(self._process.pid, KILL_S)
             self.ended.wait(KILL_S)
         group.remove(self._files)
+        self.record.unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.socket.unlink(missing_ok=True)
         return left
@@ -233,6 +239,7 @@ class Server:
                 )
             self.scratch.mkdir(mode=0o700)
             self.log.parent.mkdir(parents=True, exist_ok=True)
+            group.sweep(self.record)  # of a spawn that was killed together with its harness
         except OSError as error:
             raise EngineError(f"the engine's folder {self.folder} cannot be made: {error}") from None
 

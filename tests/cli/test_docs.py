@@ -1,0 +1,72 @@
+"""The documents tell of everything that is printed and measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from artd.cli import ctl, outcome
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ROOT / "workers/artd_workers/trainer"
+FREE = {"spec", "metrics", "seconds", "data"}  # columns whose inner keys belong to others
+
+
+def keys(value: object) -> set[str]:
+    if isinstance(value, list):
+        return set().union(*map(keys, value)) if value else set()
+    if isinstance(value, dict):
+        inner = (keys(v) for k, v in value.items() if k not in FREE)
+        return set(value) | set().union(*inner)
+    return set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/cli/golden").glob("*.json")), ids=lambda path: path.stem)
+def test_every_key_is_documented(path: Path) -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs/cli-json.md").read_text()))
+    found = {key for key in keys(json.loads(path.read_text())) if not key.endswith("_iso")}
+    assert found <= words, found - words
+
+
+def test_every_verb_with_json_has_its_schema_documented() -> None:
+    text = (ROOT / "docs/cli-json.md").read_text()
+    steering = {"cancel", "retry", "pause", "resume", "finish", "export"}
+    for verb in ctl.VERBS.keys() - steering:
+        assert f"artctl.{verb}/1" in text, verb
+
+
+def test_every_exit_code_is_documented_and_used() -> None:
+    text = (ROOT / "docs/cli-json.md").read_text()
+    codes = {name: value for name, value in vars(outcome).items() if name.isupper() and isinstance(value, int)}
+    assert sorted(codes.values()) == [0, 1, 2, 3, 4, 5, 6, 7, 130]
+    for value in codes.values():
+        assert f"| {value} | " in text
+
+
+def test_every_metric_is_defined() -> None:
+    told = set(re.findall(r"`(?:seconds\.)?(\w+)`", (ROOT / "docs/metrics.md").read_text()))
+    losses, step, trainer = (TRAINER / name for name in ("losses.py", "step.py", "trainer.py"))
+    measured = set(re.findall(r'"(\w+)": float\(', losses.read_text() + trainer.read_text()))
+    measured |= set(re.findall(r'out\["(\w+)"\]', losses.read_text()))
+    measured |= set(re.findall(r'"(\w+)": (?:quantile|total|norm|sum)', losses.read_text() + step.read_text()))
+    assert {"loss", "grad_norm", "kl_k3", "mismatch_mae", "ratio_p95", "tokens_per_s", "reward_mean"} <= measured
+    assert measured <= told, measured - told
+    spent = set(re.findall(r'seconds\["(\w+)"\]', trainer.read_text()))
+    engine = (ROOT / "workers/artd_workers/engines/push.py").read_text()
+    spent |= set(re.findall(r'_timed\("(\w+)"', engine))
+    assert {"train", "stage", "verify"} <= spent <= told, spent - told
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_paths_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    for name in re.findall(r"`((?:artd|workers|schema|client|tests|examples|docs|\.ci)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name

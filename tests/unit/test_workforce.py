@@ -1,0 +1,103 @@
+"""workforce: which processes the rows ask for, and what is kept of their ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from artd.config import Interpreter, Runtimes, Settings
+from artd.requests import set_run_state
+from artd.supervise.postmortem import Status
+from artd.supervise.spec import Info
+from artd.wire import WorkerWire
+from artd.workforce import Boot, Workforce
+from artd_schema import worker as w
+from tests.fakes.rows import add_run, data_dir, one, open_store, settle
+
+pytestmark = pytest.mark.asyncio
+OWN = Interpreter(python="/bin/true")
+
+
+class FakeSupervisor:
+    """Records what is asked of it; `stopping` holds a stop until it is set."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.stopped = asyncio.Event()
+        self.stopped.set()
+
+    def start(self, name):
+        self.calls.append(f"start {name}")
+
+    async def stop(self, name, grace_s, reason):
+        self.calls.append(f"stop {name}")
+        await self.stopped.wait()
+
+
+def make(store, tmp_path):
+    deaths: list = []
+
+    async def on_death(*args):
+        deaths.append(args)
+
+    boot = Boot(instance="i", number=1, code=Path("/code"), endpoint="ipc:///x", token="t")
+    settings = Settings(runtimes=Runtimes(trainer=OWN, engine=OWN))
+    made = Workforce(
+        store=store, wire=WorkerWire(), data=data_dir(tmp_path), settings=settings, boot=boot,
+        announce=lambda url: None, on_death=on_death,
+    )  # fmt: skip
+    made.supervisor = FakeSupervisor()
+    return made, made.supervisor, deaths
+
+
+async def calls(supervisor):
+    """What was asked since the last look."""
+    await asyncio.sleep(0.1)
+    found, supervisor.calls = supervisor.calls, []
+    return found
+
+
+async def test_workers_live_as_long_as_their_run(tmp_path):
+    async with open_store(tmp_path) as store:
+        made, supervisor, _ = make(store, tmp_path)
+        task = asyncio.ensure_future(made._follow_rows())
+        assert await calls(supervisor) == ["stop trainer", "stop engine"]
+        await add_run(store)
+        assert set(await calls(supervisor)) == {"start trainer", "start engine"}
+        await store.write(lambda c: set_run_state(c, 0, 1, "paused", ""))
+        assert "stop engine" not in await calls(supervisor)
+        await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
+        assert await calls(supervisor) == ["stop trainer", "stop engine"]
+        await settle(task)
+
+
+async def test_the_next_run_never_gets_the_last_ones_processes(tmp_path):
+    async with open_store(tmp_path) as store:
+        made, supervisor, _ = make(store, tmp_path)
+        await add_run(store)
+        task = asyncio.ensure_future(made._follow_rows())
+        await calls(supervisor)
+        await asyncio.gather(
+            store.write(lambda c: set_run_state(c, 0, 1, "finished", "")), add_run(store, "next")
+        )
+        found = await calls(supervisor)
+        assert found.index("stop trainer") < found.index("start trainer")
+        assert found.index("stop engine") < found.index("start engine")
+        await settle(task)
+
+
+async def test_the_last_words_of_a_harness_are_the_error_of_its_row(tmp_path):
+    async with open_store(tmp_path) as store:
+        made, _, deaths = make(store, tmp_path)
+        made.down("engine", 3, w.Down(error="no such device", tail="last words"))
+        await made.on_exit("engine", 3, Status(1, "", "ended with exit status 1"), False, "a\nb")
+        await made.on_state("engine", "backoff", Info(kind="engine", spawn=3, restarts=0, error="ended with exit status 1"))
+        assert await one(store, "SELECT error FROM process") == "no such device\nlast words"
+        assert deaths == [("engine", 3, False, "no such device\nlast words")]
+        await made.on_exit("engine", 4, Status(1, "", "ended with exit status 1"), False, "a\nb")
+        await made.on_state("engine", "backoff", Info(kind="engine", spawn=4, restarts=1, error="ended with exit status 1"))
+        assert await one(store, "SELECT error FROM process") == "ended with exit status 1\na\nb"
+        await made.on_state("engine", "starting", Info(kind="engine", spawn=5, restarts=1))
+        assert await one(store, "SELECT error FROM process") == ""
