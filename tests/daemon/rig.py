@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,11 @@ class Rig:
 
     # ---- the process ----------------------------------------------------------------------------------------------------
 
-    def start(self, die_at: str = "", wait: bool = True) -> None:
-        """Start a daemon. die_at: a point of tests/daemon/mortal.py at which it kills itself, such as `commit:1`."""
+    def start(self, die_at: str = "", wait: bool = True, under: Sequence[str] = ()) -> None:
+        """Start a daemon. die_at: a point of tests/daemon/mortal.py at which it kills itself, such as `commit:1`; under:
+        a command that runs it, such as strace."""
         code = ["-m", "tests.daemon.mortal", die_at] if die_at else ["-m", "artd.cli.main", "start"]
-        command = [sys.executable, *code, "--data-dir", str(self.data), "--config", str(self.config)]
+        command = [*under, sys.executable, *code, "--data-dir", str(self.data), "--config", str(self.config)]
         env = os.environ | {VARIABLE: str(self.script.path), "PYTHONPATH": str(ROOT)}
         with (self.root / "daemon.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -86,7 +87,14 @@ class Rig:
 
     def state(self) -> str:
         found = read_daemon_file(self.data)
-        return found.state if found and self.process is not None and found.pid == self.process.pid else "none"
+        return found.state if found is not None and self.pid else "none"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the daemon that `start` started, which is a child where it runs under something; 0 = none."""
+        found = read_daemon_file(self.data)
+        mine = found is not None and self.process is not None and self.process.pid in (found.pid, parent(found.pid))
+        return found.pid if found is not None and mine else 0
 
     def kill(self) -> None:
         """kill -9, and proof that nothing of it lives two seconds later."""
@@ -104,7 +112,7 @@ class Rig:
         """SIGTERM; the exit status."""
         assert self.process is not None
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            os.kill(self.pid or self.process.pid, signal.SIGTERM)
         code = self.process.wait(20)
         self.assert_nothing_lives()
         return code
@@ -194,6 +202,14 @@ class Rig:
             yield client, await client.run("r", model=self.model, **(SPEC | changes))
 
 
+def parent(pid: int) -> int:
+    """Process id of a process's parent; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
 @contextlib.contextmanager
 def rig() -> Any:
     """A rig in a new folder; afterwards no process and no folder of it is left."""
@@ -203,7 +219,7 @@ def rig() -> Any:
         yield made
     finally:
         if made.process is not None and made.process.poll() is None:
-            made.process.kill()
+            os.kill(made.pid or made.process.pid, signal.SIGKILL)
             made.process.wait()
         end = time.monotonic() + 2
         while made.living() and time.monotonic() < end:

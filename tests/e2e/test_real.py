@@ -85,7 +85,7 @@ async def test_two_steps_are_trained_pushed_and_served(rig: Rig, tmp_path: Path,
         else:
             await check_only_newest(openai)
         await check_eval_and_errors(run, openai)
-        await check_second_run_is_refused(art, model)
+        await check_second_run_is_refused(art, model, mode)
     check_export(rig, tmp_path)
     check_status(rig)
     rig.stop()
@@ -116,11 +116,11 @@ async def check_eval_and_errors(run: Run, openai) -> None:
         await run.submit("unknown", 1.0, responses=[ExchangeRef("chatcmpl-none", 0)])
 
 
-async def check_second_run_is_refused(art: Client, model: Path) -> None:
+async def check_second_run_is_refused(art: Client, model: Path, mode: str) -> None:
     with pytest.raises(Conflict, match="toy"):
         await art.run("other", model=model, **SPEC)
     with pytest.raises(Conflict, match="group_size"):
-        await art.run("toy", model=model, **(SPEC | {"group_size": 5}))
+        await art.run("toy", model=model, rollout_weights_mode=mode, **(SPEC | {"group_size": 5}))
     with pytest.raises((Invalid, Failed), match="no model folder"):
         await art.run("missing", model=model / "nowhere", **SPEC)
 

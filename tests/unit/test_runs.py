@@ -37,8 +37,9 @@ def model(tmp_path):
     return str(folder)
 
 
-def make_runs(store):
-    return Runs(store, lambda: None, EVERY_STEP)
+def make_runs(store, routed=EVERY_STEP):
+    """routed: what the gateway confirmed."""
+    return Runs(store, lambda: None, routed)
 
 
 async def test_creating_a_run_queues_its_first_checkpoint(tmp_path, model):
@@ -166,8 +167,8 @@ async def test_a_step_is_there_when_the_gateway_routes_it(tmp_path):
         await add_run(store)
         await commit_next(store, data)
         await serve(store)
-        assert await make_runs(store, frozenset()).wait(wait(0)) == api.Pending(step=0, phase="serve")
-        assert isinstance(await make_runs(store, frozenset({"r@0"})).wait(wait(0)), api.StepInfo)
+        assert await make_runs(store, frozenset).wait(wait(0)) == api.Pending(step=0, phase="serve")
+        assert isinstance(await make_runs(store, lambda: frozenset({"r@0"})).wait(wait(0)), api.StepInfo)
 
 
 async def test_stalled_counts_what_there_is(tmp_path):
