@@ -71,6 +71,11 @@ def main(settings: Settings) -> int:
     except SchemaMismatch as error:
         print(f"artd: {root}: {error}", file=sys.stderr)
         return 1
+    except sqlite3.DatabaseError as error:
+        print(
+            f"artd: {data.database}: {error}. Next: put a backup in its place, or another --data-dir", file=sys.stderr
+        )
+        return 1
     finally:
         os.close(handle)
 
@@ -98,8 +103,8 @@ class Daemon:
             await self._reap(store, instance, boot, previous)
             await recover(store, self._data)
             await self._serve(store, instance, boot)
-        finally:
             await store.write(lambda c: set_meta(c, "clean", "1"))
+        finally:
             await store.close()
             self._leave()
         return 130 if self._forced else int(self._failed)

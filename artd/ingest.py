@@ -1,17 +1,17 @@
 """Trajectories come in: by value, or by reference to the gateway's ledger; groups seal.
 
-Owner of: trajectory_group, trajectory (until packed), exchange. Invariants: an answer leaves after its COMMIT; a
-dedup key is taken for ever; an exchange's choice belongs to at most one trajectory; a group seals once, and one
-without variance is discarded then.
+Owner of: trajectory_group, trajectory (until packed), exchange; the rows of trajectories are written by `intake`.
+Invariants: an answer leaves after its COMMIT; a dedup key is taken for ever; an exchange's choice belongs to at most
+one trajectory; a group seals once, and one without variance is discarded then.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sqlite3
 from asyncio import Future
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -23,38 +23,15 @@ from artd_schema.codec import digest, to_json
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Turn
 
-from .core.groups import group_outcome
 from .core.validate import InvalidField, check_turns, epoch_range
-from .errors import Conflict, Invalid, NotFound
-from .store.blobs import Blobs, add_row
-from .store.store import Store, emit, move
+from .errors import Conflict, Invalid, NotFound, RequestError
+from .intake import Answer, Intake, Outcome, Parcel, RunFacts, insert_many, seal_group
+from .store.blobs import Blobs
+from .store.store import Store, emit
 
 _turns = msgspec.msgpack.Decoder(list[Turn])
 _turn = msgspec.msgpack.Decoder(Turn)
 DUE = "SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ?"
-
-
-class RunFacts(NamedTuple):
-    """What of a run never changes."""
-
-    id: int
-    spec: RunSpec
-    vocab_size: int
-
-
-class Parcel(NamedTuple):
-    """A checked trajectory on its way to its row."""
-
-    op: api.Submit
-    run: RunFacts
-    key: str
-    content: str
-    digest: str
-    body: bytes | None
-    blob: str | None
-    size: int
-    tokens: int
-    epochs: tuple[int | None, int | None]
 
 
 class Ingest:
@@ -68,6 +45,7 @@ class Ingest:
         self._admit = admit
         self._blobs = blobs
         self._max_inline = max_inline
+        self._intake = Intake(store)
         self._runs: dict[str, RunFacts] = {}
 
     async def facts(self, name: str) -> RunFacts:
@@ -82,14 +60,15 @@ class Ingest:
 
     # ---- trajectories -------------------------------------------------------------------------------------------------
 
-    def submit_now(self, op: api.Submit, bulk: list[bytes]) -> Future[api.Submitted] | None:
-        """The fast way for a small trajectory by value of a known run; None when it needs `submit`."""
+    def submit_now(self, op: api.Submit, bulk: list[bytes], answer: Answer) -> bool:
+        """The fast way for a small trajectory by value of a known run; False when it needs `submit`. Errors:
+        RequestError at once; `answer` gets what comes later."""
         run = self._runs.get(op.run)
         if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline:
-            return None
+            return False
         self._admit()
-        parcel = self._check(op, run, bulk[0])
-        return self._store.submit(lambda c: self._insert(c, parcel))
+        self._intake.put(self._check(op, run, bulk[0]), answer)
+        return True
 
     async def submit(self, op: api.Submit, bulk: list[bytes]) -> api.Submitted:
         self._admit()
@@ -105,7 +84,21 @@ class Ingest:
         if parcel.size > self._max_inline:
             blob = await anyio.to_thread.run_sync(self._blobs.put, bulk[0])
             parcel = parcel._replace(body=None, blob=blob)
-        return await self._store.write(lambda c: self._insert(c, parcel))
+        return await self._put(parcel)
+
+    async def _put(self, parcel: Parcel) -> api.Submitted:
+        future: Future[api.Submitted] = asyncio.get_running_loop().create_future()
+
+        def answer(outcome: api.Submitted | BaseException) -> None:
+            if future.cancelled():
+                return
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        self._intake.put(parcel, answer)
+        return await future
 
     def _check(self, op: api.Submit, run: RunFacts, body: bytes) -> Parcel:
         _check_header(op)
@@ -119,14 +112,26 @@ class Ingest:
         if not tokens:
             raise Invalid("no turn has a sampled token", field="turns")
         sha = digest(body)
-        content = _content(op, sha)
-        return Parcel(op, run, op.key or sha, content, sha, body, None, len(body), tokens, epoch_range(turns))
+        return Parcel(
+            op,
+            run,
+            op.key or sha,
+            _content(op, sha),
+            sha,
+            body,
+            None,
+            len(body),
+            tokens,
+            epoch_range(turns),
+            _extra(op),
+        )
 
     def _insert_by_reference(self, c: sqlite3.Connection, op: api.Submit, run: RunFacts) -> api.Submitted:
         key = op.key or digest(to_json(op.refs))
         content = _content(op, op.refs)
-        if known := _known(c, run.id, key, content):
-            return known
+        if c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (run.id, key)).fetchone():
+            known = Parcel(op, run, key, content, "", None, None, 0, 0, (None, None), b"")
+            return _one(insert_many(c, self._store.clock.now_ms(), [known]))  # its first answer, or Conflict
         rows = [self._exchange(c, run, op, index) for index in range(len(op.refs))]
         body = msgspec.msgpack.encode([msgspec.Raw(row["turn"]) for row in rows])
         turns = [_turn.decode(row["turn"]) for row in rows]
@@ -140,8 +145,8 @@ class Ingest:
             blob = self._blobs.put(body)
         epochs = epoch_range(turns)
         inline = None if blob else body
-        parcel = Parcel(op, run, key, content, digest(body), inline, blob, len(body), tokens, epochs)
-        answer = self._insert(c, parcel)
+        parcel = Parcel(op, run, key, content, digest(body), inline, blob, len(body), tokens, epochs, _extra(op))
+        answer = _one(insert_many(c, self._store.clock.now_ms(), [parcel]))
         c.executemany(
             "UPDATE exchange SET trajectory_id = ? WHERE id = ?", [(answer.trajectory, row["id"]) for row in rows]
         )
@@ -167,52 +172,6 @@ class Ingest:
         if row["split"] != op.split:
             raise Conflict(f"{where}: this response was made for split {row['split']!r}, not {op.split!r}", field=where)
         return row
-
-    def _insert(self, c: sqlite3.Connection, parcel: Parcel) -> api.Submitted:
-        op, run = parcel.op, parcel.run
-        if known := _known(c, run.id, parcel.key, parcel.content):
-            return known
-        now = self._store.clock.now_ms()
-        group_id, size = self._open_group(c, run, op, now)
-        if parcel.blob:
-            add_row(c, parcel.blob, parcel.size, "trajectory", now)
-        extra = msgspec.json.encode({"metrics": op.metrics, "metadata": op.metadata})
-        cursor = c.execute(
-            "INSERT INTO trajectory (run_id, group_id, key, content, digest, reward, split, state, body, blob, metrics, tokens,"
-            " epoch_min, epoch_max, created) VALUES (?, ?, ?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?)",
-            (run.id, group_id, parcel.key, parcel.content, parcel.digest, op.reward, op.split, parcel.body, parcel.blob, extra,
-             parcel.tokens, *parcel.epochs, now),
-        )  # fmt: skip
-        trajectory = cursor.lastrowid
-        assert trajectory is not None
-        emit(c, now, op.run, "trajectory.submitted", trajectory, group=op.group, reward=op.reward, split=op.split)
-        c.execute("UPDATE trajectory_group SET size = size + 1 WHERE id = ?", (group_id,))
-        state = "open"
-        if size + 1 >= run.spec.group_size and op.split == "train":
-            state = seal_group(c, now, group_id)
-        return api.Submitted(trajectory=trajectory, duplicate=False, group_state=state)
-
-    def _open_group(self, c: sqlite3.Connection, run: RunFacts, op: api.Submit, now: int) -> tuple[int, int]:
-        row = c.execute(
-            "SELECT g.id, g.size, g.state, g.split, r.state AS run_state FROM run r LEFT JOIN trajectory_group g"
-            " ON g.run_id = r.id AND g.name = ? WHERE r.id = ?",
-            (op.group, run.id),
-        ).fetchone()
-        if row["run_state"] == "finished":
-            raise Conflict(f"run {op.run!r} is finished and takes no more trajectories", field="run")
-        if row["id"] is None:
-            deadline = now + int(run.spec.group_timeout_s * 1000)
-            cursor = c.execute(
-                "INSERT INTO trajectory_group (run_id, name, split, state, deadline, created) VALUES (?, ?, ?, 'open', ?, ?)",
-                (run.id, op.group, op.split, deadline, now),
-            )
-            assert cursor.lastrowid is not None
-            return cursor.lastrowid, 0
-        if row["state"] != "open":
-            raise Conflict(f"group {op.group!r} is {row['state']} and takes no more trajectories", field="group")
-        if row["split"] != op.split:
-            raise Conflict(f"group {op.group!r} is of split {row['split']!r}, not {op.split!r}", field="split")
-        return row["id"], row["size"]
 
     # ---- groups -------------------------------------------------------------------------------------------------------
 
@@ -302,41 +261,20 @@ def _check_header(op: api.Submit) -> None:
         raise Invalid("a key has at most 256 characters", field="key")
 
 
+def _one(outcomes: list[Outcome]) -> api.Submitted:
+    (outcome,) = outcomes
+    if isinstance(outcome, RequestError):
+        raise outcome
+    return outcome
+
+
+def _extra(op: api.Submit) -> bytes:
+    return msgspec.json.encode({"metrics": op.metrics, "metadata": op.metadata})
+
+
 def _content(op: api.Submit, what: object) -> str:
     """Digest of everything that was submitted. Errors: Invalid when `metadata` is not JSON."""
     try:
         return digest(to_json([op.group, op.reward, op.split, what, op.metrics, op.metadata]))
     except (TypeError, ValueError) as error:
         raise Invalid(f"metadata cannot be written as JSON: {error}", field="metadata") from None
-
-
-def _known(c: sqlite3.Connection, run_id: int, key: str, content: str) -> api.Submitted | None:
-    """The first answer again when this key is known with this content. Errors: Conflict with other content."""
-    row: Any = c.execute(
-        "SELECT t.id, t.content, g.state FROM trajectory t JOIN trajectory_group g ON g.id = t.group_id"
-        " WHERE t.run_id = ? AND t.key = ?",
-        (run_id, key),
-    ).fetchone()
-    if row is None:
-        return None
-    if row["content"] != content:
-        raise Conflict(f"key {key!r} was used for trajectory {row['id']} with other content", field="key")
-    return api.Submitted(trajectory=row["id"], duplicate=True, group_state=row["state"])
-
-
-def seal_group(c: sqlite3.Connection, now: int, group_id: int) -> str:
-    """Seal an open group: `sealed`, or `discarded` with its trajectories when nothing can be learned from it."""
-    group = c.execute(
-        "SELECT g.name, g.split, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.id = ?",
-        (group_id,),
-    ).fetchone()
-    rewards = [row[0] for row in c.execute("SELECT reward FROM trajectory WHERE group_id = ?", (group_id,))]
-    outcome = group_outcome(rewards) if group["split"] == "train" else "trainable"
-    if outcome == "trainable":
-        move(c, "trajectory_group", group_id, "sealed", start="open")
-        emit(c, now, group["run"], "group.sealed", group["name"], size=len(rewards))
-        return "sealed"
-    move(c, "trajectory_group", group_id, "discarded", start="open", reason=outcome)
-    c.execute("UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ?", (outcome, group_id))
-    emit(c, now, group["run"], "group.discarded", group["name"], size=len(rewards), reason=outcome)
-    return "discarded"

@@ -7,10 +7,10 @@ leaves after its COMMIT.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import sqlite3
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import anyio
 import msgspec
@@ -83,14 +83,14 @@ class Requests:
     def _submit_fast(self, peer: bytes, request: api.Request, op: api.Submit, bulk: list[bytes]) -> bool:
         """Small submits by value need no task of their own."""
         try:
-            future = self._ingest.submit_now(op, bulk)
+            return self._ingest.submit_now(op, bulk, functools.partial(self._reply, peer, request.id))
         except Exception as error:
-            self._send(peer, api.Reply(id=request.id, answer=_failure(error)))
+            self._reply(peer, request.id, error)
             return True
-        if future is None:
-            return False
-        future.add_done_callback(lambda done: self._send(peer, api.Reply(id=request.id, answer=_outcome(done))))
-        return True
+
+    def _reply(self, peer: bytes, number: int, outcome: api.Answer | BaseException) -> None:
+        answer = _failure(outcome) if isinstance(outcome, BaseException) else outcome
+        self._send(peer, api.Reply(id=number, answer=answer))
 
     async def _answer(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
         try:
@@ -207,14 +207,6 @@ def _job(c: sqlite3.Connection, job_id: int) -> sqlite3.Row:
     if row is None:
         raise NotFound(f"there is no job {job_id}; `artctl jobs` lists them", field="job")
     return row
-
-
-def _outcome(done: asyncio.Future[Any]) -> api.Answer:
-    error = done.exception()
-    if error is None:
-        answer: api.Answer = done.result()
-        return answer
-    return _failure(error)
 
 
 def _failure(error: BaseException) -> api.Error:

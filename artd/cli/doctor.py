@@ -8,20 +8,26 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from artd.runtimes import doctor, paths
+from artd.runtimes import doctor
+from artd_schema.paths import data_dir
 
 SCHEMA = 1
 
 
 def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = sub.add_parser("doctor", help="what this machine has and lacks for artd")
-    parser.add_argument("--data-dir", type=Path, default=None, help="the daemon's folder (default: XDG data folder)")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=None,
+        help="the daemon's folder (default: $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data)",
+    )
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = doctor.report((args.data_dir or paths.data_home() / "artd").absolute())
+    findings = doctor.report(data_dir(args.data_dir))
     ok = all(finding.state != "missing" for finding in findings)
     if args.json:
         print(json.dumps({"schema": SCHEMA, "ok": ok, "findings": [asdict(finding) for finding in findings]}, indent=1))

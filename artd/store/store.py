@@ -118,6 +118,16 @@ def emit(connection: sqlite3.Connection, now: int, run: str, kind: str, ref: obj
     )
 
 
+def emit_many(
+    connection: sqlite3.Connection, now: int, run: str, kind: str, events: Sequence[tuple[object, dict[str, Any]]]
+) -> None:
+    """Append one event for each (ref, data)."""
+    connection.executemany(
+        "INSERT INTO event (at, run, kind, ref, data) VALUES (?, ?, ?, ?, ?)",
+        [(now, run, kind, str(ref), msgspec.json.encode(data)) for ref, data in events],
+    )
+
+
 def get_meta(connection: sqlite3.Connection, key: str, default: str = "") -> str:
     row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return row[0] if row else default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from artd.cli import ctl, events, logs
-from artd.cli.read import Database
+from artd.cli import ctl, events, logs, read
 from tests.cli.conftest import Call
 from tests.cli.rows import Made
 
@@ -106,7 +106,7 @@ def test_reads_leave_the_database_alone(made: Made, artctl: Call) -> None:
     for verb in ("status", "runs", "trajectories"):
         artctl(verb)
     assert (made.data / "artd.db").read_bytes() == before
-    connection = Database(made.data)._connection
+    connection = read.Database(made.data)._connection
     with pytest.raises(Exception, match="readonly"):
         connection.execute("DELETE FROM event")
     connection.execute("PRAGMA query_only = 0")  # the second guard: the file itself is open for reading alone
@@ -114,10 +114,19 @@ def test_reads_leave_the_database_alone(made: Made, artctl: Call) -> None:
         connection.execute("DELETE FROM event")
 
 
-def test_without_shared_memory_an_idle_database_is_read_as_it_is(made: Made, artctl: Call) -> None:
+def test_without_shared_memory_an_idle_database_is_read_as_it_is(
+    made: Made, artctl: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made.connection.close()  # the last writer: -wal and -shm are gone
     assert not (made.data / "artd.db-wal").exists()
-    (made.data / "artd.db-shm").mkdir()  # cannot be opened, not even by root
+    opened = read._opened
+
+    def without_shm(uri: str) -> sqlite3.Connection:
+        if "immutable" not in uri:
+            raise sqlite3.OperationalError("unable to open database file")
+        return opened(uri)
+
+    monkeypatch.setattr(read, "_opened", without_shm)
     assert artctl("runs")[0] == 0
     (made.data / "artd.db-wal").write_bytes(b"x" * 64)  # somebody may be writing: the file alone is not the truth
     code, _, err = artctl("runs")
@@ -244,8 +253,6 @@ def test_many_readers_at_once_do_not_disturb_a_writer(made: Made) -> None:
 
     def write() -> None:
         other = Made.__new__(Made)
-        import sqlite3
-
         other.connection = sqlite3.connect(made.data / "artd.db", isolation_level=None, timeout=0.5)
         try:
             while not stop.is_set():

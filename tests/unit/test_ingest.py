@@ -112,7 +112,7 @@ async def test_bad_turns_are_refused_and_leave_nothing(tmp_path, field, text, ch
 
         async def send():
             return await (
-                ingest.submit_now(op, [body(turn(**changes))]) if fast else ingest.submit(op, [body(turn(**changes))])
+                ingest.submit_now(op, bulk, print) if fast else ingest.submit(op, bulk)
             )
 
         await refused(Invalid, field, text, send())
@@ -143,7 +143,7 @@ async def test_an_unknown_run_is_named(tmp_path):
     async with open_store(tmp_path) as store:
         ingest = make_ingest(store, data_dir(tmp_path))
         await refused(NotFound, "run", "there is no run 'r'", submit(ingest))
-        assert ingest.submit_now(api.Submit(run="r", group="g", reward=0.0), [body()]) is None
+        assert ingest.submit_now(api.Submit(run="r", group="g", reward=0.0), [body()], print) is False
 
 
 @pytest.mark.parametrize("bulk", [[], [body(), body()]])
@@ -164,7 +164,7 @@ async def test_a_body_that_is_no_list_of_turns(tmp_path, junk):
         op = api.Submit(run="r", group="g", reward=0.0)
         await refused(Invalid, "turns", "list[Turn]", ingest.submit(op, [junk]))
         with pytest.raises(Invalid):
-            ingest.submit_now(op, [junk])
+            ingest.submit_now(op, [junk], print)
 
 
 async def test_an_empty_list_of_turns(tmp_path):

@@ -159,10 +159,10 @@ async def test_a_full_disk_is_busy_and_says_when_to_come_again(tmp_path, monkeyp
         await add_run(store)
         await desk.ingest.facts("r")
 
-        def full(c):
+        def full(*_):
             raise StoreFull("the disk is full: free space")
 
-        monkeypatch.setattr(desk.ingest, "_insert", lambda c, parcel: full(c))
+        monkeypatch.setattr("artd.intake.insert_many", full)
         sub = api.Submit(run="r", group="g", reward=1.0)
         answer = await desk.refused("busy", "disk is full", sub, [body()])
         assert answer.retry_after_s > 0

@@ -108,8 +108,8 @@ class _Shards:
             if count == 1
             else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         )
-        for index, name in enumerate(names):
-            (self._out / f"part-{index}").rename(self._out / name)
+        for number, name in enumerate(names):
+            (self._out / f"part-{number}").rename(self._out / name)
         where = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
         if count > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": where}
