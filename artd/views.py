@@ -18,6 +18,7 @@ def active_run(c: sqlite3.Connection) -> sqlite3.Row | None:
 
 
 def load_run(c: sqlite3.Connection, run_id: int) -> RunView:
+    """The run, with no more of its sealed groups than one batch takes."""
     run = c.execute("SELECT * FROM run WHERE id = ?", (run_id,)).fetchone()
     spec = msgspec.json.decode(run["spec"], type=RunSpec)
     job = c.execute(
@@ -25,8 +26,9 @@ def load_run(c: sqlite3.Connection, run_id: int) -> RunView:
         (run_id,),
     ).fetchone()
     sealed = c.execute(
-        "SELECT id, size FROM trajectory_group WHERE run_id = ? AND state = 'sealed' AND split = 'train' ORDER BY id",
-        (run_id,),
+        "SELECT id, size FROM trajectory_group WHERE run_id = ? AND state = 'sealed' AND split = 'train' ORDER BY id"
+        " LIMIT ?",
+        (run_id, spec.groups_per_step),
     )
     open_groups = c.execute(
         "SELECT count(*) FROM trajectory_group WHERE run_id = ? AND state = 'open' AND split = 'train'", (run_id,)

@@ -215,8 +215,6 @@ class Workforce:
         welcome = await self.store.write(lambda c: self._welcome(c, message))
         self.wire.register(message.name, message.spawn, peer)
         self.wire.send(message.name, welcome)
-        if message.kind == "trainer":
-            await self.supervisor.ready(message.name, message.spawn)
 
     def _welcome(self, c: sqlite3.Connection, message: w.Hello) -> w.Welcome | w.Reject:
         base: dict[str, Any] = {

@@ -23,7 +23,8 @@ class Group:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as its rows tell it. job: kind of its unfinished job, or "" for none; sealed: trainable groups waiting."""
+    """A run as its rows tell it. job: kind of its unfinished job, or "" for none; sealed: the oldest
+    trainable groups that wait, a batch of them at most."""
 
     state: str
     step: int

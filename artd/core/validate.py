@@ -9,8 +9,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 
 from artd_schema.trajectory import Sampling, Turn
+
+
+_SHAPE = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_shape = attrgetter(*_SHAPE)
+_PLAIN = _shape(Sampling())
 
 
 class InvalidField(Exception):
@@ -86,10 +92,11 @@ def check_sampling(sampling: Sampling, path: str) -> None:
         raise InvalidField(
             f"{path}.temperature", "greedy samples (temperature 0) have no policy gradient; use split=eval"
         )
-    plain = Sampling()
-    for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+    if _shape(sampling) == _PLAIN:
+        return
+    for name, plain in zip(_SHAPE, _PLAIN, strict=True):
         value = getattr(sampling, name)
-        if value != getattr(plain, name) and not (name == "top_k" and value == -1):
+        if value != plain and not (name == "top_k" and value == -1):
             raise InvalidField(
                 f"{path}.{name}",
                 f"{value} truncates or reshapes the policy, which the trainer cannot score; leave it out",

@@ -21,6 +21,7 @@ from .migrate import migrate
 from .writer import Writer, connect
 
 T = TypeVar("T")
+WAKE_S = 0.02
 
 
 class Store:
@@ -31,6 +32,8 @@ class Store:
         self.clock = clock
         self._on_fatal = on_fatal
         self._changed = asyncio.Event()
+        self._woken = float("-inf")
+        self._waking: asyncio.TimerHandle | None = None
         self._reader: aiosqlite.Connection | None = None
 
     async def open(self) -> None:
@@ -47,6 +50,8 @@ class Store:
         await self._reader.execute("PRAGMA query_only = 1")
 
     async def close(self) -> None:
+        if self._waking is not None:
+            self._waking.cancel()
         if self._reader is not None:
             await self._reader.close()
         await asyncio.to_thread(self._writer.stop)
@@ -68,7 +73,19 @@ class Store:
         return self._changed
 
     def announce(self) -> None:
-        """Wake whoever waits for a change."""
+        """Wake whoever waits for a change: at once after a quiet time, else a little later, together with what comes
+        until then (under load, every service would look at the rows after every commit)."""
+        if self._waking is not None:
+            return
+        loop = asyncio.get_running_loop()
+        left = self._woken + WAKE_S - loop.time()
+        if left <= 0:
+            self._wake()
+        else:
+            self._waking = loop.call_later(left, self._wake)
+
+    def _wake(self) -> None:
+        self._waking, self._woken = None, asyncio.get_running_loop().time()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -20,6 +20,8 @@ GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 DRAIN = 256
+NOBLOCK = int(zmq.NOBLOCK)  # plain numbers: an enum's `|` costs more than sending a frame
+NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Link:
@@ -51,7 +53,10 @@ class Link:
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue one message. Raises zmq.ZMQError when the socket cannot take it."""
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        *first, last = frames
+        for frame in first:
+            self._socket.send(frame, NOBLOCK_MORE)
+        self._socket.send(last, NOBLOCK)
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
@@ -60,9 +65,13 @@ class Link:
             if self._closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frame = self._socket.recv(NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            frames = [frame.bytes]
+            while frame.more:
+                frame = self._socket.recv(NOBLOCK, copy=False)
+                frames.append(frame.bytes)
             self._on_frames(frames)
         self._loop.call_soon(self._drain)
 

@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 TOOL_ENV = {"PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 START_S = 240.0
+V6_LOOPBACK = "00000000000000000000000001000000"
 
 
 def tool(*argv: str) -> None:
@@ -97,23 +98,31 @@ class Engine:
     def manifest(self, checkpoint: str) -> CheckpointManifest:
         return msgspec.json.decode((self.toys / checkpoint / "manifest.json").read_bytes(), type=CheckpointManifest)
 
-    def processes(self) -> list[str]:
-        """Command lines of live processes in the harness's session."""
+    def pids(self) -> list[int]:
+        """Live processes in the harness's session."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
                 stat = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
-                if stat and stat[0] not in "ZX" and int(stat[3]) == self.daemon.process.pid:
-                    found.append((entry / "cmdline").read_text().replace("\0", " "))
-            except FileNotFoundError:
+            except (FileNotFoundError, ProcessLookupError):
                 continue
+            if stat and stat[0] not in "ZX" and int(stat[3]) == self.daemon.process.pid:
+                found.append(int(entry.name))
         return found
+
+    def listeners(self) -> list[str]:
+        """Addresses (as /proc/net/tcp writes them) that processes of the session listen on by TCP."""
+        held = {os.readlink(fd) for pid in self.pids() for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+        rows = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        ]
+        return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
 
     def nothing_left(self, within_s: float) -> None:
         end = time.monotonic() + within_s
-        while self.processes() and time.monotonic() < end:
+        while self.pids() and time.monotonic() < end:
             time.sleep(0.1)
-        assert self.processes() == []
+        assert self.pids() == []
         assert not [path for path in self.scratch if Path(path).exists()]
 
 
@@ -274,8 +283,11 @@ class TestMerged:
         with pytest.raises(EngineError, match="restart the engine"):
             adapter.begin(merged.fence(), Deadline(10))
 
+    def test_listens_on_loopback_at_most(self, merged: Engine) -> None:
+        assert [address for address in merged.listeners() if address not in ("0100007F", V6_LOOPBACK)] == []
+
     def test_nothing_outlives_a_killed_harness(self, merged: Engine) -> None:
-        assert len(merged.processes()) >= 4
+        assert len(merged.pids()) >= 4
         merged.daemon.process.kill()
         merged.daemon.process.wait()
         merged.nothing_left(within_s=5.0)

@@ -25,6 +25,7 @@ def main() -> None:
         raise SystemExit(f"fake trainer: told to end at spawn {link.identity.spawn}")
     welcome = link.start()
     assert welcome.trainer is not None
+    link.send(w.Ready())
     script.mark("started", link.identity.spawn)
     try:
         while True:

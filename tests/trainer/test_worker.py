@@ -178,11 +178,11 @@ def test_cancel_between_rows(daemon: FakeDaemon) -> None:
     many = rig.save_columns(daemon.work / "many", "many", {n: t.repeat(60, 1) for n, t in columns.items()}, 8)
     run = daemon.order(1, zero, many)
     daemon.send(run)
-    daemon.expect(w.Progress)
+    while not any((beat.job, beat.fence) == (run.job, run.fence) for beat in daemon.beats):
+        daemon.expect(w.Progress)  # heartbeats go on while it trains
     daemon.send(w.Cancel(job=run.job, fence=run.fence))
     report = daemon.expect(w.Staged, w.Failed)
     assert isinstance(report, w.Failed) and report.failure == "interrupted" and "cancelled" in report.error
-    assert any(beat.job == run.job and beat.fence == run.fence for beat in daemon.beats)
 
 
 def test_a_repeated_run_is_done_once_and_its_report_resent(daemon: FakeDaemon) -> None:

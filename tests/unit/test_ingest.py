@@ -111,9 +111,8 @@ async def test_bad_turns_are_refused_and_leave_nothing(tmp_path, field, text, ch
         op = api.Submit(run="r", group="g", reward=1.0)
 
         async def send():
-            return await (
-                ingest.submit_now(op, bulk, print) if fast else ingest.submit(op, bulk)
-            )
+            bulk = [body(turn(**changes))]
+            return ingest.submit_now(op, bulk, print) if fast else await ingest.submit(op, bulk)
 
         await refused(Invalid, field, text, send())
         assert await count(store, "trajectory") == await count(store, "trajectory_group") == 0

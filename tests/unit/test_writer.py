@@ -209,12 +209,32 @@ async def test_the_wal_is_checkpointed_once_per_span_not_at_every_commit(tmp_pat
         connection.set_trace_callback(lambda sql: checkpoints.append(sql) if "wal_checkpoint" in sql else None)
         for i in range(100):
             await store.write(lambda c, i=i: set_meta(c, str(i), "x" * 20_000))
+            if i % 10 == 0:
+                await asyncio.sleep(0.02)  # nobody waits: time for a checkpoint
+        await asyncio.sleep(0.05)
         grown = len(checkpoints)
-        assert 5 <= grown <= 30, grown
-        for i in range(5):
+        assert 3 <= grown <= 30, grown
+        for i in range(20):
             await store.write(lambda c, i=i: set_meta(c, "small", str(i)))
-        assert len(checkpoints) <= grown + 1
-        assert store.path.with_name("artd.db-wal").stat().st_size < 600_000
+            await asyncio.sleep(0.002)
+        assert len(checkpoints) <= grown + 2
+        assert store.path.with_name("artd.db-wal").stat().st_size < 1_000_000
+
+
+async def test_a_wal_that_grows_under_constant_load_is_checkpointed_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(writer_module, "CHECKPOINT_BUSY_BYTES", 300_000)
+    checkpoints = []
+    async with open_store(tmp_path) as store:
+        store._writer._connection.set_trace_callback(lambda q: checkpoints.append(q) if "wal_checkpoint" in q else None)
+        gates = [Gate() for _ in range(20)]
+        futures = [store.submit(gate) for gate in gates]
+        for gate in gates:  # each group holds one gate and one write, and the next gate waits already
+            await gate.entered()
+            futures.append(store.submit(lambda c, n=len(futures): set_meta(c, str(n), "x" * 50_000)))
+            gate.open()
+        await asyncio.gather(*futures)
+        assert checkpoints
 
 
 async def test_readers_cannot_write(tmp_path):

@@ -106,6 +106,7 @@ def environment(config: EngineConfig, scratch: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
         "SPT_NOENV": "1",
         "PYTHONUNBUFFERED": "1",
         "ARTD_HARNESS_PID": str(pid),
