@@ -33,10 +33,10 @@ GROUPS, SAMPLES, MAX_TOKENS = 8, 8, 24
 
 
 def reward(answer: str, city: str) -> float:
-    """0 without the city; with it, 1 less an eighth for every further word, at least 0.1."""
+    """0 without the city; with it, 1 less a sixteenth for every further word, at least 0.1."""
     if city.lower() not in answer.lower():
         return 0.0
-    return max(0.1, 1.0 - (len(answer.split()) - 1) / 8)
+    return max(0.1, 1.0 - (len(answer.split()) - 1) / 16)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from operator import attrgetter
 
 from artd_schema.trajectory import Sampling, Turn
 
-
 _SHAPE = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _shape = attrgetter(*_SHAPE)
 _PLAIN = _shape(Sampling())

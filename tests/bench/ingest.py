@@ -19,7 +19,6 @@ import time
 from array import array
 from pathlib import Path
 
-
 from artd_client import Client, Turn
 from tests.bench.report import Report, parser
 from tests.daemon.rig import ROOT, SPEC, VOCAB, Rig
@@ -64,7 +63,17 @@ async def load(data: str, size: int, in_flight: int, seconds: float, name: str) 
 
 
 def spawn_load(data: Path, size: int, in_flight: int, seconds: float, name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.bench.ingest", "--load", str(data), str(size), str(in_flight), str(seconds), name]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bench.ingest",
+        "--load",
+        str(data),
+        str(size),
+        str(in_flight),
+        str(seconds),
+        name,
+    ]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
@@ -161,7 +170,9 @@ def count_syncs(report: Report, seconds: float) -> None:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--seconds", type=float, default=5.0, help="length of each round")
-    arguments.add_argument("--load", nargs=5, help="(internal) be one process of load: DATA SIZE IN_FLIGHT SECONDS NAME")
+    arguments.add_argument(
+        "--load", nargs=5, help="(internal) be one process of load: DATA SIZE IN_FLIGHT SECONDS NAME"
+    )
     args = arguments.parse_args()
     if args.load:
         data, size, in_flight, seconds, name = args.load

@@ -1,6 +1,6 @@
 """The demo's skeleton with fake workers: says which phase it is in, for a test that interrupts it there.
 
-    python -m tests.daemon.interrupted PHASE DATA_DIR MODEL
+python -m tests.daemon.interrupted PHASE DATA_DIR MODEL
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import demo  # noqa: E402
+import demo
 
-from artd_client import Client, turn  # noqa: E402
+from artd_client import Client, turn
 
 SPEC = {"group_size": 2, "groups_per_step": 1, "row_length": 64}
 

@@ -185,7 +185,9 @@ class Rig:
         assert trained == [(number, 1) for number in range(1, step + 1)]
         assert self.rows("SELECT t.id FROM trajectory t LEFT JOIN batch b ON b.id = t.batch_id"
                          " WHERE (t.state = 'trained') <> (b.state IS NOT NULL AND b.state = 'trained')") == []  # fmt: skip
-        parents = self.rows("SELECT k.step, p.step FROM checkpoint k JOIN checkpoint p ON p.id = k.parent_id ORDER BY 1")
+        parents = self.rows(
+            "SELECT k.step, p.step FROM checkpoint k JOIN checkpoint p ON p.id = k.parent_id ORDER BY 1"
+        )
         assert parents == [(number, number - 1) for number in range(1, step + 1)]
         for (folder,) in self.rows("SELECT dir FROM checkpoint WHERE state = 'committed'"):
             assert (self.data / folder / "manifest.json").is_file(), folder
@@ -233,7 +235,9 @@ def rig() -> Any:
 def turn(seed: int) -> Turn:
     """A turn of three sampled tokens; other seeds, other tokens."""
     ids = array("i", [seed % VOCAB, 1, 2]).tobytes()
-    return Turn(prompt_ids=array("i", [5, 6, 7]).tobytes(), token_ids=ids, logprobs=array("f", [-1, -2, -0.5]).tobytes())
+    return Turn(
+        prompt_ids=array("i", [5, 6, 7]).tobytes(), token_ids=ids, logprobs=array("f", [-1, -2, -0.5]).tobytes()
+    )
 
 
 async def fill(run: Run, step: int, groups: int = 1) -> int:

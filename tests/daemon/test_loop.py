@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from artd_client import Stalled
 from tests.daemon.rig import fill
 
 pytestmark = pytest.mark.asyncio

@@ -29,9 +29,10 @@ from artd_schema.trajectory import Turn
 
 from .staging import stage  # noqa: F401 - part of this toolbox
 
-
 VOCAB = 100
-def EVERY_STEP() -> frozenset[str]:  # noqa: N802 - stands where a constant would
+
+
+def EVERY_STEP() -> frozenset[str]:
     """A gateway that has confirmed every step of run `r`."""
     return frozenset(f"r@{step}" for step in range(100))
 

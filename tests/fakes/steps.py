@@ -21,7 +21,9 @@ from .rows import FakeWire, add_worker, make_ingest, stage, submit
 INSTANCE = "i" * 32
 
 
-def make_dispatch(store: Store, data: DataDir, wire: Any = None, kills: list[tuple[str, str]] | None = None) -> Dispatch:
+def make_dispatch(
+    store: Store, data: DataDir, wire: Any = None, kills: list[tuple[str, str]] | None = None
+) -> Dispatch:
     taken: list[tuple[str, str]] = [] if kills is None else kills
     return Dispatch(store, wire or FakeWire(trainer=1), data, INSTANCE, lambda name, why: taken.append((name, why)))
 
@@ -76,7 +78,9 @@ async def pack(store: Store, data: DataDir) -> bool:
 async def train_next(store: Store, data: DataDir, run: str = "r") -> w.CheckpointRef:
     """Submit one group, pack it, and commit the step."""
     ingest = make_ingest(store, data)
-    size, step = (await store.read("SELECT json_extract(spec, '$.group_size'), step FROM run WHERE name = ?", (run,)))[0]
+    size, step = (await store.read("SELECT json_extract(spec, '$.group_size'), step FROM run WHERE name = ?", (run,)))[
+        0
+    ]
     for number in range(size):
         await submit(ingest, group=f"auto-{step}", key=f"auto-{step}-{number}", reward=float(number))
     assert await pack(store, data), "nothing was packed"

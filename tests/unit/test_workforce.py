@@ -79,9 +79,7 @@ async def test_the_next_run_never_gets_the_last_ones_processes(tmp_path):
         await add_run(store)
         task = asyncio.ensure_future(made._follow_rows())
         await calls(supervisor)
-        await asyncio.gather(
-            store.write(lambda c: set_run_state(c, 0, 1, "finished", "")), add_run(store, "next")
-        )
+        await asyncio.gather(store.write(lambda c: set_run_state(c, 0, 1, "finished", "")), add_run(store, "next"))
         found = await calls(supervisor)
         assert found.index("stop trainer") < found.index("start trainer")
         assert found.index("stop engine") < found.index("start engine")
@@ -93,11 +91,15 @@ async def test_the_last_words_of_a_harness_are_the_error_of_its_row(tmp_path):
         made, _, deaths = make(store, tmp_path)
         made.down("engine", 3, w.Down(error="no such device", tail="last words"))
         await made.on_exit("engine", 3, Status(1, "", "ended with exit status 1"), False, "a\nb")
-        await made.on_state("engine", "backoff", Info(kind="engine", spawn=3, restarts=0, error="ended with exit status 1"))
+        await made.on_state(
+            "engine", "backoff", Info(kind="engine", spawn=3, restarts=0, error="ended with exit status 1")
+        )
         assert await one(store, "SELECT error FROM process") == "no such device\nlast words"
         assert deaths == [("engine", 3, False, "no such device\nlast words")]
         await made.on_exit("engine", 4, Status(1, "", "ended with exit status 1"), False, "a\nb")
-        await made.on_state("engine", "backoff", Info(kind="engine", spawn=4, restarts=1, error="ended with exit status 1"))
+        await made.on_state(
+            "engine", "backoff", Info(kind="engine", spawn=4, restarts=1, error="ended with exit status 1")
+        )
         assert await one(store, "SELECT error FROM process") == "ended with exit status 1\na\nb"
         await made.on_state("engine", "starting", Info(kind="engine", spawn=5, restarts=1))
         assert await one(store, "SELECT error FROM process") == ""

@@ -227,14 +227,17 @@ async def test_a_wal_that_grows_under_constant_load_is_checkpointed_too(tmp_path
     checkpoints = []
     async with open_store(tmp_path) as store:
         store._writer._connection.set_trace_callback(lambda q: checkpoints.append(q) if "wal_checkpoint" in q else None)
-        gates = [Gate() for _ in range(20)]
-        futures = [store.submit(gate) for gate in gates]
-        for gate in gates:  # each group holds one gate and one write, and the next gate waits already
-            await gate.entered()
-            futures.append(store.submit(lambda c, n=len(futures): set_meta(c, str(n), "x" * 50_000)))
-            gate.open()
-        await asyncio.gather(*futures)
+        gates = [Gate() for _ in range(12)]
+        futures = []
+        for number, gate in enumerate(gates):  # each opens only when more waits behind it: the queue is never empty
+            futures.append(store.submit(gate))
+            if number:
+                await gates[number - 1].entered()
+                futures.append(store.submit(lambda c, n=number: set_meta(c, str(n), "x" * 50_000)))
+                gates[number - 1].open()
         assert checkpoints
+        gates[-1].open()
+        await asyncio.gather(*futures)
 
 
 async def test_readers_cannot_write(tmp_path):
