@@ -364,7 +364,7 @@ async def test_what_arrives_while_something_is_sent_is_read_at_once(tmp_path):
         peer, _ = router.recv_multipart()
         await asyncio.sleep(0.05)
         router.send_multipart([peer, b"answer"])
-        time.sleep(0.2)  # noqa: ASYNC251 - the answer arrives while the loop is elsewhere
+        time.sleep(0.2)  # the answer arrives while the loop is elsewhere
         link.send([b"second"])
         await asyncio.sleep(0.2)
         assert came == [[b"answer"]]
