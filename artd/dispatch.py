@@ -56,7 +56,7 @@ class Dispatch:
         self._instance = instance
         self._kill = kill
         self._claim: Claim | None = None
-        self._committing: set[tuple[int, int]] = set()
+        self._committing: dict[tuple[int, int], anyio.Event] = {}
 
     async def run(self) -> None:
         """Claim jobs as they become due and watch the lease, until cancelled."""
@@ -157,11 +157,11 @@ class Dispatch:
         identity = (message.job, message.fence)
         if identity in self._committing:
             return
-        self._committing.add(identity)
+        self._committing[identity] = anyio.Event()
         try:
             answer = await self._finish(message)
         finally:
-            self._committing.discard(identity)
+            self._committing.pop(identity).set()
         if isinstance(answer, w.Fenced):
             await anyio.to_thread.run_sync(fs.remove_tree, self._data.staging(*identity))
         self._release(*identity)
@@ -230,7 +230,10 @@ class Dispatch:
         self._wire.send(TRAINER, answer(job=message.job, fence=message.fence))
 
     async def died(self, spawn: int, ordered: bool, error: str) -> None:
-        """The trainer's process is proven dead: whatever it had goes back."""
+        """The trainer's process is proven dead: whatever it had goes back, but for a result that is being committed, which
+        needs it no more."""
+        for committing in list(self._committing.values()):
+            await committing.wait()
         claim = self._claim if self._claim is not None and self._claim.spawn <= spawn else None
 
         def write(c: sqlite3.Connection) -> None:

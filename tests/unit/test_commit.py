@@ -346,3 +346,15 @@ async def test_claim_takes_the_first_checkpoint_first(tmp_path):
         await add_run(store)
         order = await claim(store, data_dir(tmp_path))
         assert (order.kind, order.step, order.epoch, order.parent, order.batch) == ("init", 0, 0, None, "")
+
+
+async def test_a_death_during_the_commit_does_not_harm_a_result_that_is_whole(tmp_path):
+    async with open_store(tmp_path) as store:
+        it = await make(store, tmp_path)
+        report = stage(Path(it.order.dir), it.order)
+        committing = asyncio.ensure_future(it.report(report))
+        await asyncio.sleep(0)  # it is on its way
+        await it.dispatch.died(it.wire.connected["trainer"], False, "killed by SIGKILL")
+        assert isinstance(await committing, w.Committed)
+        assert await one(store, "SELECT step FROM run") == 1
+        assert await one(store, "SELECT deaths FROM job WHERE kind = 'train'") == 0
