@@ -145,7 +145,7 @@ def guard(main: Callable[[argparse.Namespace], Awaitable[int]], args: argparse.N
 
 def show_start(before: Evaluation) -> None:
     print(f"held-out reward before: {before}")
-    print("step  reward  groups with variance  loss      seconds: generate+wait  train  push-free total", flush=True)
+    print("step  reward  groups with variance  loss      elapsed", flush=True)
 
 
 def show_stalled(stalled: Any) -> None:
@@ -157,7 +157,7 @@ def show_step(outcome: Outcome) -> None:
     varied = sum(max(group) > min(group) for group in groups)
     print(
         f"{step.step:4d}  {outcome.curve()[-1]:.3f}   {varied:2d}/{len(groups):<2d}                 {step.metrics['loss']:+.4f}"
-        f"   {time.monotonic() - outcome.started:6.1f} s since the start",
+        f"   {time.monotonic() - outcome.started:6.1f} s",
         flush=True,
     )
 
