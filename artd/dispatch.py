@@ -79,7 +79,7 @@ class Dispatch:
 
     def _claim_due(self, c: sqlite3.Connection) -> w.Run | None:
         run = active_run(c)
-        if run is None:
+        if run is None or self._wire.run(TRAINER) != run["id"]:
             return None
         now = self._store.clock.now_ms()
         trainer = load_worker(c, TRAINER)

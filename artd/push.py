@@ -111,7 +111,7 @@ class Pusher:
             prepare_push(c, now, run["id"], plan.create, spec.rollout_weights_mode)
         if plan.send is None or engine is None or newest is None or engine.spawn != self._wire.spawn(ENGINE):
             return None
-        if engine.spawn == self._unknown:
+        if engine.spawn == self._unknown or self._wire.run(ENGINE) != run["id"]:
             return None
         fence = int(get_meta(c, "push_fence", "0")) + 1
         set_meta(c, "push_fence", str(fence))

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 In = TypeVar("In")
 DRAIN = 256
 NOBLOCK = int(zmq.NOBLOCK)  # plain numbers: an enum's `|` costs more than sending a frame
+POLLIN = int(zmq.POLLIN)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
@@ -46,6 +47,8 @@ class Router(Generic[In]):
         self._handler = handler
         self._refuse = refuse
         self._context = zmq.Context()
+        # The I/O thread must not push the loop off its core at every message (on two cores that halved the rate).
+        self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self.undecodable = 0
 
     def bind(self) -> None:
@@ -63,6 +66,7 @@ class Router(Generic[In]):
         self._socket: zmq.Socket[bytes] = socket
         self._news = asyncio.Event()
         self._news.set()
+        self._looking = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket.FD, self._news.set)
 
@@ -118,9 +122,15 @@ class Router(Generic[In]):
             return False
         finally:
             # The descriptor tells of changes only, and a send eats the news of what has arrived meanwhile.
-            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._news.set()
+            if not self._looking:
+                self._looking = True
+                self._loop.call_soon(self._look)
         return True
+
+    def _look(self) -> None:
+        self._looking = False
+        if not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
+            self._news.set()
 
     def close(self) -> None:
         self._loop.remove_reader(self._socket.FD)
@@ -135,9 +145,12 @@ class WorkerWire:
     def __init__(self) -> None:
         self.router: Router[w.FromWorker] | None = None
         self._peers: dict[str, tuple[bytes, int]] = {}
+        self._runs: dict[str, int | None] = {}
 
-    def register(self, name: str, spawn: int, peer: bytes) -> None:
+    def register(self, name: str, spawn: int, peer: bytes, run: int | None) -> None:
+        """run: the one that its Welcome named."""
         self._peers[name] = (peer, spawn)
+        self._runs[name] = run
 
     def forget(self, name: str, spawn: int) -> None:
         if self.spawn(name) == spawn:
@@ -147,6 +160,10 @@ class WorkerWire:
         """Which process of this worker is connected, or None."""
         known = self._peers.get(name)
         return known[1] if known else None
+
+    def run(self, name: str) -> int | None:
+        """The run that the connected process works for: it was told of no other."""
+        return self._runs[name] if name in self._peers else None
 
     def who(self, peer: bytes) -> tuple[str, int] | None:
         """(name, spawn) of a registered peer."""

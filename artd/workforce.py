@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from artd_schema import PROTOCOL
@@ -24,6 +25,7 @@ from artd_schema import worker as w
 from artd_schema.spec import RunSpec
 
 from . import runtimes
+from .base_model import BaseModel, check_pinned
 from .config import Interpreter, Settings
 from .errors import Conflict
 from .gateway_file import write_gateway_file
@@ -99,6 +101,7 @@ class Workforce:
             await self._follow_rows()
 
     async def _follow_rows(self) -> None:
+        base_error = ""
         employer: int | None = None  # the run that trainer and engine were started for: they never work for another
         while True:
             changed = self.store.change()
@@ -108,8 +111,10 @@ class Workforce:
                     return
                 if run is None or employer not in (None, run):
                     await self.supervisor.stop(name, self.settings.drain_s, "the run is finished")
+            if run is not None and run != employer:
+                base_error = await self._check_base(run)
             for name in ("trainer", "engine"):
-                if run is not None and await self._has_runtime(name) and not self.stopping:
+                if run is not None and not base_error and await self._has_runtime(name) and not self.stopping:
                     self.supervisor.start(name)
             employer = run
             with anyio.move_on_after(5.0):
@@ -124,6 +129,25 @@ class Workforce:
                 self._interpreter(name)
             except runtimes.RuntimeMissing as error:
                 raise Conflict(str(error)) from None
+
+    async def _check_base(self, run: int) -> str:
+        """Once for each run of a boot: whether its base model is the one that it was made with; "" or what is wrong."""
+        (row,) = await self.store.read("SELECT spec, base_manifest FROM run WHERE id = ?", (run,))
+        model = msgspec.json.decode(row["spec"], type=RunSpec).model
+        pinned = msgspec.json.decode(row["base_manifest"], type=BaseModel)
+        try:
+            await anyio.to_thread.run_sync(check_pinned, model, pinned)
+        except Conflict as error:
+            text = f"{error.message}; then start artd again"
+            log.error("%s", text)
+
+            def write(c: sqlite3.Connection) -> None:
+                for name in RUNTIMES:
+                    _note_missing(c, self.store.clock.now_ms(), name, self.boot.number, text)
+
+            await self.store.write(write)
+            return text
+        return ""
 
     async def _has_runtime(self, name: str) -> bool:
         try:
@@ -212,8 +236,8 @@ class Workforce:
             reason = f"{message.name} spawn {message.spawn} protocol {message.protocol} is not the one that this daemon started"
             self.wire.router.send(peer, w.Reject(reason=reason))
             return
-        welcome = await self.store.write(lambda c: self._welcome(c, message))
-        self.wire.register(message.name, message.spawn, peer)
+        welcome, run = await self.store.write(lambda c: (self._welcome(c, message), _run_id(c)))
+        self.wire.register(message.name, message.spawn, peer, run)
         self.wire.send(message.name, welcome)
 
     def _welcome(self, c: sqlite3.Connection, message: w.Hello) -> w.Welcome | w.Reject:

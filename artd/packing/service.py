@@ -8,6 +8,7 @@ groups packed, train job, event}.
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import sys
 import time
@@ -57,7 +58,7 @@ class Packer:
         if row is None:
             return None, ()
         if not groups:
-            if row["flush"] and not load_run(c, row["id"]).job:
+            if row["flush"] and row["state"] == "active" and not load_run(c, row["id"]).job:
                 c.execute("UPDATE run SET flush = 0 WHERE id = ?", (row["id"],))  # there was nothing to flush
             return None, ()
         spec = msgspec.json.decode(row["spec"], type=RunSpec)
@@ -76,7 +77,8 @@ class Packer:
             db=str(self._store.path),
             blobs_dir=str(self._blobs.root),
             trajectory_ids=ids,
-            out_dir=str(self._data.tmp / f"pack-s{step}"),
+            # A packer that outlived its daemon must not write into the next one's folder.
+            out_dir=str(self._data.tmp / f"pack-s{step}-{os.getpid()}"),
         )
         return request, groups
 
@@ -141,8 +143,14 @@ class Packer:
                 move(c, "trajectory", packed.id, "packed", start="queued", batch_id=batch)
             else:
                 move(c, "trajectory", packed.id, "discarded", start="queued", reason=reasons.get(packed.id, "dropped"))
+        kept = {packed.group for packed in manifest.trajectories if packed.rows}
         for group in groups:
-            move(c, "trajectory_group", group.id, "packed", start="sealed")
+            if group.id in kept:
+                move(c, "trajectory_group", group.id, "packed", start="sealed")
+            else:
+                move(
+                    c, "trajectory_group", group.id, "discarded", start="sealed", reason="no trajectory could be packed"
+                )
         parent = c.execute(
             "SELECT k.id FROM checkpoint k JOIN run r ON r.id = k.run_id AND r.step = k.step AND r.lineage = k.lineage"
             " WHERE r.id = ?",

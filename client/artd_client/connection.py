@@ -79,6 +79,8 @@ class Connection:
         """Connect. Raises DaemonNotRunning at once when no daemon lives, WrongProtocol when it speaks another protocol."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # The I/O thread must not push the thread that sends off its core at every message.
+        self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self._heard = self._pinged = self._loop.time()
         self._gone = asyncio.Event()
         self._first: asyncio.Future[None] = self._loop.create_future()

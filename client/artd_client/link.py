@@ -1,7 +1,7 @@
 """One ZeroMQ connection to the daemon: frames out, frames in, and a call when it is gone.
 
 Owner of: one DEALER and its monitor. Invariants: never reconnects by itself (a new Link has a new identity); a socket's
-descriptor tells of *changes* only, so input is looked for after every send as well as when the loop sees the descriptor;
+descriptor tells of *changes* only, so input is looked for after sends as well as when the loop sees the descriptor;
 nothing awaits inside, so no cancellation can lose a message.
 """
 
@@ -21,6 +21,7 @@ GONE = (
 )
 DRAIN = 256
 NOBLOCK = int(zmq.NOBLOCK)  # plain numbers: an enum's `|` costs more than sending a frame
+POLLIN = int(zmq.POLLIN)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
@@ -38,6 +39,7 @@ class Link:
         self._on_frames = on_frames
         self._on_gone = on_gone
         self._closed = False
+        self._looking = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -57,8 +59,14 @@ class Link:
         for frame in first:
             self._socket.send(frame, NOBLOCK_MORE)
         self._socket.send(last, NOBLOCK)
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._drain)
+        if not self._looking:  # once for all that is sent in this turn of the loop
+            self._looking = True
+            self._loop.call_soon(self._look_in)
+
+    def _look_in(self) -> None:
+        self._looking = False
+        if not self._closed and int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
+            self._drain()
 
     def _drain(self) -> None:
         for _ in range(DRAIN):

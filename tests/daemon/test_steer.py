@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +130,16 @@ async def test_bad_input_gets_an_answer(rig):
         with pytest.raises(Invalid, match="no model folder"):
             await client.run("r", model="/nowhere")
         assert await client.runs() == []
+
+
+async def test_a_base_model_that_changed_is_not_trained(rig):
+    """The pinned sha256 manifest is compared at every start; the error says which file."""
+    rig.start()
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=20)
+    rig.kill()
+    (Path(rig.model) / "model.safetensors").write_bytes(b"other weights")
+    rig.start()
+    error = "SELECT error FROM process WHERE name = 'trainer'"
+    rig.until(lambda: "model.safetensors changed" in rig.one(error), "the refusal")
+    assert rig.one("SELECT state FROM process WHERE name = 'trainer'") == "stopped"

@@ -59,14 +59,19 @@ class FakeClock(Clock):
 
 
 class FakeWire:
-    """WorkerWire's face: `connected` says which spawn of which worker is there; `sent` records (name, message)."""
+    """WorkerWire's face: `connected` says which spawn of which worker is there, all for `employer`; `sent` records
+    (name, message)."""
 
     def __init__(self, **connected: int) -> None:
         self.connected: dict[str, int] = connected
+        self.employer = 1
         self.sent: list[tuple[str, Any]] = []
 
     def spawn(self, name: str) -> int | None:
         return self.connected.get(name)
+
+    def run(self, name: str) -> int | None:
+        return self.employer if name in self.connected else None
 
     def send(self, name: str, message: Any, bulk: Sequence[bytes] = ()) -> bool:
         if name not in self.connected:

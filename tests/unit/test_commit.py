@@ -358,3 +358,17 @@ async def test_a_death_during_the_commit_does_not_harm_a_result_that_is_whole(tm
         assert isinstance(await committing, w.Committed)
         assert await one(store, "SELECT step FROM run") == 1
         assert await one(store, "SELECT deaths FROM job WHERE kind = 'train'") == 0
+
+
+async def test_a_job_is_given_to_its_own_runs_trainer_only(tmp_path):
+    async with open_store(tmp_path) as store:
+        data, wire = data_dir(tmp_path), FakeWire(trainer=1)
+        await add_run(store)
+        await add_worker(store, "trainer")
+        wire.employer = 2
+        dispatch = make_dispatch(store, data, wire)
+        await dispatch._claim_next()
+        assert not wire.of(w.Run)
+        wire.employer = 1
+        await dispatch._claim_next()
+        assert wire.of(w.Run)

@@ -293,6 +293,15 @@ async def test_nothing_is_sent_to_an_engine_that_is_not_ready_or_not_connected(t
         assert await it.send() is not None
 
 
+async def test_nothing_is_sent_to_another_runs_engine(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        it.wire.employer = 2
+        assert await it.send() is None
+        it.wire.employer = 1
+        assert await it.send() is not None
+
+
 async def test_a_paused_run_is_still_pushed(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)

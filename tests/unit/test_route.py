@@ -96,19 +96,19 @@ async def test_every_new_table_is_sent_once_and_again_to_a_new_gateway(tmp_path)
         wire = FakeWire()
         task = asyncio.ensure_future(Router(store, wire).run())
         await add_run(store)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         assert not wire.sent
         wire.connected["gateway"] = 1
         await add_worker(store, "engine", 1, "ready", "/s")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         (first,) = wire.of(w.Route)
         assert first.runs == ("r",) and first.engines[0].socket == "/s"
         await store.write(lambda c: c.execute("UPDATE run SET reason = 'x'").rowcount)  # changes no route
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         assert len(wire.of(w.Route)) == 1
         wire.connected["gateway"] = 2
         await store.write(lambda c: c.execute("UPDATE run SET reason = 'y'").rowcount)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         assert [r.seq for r in wire.of(w.Route)] == [1, 2]
         await settle(task)
 
@@ -121,14 +121,15 @@ async def test_a_step_is_routed_once_the_gateway_confirms_the_newest_table(tmp_p
         await add_worker(store, "engine", 1, "ready", "/s")
         router = Router(store, wire)
         task = asyncio.ensure_future(router.run())
-        await go_live(store, data, make_pusher(store, data, wire))
-        await asyncio.sleep(0.05)
+        await go_live(store, data, make_pusher(store, data, FakeWire(trainer=1, engine=1)))
+        await asyncio.sleep(0.1)
         newest = wire.of(w.Route)[-1].seq
         router.taken(w.RouteTaken(seq=newest - 1))
         assert router.routed == frozenset()
         changed = store.change()
         router.taken(w.RouteTaken(seq=newest))
-        assert router.routed == {"r@0"} and changed.is_set()
+        assert router.routed == {"r@0"}
+        await asyncio.wait_for(changed.wait(), 2)
         await settle(task)
 
 
@@ -170,14 +171,15 @@ async def test_what_the_gateway_confirmed_is_routed(tmp_path):
         wire = FakeWire(gateway=1)
         router = Router(store, wire)
         task = asyncio.ensure_future(router.run())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         (sent,) = wire.of(w.Route)
         assert router.routed == frozenset()
         router.taken(w.RouteTaken(seq=sent.seq - 1))
         assert router.routed == frozenset()
         changed = store.change()
         router.taken(w.RouteTaken(seq=sent.seq))
-        assert router.routed == {"r@0"} and changed.is_set()
+        assert router.routed == {"r@0"}
+        await asyncio.wait_for(changed.wait(), 2)
         await settle(task)
 
 
