@@ -315,6 +315,7 @@ def test_a_folder_too_long_for_sockets_is_refused(bench: Bench) -> None:
 
 
 def test_a_folder_that_others_can_enter_is_refused(bench: Bench) -> None:
-    (bench.root / "e").mkdir(mode=0o755)
+    (bench.root / "e").mkdir()
+    (bench.root / "e").chmod(0o755)
     with bench.start() as daemon:
         assert "0700" in daemon.expect(w.Down).error
