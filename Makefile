@@ -46,9 +46,12 @@ quick: venv ## inner loop: ruff, then unit, model and wire tests; no engine, no 
 	@$(BIN)/ruff check .
 	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch" $(wildcard tests/unit tests/model tests/wire)
 
+# The trainer's tests keep one core busy for two minutes, the others mostly wait for processes: both at once.
 test: venv runtimes ## every test but the slow ones, the real ones included
-	@$(BIN)/python -m pytest -m "not slow and not torch" --ignore=tests/trainer
-	@$(PYTEST_TORCH) -m "not slow" tests/trainer
+	@log=$$(mktemp); $(PYTEST_TORCH) -m "not slow" tests/trainer >$$log 2>&1 & torch=$$!; \
+	trap 'kill $$torch 2>/dev/null || true; rm -f $$log' EXIT; \
+	main=0; $(BIN)/python -m pytest -m "not slow and not torch" --ignore=tests/trainer || main=$$?; \
+	rc=0; wait $$torch || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
 
 test-slow: venv runtimes ## the slow tests
 	@$(BIN)/python -m pytest -m "slow and not torch" --ignore=tests/trainer
