@@ -28,7 +28,7 @@ from artd_schema.trajectory import Turn
 from tests.fakes.script import VARIABLE, Script
 
 ROOT = Path(__file__).parents[2]
-VOCAB = 100
+VOCAB = 256
 CONFIG = """
 drain_s = 5.0
 [limits]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -88,3 +89,15 @@ async def test_a_client_does_not_notice_a_restart(rig):
         await fill(run, 2)
         assert (await run.wait(2, timeout=20)).step == 2
     rig.check(4)
+
+
+async def test_kill_9_of_daemon_and_harness_together_leaves_nothing(rig):
+    rig.start()
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=20)
+    harness = rig.worker_pid("engine")
+    os.kill(harness, signal.SIGKILL)
+    rig.kill()  # and two seconds later nothing lives
+    rig.start()
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=20)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from artd import runtimes
 from artd_schema.paths import read_daemon_file
@@ -38,6 +39,13 @@ class Rig:
         assert found is not None
         return found.pid
 
+    @property
+    def harness(self) -> int:
+        """Process id of the engine harness: the child of its guardian, which artctl names."""
+        (engine,) = (worker for worker in self.status()["workers"] if worker["name"] == "engine")
+        guardian = engine["pid"]
+        return int(Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()[0])
+
     def kill(self) -> None:
         """kill -9 of the daemon, and proof that nothing of it lives two seconds later."""
         pid = self.pid
@@ -49,11 +57,11 @@ class Rig:
         subprocess.run(command, check=False, timeout=60)
         self.assert_nothing_lives()
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         done = subprocess.run(
             [BIN / "artctl", "status", "--json", "--data-dir", self.data], capture_output=True, check=False, timeout=30
         )
-        found: dict[str, object] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     def assert_nothing_lives(self, within_s: float = 2.0) -> None:

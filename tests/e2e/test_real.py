@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,13 +137,14 @@ def check_export(rig: Rig, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_after_kill_9_the_same_step_is_served_from_disk(rig: Rig, tmp_path: Path) -> None:
+async def test_after_kill_9_of_daemon_and_harness_the_same_step_is_served_from_disk(rig: Rig, tmp_path: Path) -> None:
     model = make_toy(tmp_path / "toy", "qwen3")
     async with Client(data_dir=rig.data) as art:
         run = await art.run("toy", model=model, **SPEC)
         await run.wait(0, timeout=300)
         await one_step(run, run.openai(), 1)
         trained = await probe(run.openai(), run.model)
+    os.kill(rig.harness, signal.SIGKILL)
     rig.kill()
     rig.start()
     async with Client(data_dir=rig.data) as art:

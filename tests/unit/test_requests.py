@@ -185,6 +185,17 @@ async def test_what_nobody_foresaw_is_failed_with_its_type(tmp_path, monkeypatch
         await desk.refused("conflict", "job 1 is gone", api.List(what="runs"))
 
 
+async def test_a_surprise_in_the_fast_way_is_answered_too(tmp_path, monkeypatch):
+    async with open_store(tmp_path) as store:
+        desk = Desk(store, tmp_path)
+
+        def surprise(*_):
+            raise ZeroDivisionError("oh")
+
+        monkeypatch.setattr(desk.ingest, "submit_now", surprise)
+        await desk.refused("failed", "ZeroDivisionError: oh", api.Submit(run="r", group="g", reward=1.0), [body()])
+
+
 async def test_draining_takes_no_more_work_but_can_be_looked_at(tmp_path):
     async with open_store(tmp_path) as store:
         desk = Desk(store, tmp_path)
