@@ -7,6 +7,7 @@ in memory, which is safe because nobody but the writer changes them.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sqlite3
 from asyncio import Future
@@ -73,6 +74,10 @@ class Intake:
         if self._queued:
             return
         self._queued = True
+        # Not at once: what else arrived with this one goes with it, and the writer does not fight the loop for the GIL.
+        asyncio.get_running_loop().call_soon(self._submit)
+
+    def _submit(self) -> None:
         taken: list[tuple[Parcel, Answer]] = []
         future = self._store.submit(lambda c: self._write(c, taken))
         future.add_done_callback(lambda done: self._answer(taken, done))

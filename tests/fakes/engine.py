@@ -30,8 +30,9 @@ def main() -> int:
         link.close()
         return 1
     socket = Path(config.dir) / "engine.sock"
+    served = Served(config.run)
     if "http" in script.read():
-        threading.Thread(target=lambda: asyncio.run(serve(socket, config.run)), daemon=True).start()
+        served.start(socket)
     link.send(w.Ready(socket=str(socket)))
     highest = 0
     try:
@@ -41,6 +42,7 @@ def main() -> int:
             if isinstance(message, w.Push):
                 assert message.fence > highest, f"fence {message.fence} after {highest}"
                 highest = message.fence
+                served.names.add(message.name)
                 if not push(link, script, message):
                     return 1
             elif isinstance(message, w.Exit):
@@ -65,11 +67,22 @@ def push(link: Link, script: Script, message: w.Push) -> bool:
     return True
 
 
-async def serve(socket: Path, model: str) -> None:
-    """The OpenAI server's fake, until the process ends."""
-    from tests.gateway.fake_engine import FakeEngine
+class Served:
+    """The names that the OpenAI fake knows: the base model, and each step from its push on."""
 
-    await FakeEngine(str(socket), base_model=model).server.serve()
+    def __init__(self, run: str) -> None:
+        self.names = {f"{run}@base"}
+
+    def start(self, socket: Path) -> None:
+        """Serve in a thread of its own, until the process ends."""
+        threading.Thread(target=lambda: asyncio.run(self._serve(str(socket))), daemon=True).start()
+
+    async def _serve(self, socket: str) -> None:
+        from tests.gateway.fake_engine import FakeEngine
+
+        engine = FakeEngine(socket)
+        engine.models = self.names
+        await engine.server.serve()
 
 
 if __name__ == "__main__":
