@@ -235,7 +235,7 @@ class Daemon:
             await self._dispatch.died(spawn, ordered, error)
             await self._pusher.trainer_died()
         elif name == "engine":
-            await self._pusher.engine_died(error)
+            await self._pusher.engine_died(error, counted=not self._stopping.is_set())
 
     # ---- start and stop -----------------------------------------------------------------------------------------------
 

@@ -208,12 +208,12 @@ class Pusher:
         if self._sending is not None and self._sending.message.source == "live":
             self._kill(ENGINE, f"the trainer died while it fed push {self._sending.message.push}")
 
-    async def engine_died(self, error: str) -> None:
-        """Nothing of this engine is served any more; its push goes back."""
+    async def engine_died(self, error: str, counted: bool = True) -> None:
+        """Nothing of this engine is served any more; its push goes back. counted: as a failure; False at a stop."""
 
         def write(c: sqlite3.Connection) -> None:
             now = self._store.clock.now_ms()
-            forget_engine(c, now, error)
+            forget_engine(c, now, error, counted)
 
         await self._store.write(write)
         if self._sending is not None:

@@ -143,3 +143,12 @@ async def test_a_base_model_that_changed_is_not_trained(rig):
     error = "SELECT error FROM process WHERE name = 'trainer'"
     rig.until(lambda: "model.safetensors changed" in rig.one(error), "the refusal")
     assert rig.one("SELECT state FROM process WHERE name = 'trainer'") == "stopped"
+
+
+async def test_a_clean_stop_in_the_middle_of_a_push_is_no_failure_of_it(rig):
+    rig.script.write(**{"hold:push:0": []})
+    rig.start()
+    async with rig.run():
+        rig.reached("push:0 1")
+    assert rig.stop() == 0
+    assert rig.rows("SELECT state, attempts FROM push") == [("prepared", 0)]

@@ -92,6 +92,7 @@ def never(error: BaseException) -> None:
 async def open_store(root: Path, clock: Clock | None = None, on_fatal: Any = never) -> AsyncIterator[Store]:
     store = Store(root / "artd.db", clock or FakeClock(), on_fatal)
     await store.open()
+    store._writer._connection.execute("PRAGMA synchronous = OFF")  # no test pulls the plug, and disks are slow
     try:
         yield store
     finally:

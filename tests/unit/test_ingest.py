@@ -57,9 +57,6 @@ def by_reference(*refs, group="g", reward=1.0, **changes):
     return api.Submit(run="r", group=group, reward=reward, refs=tuple(ExchangeRef(*ref) for ref in refs), **changes)
 
 
-# ---- by value -----------------------------------------------------------------------------------------------------------
-
-
 async def test_a_trajectory_is_stored_whole(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         await add_run(store)
@@ -182,9 +179,6 @@ async def test_a_finished_run_takes_nothing(tmp_path):
         await refused(Conflict, "run", "finished", submit(ingest))
 
 
-# ---- duplicates ---------------------------------------------------------------------------------------------------------
-
-
 async def test_the_same_key_and_content_is_the_same_trajectory(tmp_path):
     async with open_store(tmp_path) as store:
         await add_run(store, group_size=3)
@@ -235,9 +229,6 @@ async def test_a_duplicate_of_a_trajectory_in_a_closed_group_is_answered(tmp_pat
         await submit(ingest, key="a", reward=0.0)
         await submit(ingest, key="b", reward=1.0)
         assert (await submit(ingest, key="a", reward=0.0)).group_state == "sealed"
-
-
-# ---- groups -------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_group_seals_when_full(tmp_path):
@@ -326,9 +317,6 @@ async def test_a_group_seals_at_its_deadline_and_not_before(tmp_path, clock):
         await settle(task)
 
 
-# ---- by reference -------------------------------------------------------------------------------------------------------
-
-
 async def test_by_reference_takes_the_turns_of_the_ledger(tmp_path):
     async with open_store(tmp_path) as store:
         await add_run(store)
@@ -385,9 +373,6 @@ async def test_a_large_body_by_reference_is_a_file(tmp_path):
         await ingest.submit(by_reference(("big", 0)), [])
         sha = await one(store, "SELECT blob FROM trajectory")
         assert (data.blobs / sha[:2] / sha).stat().st_size > 300
-
-
-# ---- the ledger ---------------------------------------------------------------------------------------------------------
 
 
 async def test_the_ledger_takes_a_response_once(tmp_path):
