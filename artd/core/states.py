@@ -60,17 +60,14 @@ TRANSITIONS: dict[str, frozenset[tuple[str, str]]] = {
             ("starting", "ready"),
             ("ready", "busy"),
             ("busy", "ready"),
-            ("ready", "draining"),
-            ("busy", "draining"),
-            ("starting", "draining"),
             ("draining", "stopped"),
             ("backoff", "starting"),
             ("backoff", "broken"),
             ("backoff", "stopped"),
             ("broken", "starting"),
             ("broken", "stopped"),
+            *((state, "draining") for state in ("starting", "ready", "busy")),
             *((state, "backoff") for state in ("starting", "ready", "busy", "draining")),
-            *((state, "stopped") for state in ("starting", "ready", "busy")),
         }
     ),
 }

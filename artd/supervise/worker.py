@@ -255,11 +255,11 @@ class Worker:
 
     async def _set(self, state: State) -> None:
         async with self._lock:
-            await self._tell(follow(self.spec.name, self.state, state))
+            await self._tell(follow(self.state, state))
 
     async def _tell(self, state: State) -> None:
         if state != self.state:
-            self.state = follow(self.spec.name, self.state, state)
+            self.state = follow(self.state, state)
         if state == "ready":
             self.error = ""
         await self._listener.on_state(self.spec.name, state, self.info())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from artd.core.states import TRANSITIONS, IllegalTransition
 from artd.supervise.backoff import Backoff, Policy
 from artd.supervise.postmortem import explain, read_tail, signal_of
-from artd.supervise.states import TRANSITIONS, IllegalTransition, follow
+from artd.supervise.states import follow
 
 CALM = Policy(deaths=1000)
 
@@ -56,14 +57,14 @@ def test_the_operator_closes_the_breaker() -> None:
 
 
 def test_transitions_of_the_design() -> None:
-    legal = {(state, to) for state, targets in TRANSITIONS.items() for to in targets}
+    legal = TRANSITIONS["process"]
     drawn = ["stopped starting", "starting ready", "ready busy", "busy ready", "ready draining", "draining stopped"]
     drawn += ["starting backoff", "ready backoff", "busy backoff", "draining backoff", "backoff starting"]
     drawn += ["backoff broken", "broken starting"]
     assert {tuple(pair.split()) for pair in drawn} <= legal
     for state, to in {("stopped", "ready"), ("broken", "ready"), ("starting", "busy"), ("backoff", "ready")}:
-        with pytest.raises(IllegalTransition, match=f"worker 'trainer': {state} -> {to}"):
-            follow("trainer", state, to)  # type: ignore[arg-type]
+        with pytest.raises(IllegalTransition, match=f"process: '{state}' may not become '{to}'"):
+            follow(state, to)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from importlib.resources import files
 import pytest
 
 from artd.core.states import TRANSITIONS, IllegalTransition, check, sources
-from artd.supervise.states import TRANSITIONS as SUPERVISED
 
 SQL = files("artd_schema").joinpath("sql").joinpath("0001_initial.sql").read_text(encoding="utf-8")
 
@@ -57,11 +56,6 @@ def test_what_the_design_forbids_is_not_there():
     ]:
         with pytest.raises(IllegalTransition):
             check(entity, start, end)
-
-
-def test_the_supervisors_transitions_can_be_stored():
-    pairs = {(start, end) for start, ends in SUPERVISED.items() for end in ends}
-    assert pairs <= TRANSITIONS["process"]
 
 
 def test_sources():
