@@ -151,7 +151,15 @@ class Daemon:
         self._routes = routes = RouteTable(store, wire)
         runs = Runs(store, workforce.require_runtimes, lambda: routes.routed)
         self._requests = Requests(
-            store, self._ingest, runs, self._dispatch, clients.send, self.stop, instance, max_message
+            store,
+            self._ingest,
+            runs,
+            self._dispatch,
+            clients.send,
+            self.stop,
+            instance,
+            max_message,
+            workforce.revive,
         )
         services = [
             workers.run, clients.run, workforce.run, routes.run, Packer(store, blobs, data).run,

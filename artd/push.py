@@ -104,7 +104,7 @@ class Pusher:
         engine = load_worker(c, ENGINE)
         trainer = load_worker(c, TRAINER)
         busy = trainer is not None and trainer.state == "busy"
-        plan = plan_push(engine, newest["id"] if newest else None, open_pushes(c, ENGINE), busy, now)
+        plan = plan_push(engine, newest["id"] if newest else None, open_pushes(c, ENGINE), now)
         for push in plan.supersede:
             move(c, "push", push, "superseded", start="prepared", ended=now)
         if plan.create is not None and not self._gave_up(c, run, plan.create):

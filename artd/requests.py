@@ -42,12 +42,13 @@ class _Number(msgspec.Struct):
 
 
 class Requests:
-    """`take` is the client router's handler. stop(drain_s): asks the daemon to end."""
+    """`take` is the client router's handler. stop(drain_s): asks the daemon to end; revive: starts broken workers again."""
 
     def __init__(
         self, store: Store, ingest: Ingest, runs: Runs, dispatch: Dispatch, send: Send, stop: Callable[[float], None],
-        instance: str, max_message: int,
+        instance: str, max_message: int, revive: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self._revive = revive
         self._store = store
         self._ingest = ingest
         self._runs = runs
@@ -120,6 +121,7 @@ class Requests:
             case api.Pause():
                 return self._runs.set_state(op.run, "paused", op.reason)
             case api.Resume():
+                self._revive()
                 return self._runs.set_state(op.run, "active")
             case api.Finish():
                 return self._runs.set_state(op.run, "finished")

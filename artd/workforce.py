@@ -286,6 +286,12 @@ class Workforce:
     def down(self, name: str, spawn: int, message: w.Down) -> None:
         self._downs[name] = Words(spawn, f"{message.error}\n{message.tail}".strip())
 
+    def revive(self) -> None:
+        """The operator wants broken workers started again; their deaths are forgotten."""
+        for name in self.supervisor.names():
+            if self.supervisor.state(name) == "broken":
+                self.supervisor.retry_broken(name)
+
     def kill(self, name: str, reason: str) -> None:
         """Order a worker's death; it is started again."""
         log.warning("killing %s: %s", name, reason)

@@ -106,6 +106,13 @@ def _alive(worker: Row) -> bool:
     return process_ticks(worker["pid"]) == worker["ticks"]
 
 
+def _mend(worker: dict[str, Any], shot: Snapshot, where: str) -> str:
+    look = f"artctl logs {worker['name']}{where}"
+    if worker["state"] == "broken" and worker["name"] != "gateway" and shot.run:
+        return f"{look}, then artctl resume {shot.run['name']}{where}"
+    return look
+
+
 def _problems(shot: Snapshot) -> list[Problem]:
     found: list[Problem] = []
     where = option(shot.data)
@@ -114,9 +121,7 @@ def _problems(shot: Snapshot) -> list[Problem]:
     for worker in shot.workers:
         if worker["state"] in ("broken", "backoff"):
             why = f": {worker['error'].splitlines()[-1]}" if worker["error"].strip() else ""
-            found.append(
-                Problem(f"{worker['name']} is in {worker['state']}{why}", f"artctl logs {worker['name']}{where}")
-            )
+            found.append(Problem(f"{worker['name']} is in {worker['state']}{why}", _mend(worker, shot, where)))
         elif worker["state"] == "stopped" and worker["error"].strip() and shot.run and shot.run["state"] == "active":
             what, _, then = worker["error"].partition("Next: ")
             found.append(

@@ -126,13 +126,10 @@ class PushPlan:
     send: int | None = None
 
 
-def plan_push(
-    engine: WorkerView | None, newest: int | None, pushes: Sequence[PushView], training: bool, now: int
-) -> PushPlan:
+def plan_push(engine: WorkerView | None, newest: int | None, pushes: Sequence[PushView], now: int) -> PushPlan:
     """Only the newest committed checkpoint matters, and at most one push is under way per engine.
 
-    pushes: those of the engine in prepared, sending or live; training: the trainer is at work on a job (a push that
-    needs it waits no longer than that; one from disk need not).
+    pushes: those of the engine in prepared, sending or live.
     """
     if newest is None:
         return PushPlan()

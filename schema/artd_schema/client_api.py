@@ -97,6 +97,8 @@ class Pause(_Op, frozen=True):
 
 
 class Resume(_Op, frozen=True):
+    """Let a paused run go on. Workers that are broken (five deaths in ten minutes) are started again."""
+
     run: str
 
 

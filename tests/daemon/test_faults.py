@@ -138,3 +138,15 @@ async def test_a_trainer_that_dies_at_its_start_says_why_and_is_tried_again(rig)
         assert (trainer["state"], trainer["spawn"]) == ("ready", 2)
     error = rig.one("SELECT json_extract(data, '$.error') FROM event WHERE kind = 'worker.backoff' AND ref = 'trainer'")
     assert "exit status 1" in error and "told to end at spawn 1" in error
+
+
+async def test_resume_starts_a_broken_engine_again(rig):
+    """Five deaths in a row break a worker: nothing starts it again until an operator says so."""
+    rig.script.write(dead=[])
+    rig.start()
+    async with rig.run() as (_, run):
+        state = "SELECT state FROM process WHERE name = 'engine'"
+        rig.until(lambda: rig.rows(state) == [("broken",)], "the engine to break", 40.0)
+        rig.script.write()
+        await run.resume()
+        await run.wait(0, timeout=20)

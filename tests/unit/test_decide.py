@@ -113,34 +113,34 @@ def pushes(*states, checkpoint=5):
 
 
 def test_nothing_is_pushed_before_there_is_a_checkpoint():
-    plan = plan_push(ENGINE, None, [], False, 0)
+    plan = plan_push(ENGINE, None, [], 0)
     assert (plan.supersede, plan.create, plan.send) == ((), None, None)
 
 
 def test_a_prepared_push_is_sent_when_the_engine_is_ready():
-    assert plan_push(ENGINE, 5, pushes("prepared"), False, 0).send == 1
+    assert plan_push(ENGINE, 5, pushes("prepared"), 0).send == 1
     for engine in (None, replace(ENGINE, state="starting"), replace(ENGINE, state="backoff")):
-        assert plan_push(engine, 5, pushes("prepared"), False, 0).send is None
+        assert plan_push(engine, 5, pushes("prepared"), 0).send is None
     waiting = [PushView(1, 5, "prepared", 10)]
-    assert plan_push(ENGINE, 5, waiting, False, 9).send is None and plan_push(ENGINE, 5, waiting, False, 10).send == 1
+    assert plan_push(ENGINE, 5, waiting, 9).send is None and plan_push(ENGINE, 5, waiting, 10).send == 1
 
 
 def test_only_the_newest_checkpoint_is_pushed():
-    plan = plan_push(ENGINE, 6, [*pushes("prepared", checkpoint=5), PushView(2, 6, "prepared", 0)], False, 0)
+    plan = plan_push(ENGINE, 6, [*pushes("prepared", checkpoint=5), PushView(2, 6, "prepared", 0)], 0)
     assert plan.supersede == (1,) and plan.send == 2
 
 
 def test_one_push_at_a_time():
     under_way = [PushView(1, 5, "sending", 0), PushView(2, 6, "prepared", 0), PushView(3, 5, "prepared", 0)]
-    plan = plan_push(ENGINE, 6, under_way, False, 0)
+    plan = plan_push(ENGINE, 6, under_way, 0)
     assert plan.send is None and plan.create is None and plan.supersede == (3,)
 
 
 def test_an_engine_that_lost_its_weights_gets_the_newest_again():
-    assert plan_push(ENGINE, 5, [], False, 0).create == 5
-    assert plan_push(ENGINE, 6, pushes("live", checkpoint=5), False, 0).create == 6
+    assert plan_push(ENGINE, 5, [], 0).create == 5
+    assert plan_push(ENGINE, 6, pushes("live", checkpoint=5), 0).create == 6
 
 
 def test_a_live_push_of_the_newest_needs_nothing():
-    plan = plan_push(ENGINE, 5, pushes("live"), False, 0)
+    plan = plan_push(ENGINE, 5, pushes("live"), 0)
     assert (plan.supersede, plan.create, plan.send) == ((), None, None)
