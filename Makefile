@@ -15,6 +15,9 @@ STAMP := $(VENV)/.artd-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-
 TORCH_ENV = PYTHONPATH="$$($(BIN)/python -m artd.runtimes.overlay path)" "$$($(BIN)/python -m artd.runtimes.overlay python)"
 PYTEST_TORCH = $(TORCH_ENV) -m pytest -p no:cacheprovider
 
+# Without byte code every process of a new runtime compiles Megatron-Core or vLLM again: 20 s each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv runtimes demo check format quick test test-slow clean
 
 help: ## list the targets
