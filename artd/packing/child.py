@@ -20,6 +20,7 @@ import msgspec
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import Drop
 
+from ..store import fs
 from .manifest import PackError, PackSpec, Source, fill, pack
 from .tensors import serialise
 
@@ -73,7 +74,7 @@ def run(request: PackRequest) -> PackResult:
     out = Path(request.out_dir)
     out.mkdir(parents=True, exist_ok=True)
     files = [_write(out, TENSORS, serialise(tensors)), _write(out, MANIFEST, to_json(manifest))]
-    _sync_folder(out)
+    fs.fsync_dir(out)
     return PackResult(
         tensors=files[0],
         manifest=files[1],
@@ -124,14 +125,6 @@ def _write(folder: Path, name: str, data: bytes) -> WrittenFile:
         file.flush()
         os.fsync(file.fileno())
     return WrittenFile(name, digest(data), len(data))
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def main() -> Literal[0, 1]:

@@ -113,26 +113,6 @@ async def test_every_new_table_is_sent_once_and_again_to_a_new_gateway(tmp_path)
         await settle(task)
 
 
-async def test_a_step_is_routed_once_the_gateway_confirms_the_newest_table(tmp_path):
-    async with open_store(tmp_path) as store:
-        data, wire = data_dir(tmp_path), FakeWire(trainer=1, engine=1, gateway=1)
-        await add_run(store)
-        await commit_next(store, data)
-        await add_worker(store, "engine", 1, "ready", "/s")
-        router = Router(store, wire)
-        task = asyncio.ensure_future(router.run())
-        await go_live(store, data, make_pusher(store, data, FakeWire(trainer=1, engine=1)))
-        await asyncio.sleep(0.1)
-        newest = wire.of(w.Route)[-1].seq
-        router.taken(w.RouteTaken(seq=newest - 1))
-        assert router.routed == frozenset()
-        changed = store.change()
-        router.taken(w.RouteTaken(seq=newest))
-        assert router.routed == {"r@0"}
-        await asyncio.wait_for(changed.wait(), 2)
-        await settle(task)
-
-
 async def test_every_push_makes_a_new_table_for_a_hold_ends_only_with_one(tmp_path):
     async with open_store(tmp_path) as store:
         data = data_dir(tmp_path)
