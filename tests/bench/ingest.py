@@ -27,6 +27,7 @@ from tests.daemon.rig import rig as new_rig
 SIZES = {"512B": 512, "32KiB": 32 * 1024}
 IN_FLIGHT = (1, 64)
 IDLE_S = 20.0
+SETTLE_S = 12.0  # the last WAL checkpoint, and what else the load leaves behind
 RUN = "bench"
 SPEC_OF_BENCH = SPEC | {"group_size": 8, "groups_per_step": 64, "group_timeout_s": 3600.0}
 
@@ -139,7 +140,7 @@ def measure(report: Report, seconds: float) -> None:
             goal = 8000.0 if (label, in_flight) == ("512B", 64) else None
             report.add(f"durable trajectories, {label} x {in_flight} in flight", rate, "/s", goal)
         assert rig.process is not None
-        time.sleep(2.0)
+        time.sleep(SETTLE_S)
         before = cpu_seconds(rig.process.pid)
         time.sleep(IDLE_S)
         spent = cpu_seconds(rig.process.pid) - before
