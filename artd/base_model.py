@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from artd_schema.codec import digest, to_json
 from artd_schema.families import FAMILIES
+from artd_schema.trajectory import RouteShape
 
 from .errors import Conflict, Invalid
 
@@ -30,11 +31,13 @@ class BaseFile(Struct, frozen=True):
 
 
 class BaseModel(Struct, frozen=True):
-    """digest: sha256 over (name, sha256) of every file; vocab_size: ids that a token may have."""
+    """digest: sha256 over (name, sha256) of every file; vocab_size: ids that a token may have; routes: of a mixture of
+    experts."""
 
     digest: str
     vocab_size: int
     files: tuple[BaseFile, ...]
+    routes: RouteShape | None = None
 
 
 class ModelConfig(Struct, frozen=True):
@@ -42,6 +45,24 @@ class ModelConfig(Struct, frozen=True):
 
     vocab_size: Annotated[int, Meta(ge=1)]
     architectures: tuple[str, ...] | None = None
+    num_hidden_layers: int = 0
+    num_experts: int = 0
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+
+    def routes(self) -> RouteShape | None:
+        """What expert ids look like, None for a dense model. A layer is sparse as transformers' Qwen3MoeDecoderLayer has
+        it (transformers 5: `mlp_only_layers`, `decoder_sparse_step`; it writes `num_experts` as `num_local_experts`)."""
+        experts = self.num_experts or self.num_local_experts
+        dense = set(self.mlp_only_layers or ())
+        sparse = [
+            i for i in range(self.num_hidden_layers) if i not in dense and (i + 1) % self.decoder_sparse_step == 0
+        ]
+        if not (experts and sparse):
+            return None
+        return RouteShape(layers=len(sparse), topk=self.num_experts_per_tok, experts=experts)
 
 
 def pin(folder: str) -> BaseModel:
@@ -49,7 +70,7 @@ def pin(folder: str) -> BaseModel:
     path = Path(folder)
     config = read_config(path)
     files = tuple(_entry(path / name) for name in sorted(_files(path)))
-    return BaseModel(_digest(files), config.vocab_size, files)
+    return BaseModel(_digest(files), config.vocab_size, files, config.routes())
 
 
 def read_config(path: Path) -> ModelConfig:

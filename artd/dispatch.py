@@ -111,7 +111,6 @@ class Dispatch:
     def _order(self, c: sqlite3.Connection, run: sqlite3.Row, job: sqlite3.Row, fence: int) -> w.Run:
         parent = c.execute("SELECT * FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
         batch = c.execute("SELECT * FROM batch WHERE id = ?", (job["batch_id"],)).fetchone()
-        blob = self._data.blobs
         return w.Run(
             job=job["id"],
             fence=fence,
@@ -122,9 +121,11 @@ class Dispatch:
             dir=str(self._data.staging(job["id"], fence)),
             instance=self._instance,
             parent=checkpoint_ref(self._data, run["name"], parent) if parent else None,
-            batch=str(blob / batch["tensors"][:2] / batch["tensors"]) if batch else "",
-            manifest=str(blob / batch["manifest"][:2] / batch["manifest"]) if batch else "",
+            batch=self._data.blob(batch["tensors"]) if batch else "",
+            manifest=self._data.blob(batch["manifest"]) if batch else "",
             batch_sha=batch["manifest"] if batch else "",
+            replay=self._data.blob(batch["replay"]) if batch and batch["replay"] else "",
+            replay_manifest=self._data.blob(batch["replay_manifest"]) if batch and batch["replay"] else "",
         )
 
     def _watch(self) -> None:

@@ -1,8 +1,9 @@
 """Trajectories come in: by value, or by reference to the gateway's ledger; groups seal.
 
-Owner of: trajectory_group, trajectory (until packed), exchange; the rows of trajectories are written by `intake`.
-Invariants: an answer leaves after its COMMIT; a dedup key is taken for ever; an exchange's choice belongs to at most
-one trajectory; a group seals once, and one without variance is discarded then.
+Owner of: trajectory_group, trajectory (until packed), exchange; the rows of trajectories are written by `intake`, those by
+reference are put together by `references`.
+Invariants: an answer leaves after its COMMIT; a dedup key is taken for ever; a group seals once, and one without variance
+is discarded then; large bodies are decoded, checked and hashed in threads, never in the event loop or the writer.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from artd_schema.codec import digest, to_json
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Turn
 
-from .core.validate import InvalidField, check_turns, epoch_range
-from .errors import Conflict, Invalid, NotFound, RequestError
-from .intake import Answer, Intake, Outcome, Parcel, RunFacts, insert_many, seal_group
+from . import references
+from .core.fields import InvalidField
+from .core.validate import check_turns, epoch_range
+from .errors import Invalid, NotFound, RequestError
+from .intake import Answer, Intake, Parcel, RunFacts, seal_group
 from .store.blobs import Blobs
 from .store.store import Store, emit
+from .views import route_shape
 
 _turns = msgspec.msgpack.Decoder(list[Turn])
-_turn = msgspec.msgpack.Decoder(Turn)
 DUE = "SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ?"
 
 
@@ -51,11 +54,11 @@ class Ingest:
     async def facts(self, name: str) -> RunFacts:
         """Errors: NotFound."""
         if name not in self._runs:
-            rows = await self._store.read("SELECT id, spec, vocab_size FROM run WHERE name = ?", (name,))
+            rows = await self._store.read("SELECT id, spec, vocab_size, routes FROM run WHERE name = ?", (name,))
             if not rows:
                 raise NotFound(f"there is no run {name!r}; create it with Client.run({name!r}, model=...)", field="run")
             spec = msgspec.json.decode(rows[0]["spec"], type=RunSpec)
-            self._runs[name] = RunFacts(rows[0]["id"], spec, rows[0]["vocab_size"])
+            self._runs[name] = RunFacts(rows[0]["id"], spec, rows[0]["vocab_size"], route_shape(rows[0]))
         return self._runs[name]
 
     # ---- trajectories -------------------------------------------------------------------------------------------------
@@ -77,14 +80,22 @@ class Ingest:
             if bulk:
                 raise Invalid("a trajectory is submitted by reference or by value, not both", field="refs")
             _check_header(op)
-            return await self._store.write(lambda c: self._insert_by_reference(c, op, run))
+            return await self._by_reference(op, run)
         if len(bulk) != 1:
             raise Invalid(f"by value a submit has one bulk frame, msgpack list[Turn]; got {len(bulk)}", field="turns")
-        parcel = self._check(op, run, bulk[0])
-        if parcel.size > self._max_inline:
-            blob = await anyio.to_thread.run_sync(self._blobs.put, bulk[0])
-            parcel = parcel._replace(body=None, blob=blob)
-        return await self._put(parcel)
+        if len(bulk[0]) <= self._max_inline:
+            return await self._put(self._check(op, run, bulk[0]))
+        return await self._put(await anyio.to_thread.run_sync(self._check_large, op, run, bulk[0]))
+
+    def _check_large(self, op: api.Submit, run: RunFacts, body: bytes) -> Parcel:
+        """What takes long with a large body: away from the event loop."""
+        return self._to_blob(self._check(op, run, body))
+
+    def _to_blob(self, parcel: Parcel) -> Parcel:
+        """The parcel with its body in a file, if it is too large for a row."""
+        if parcel.body is None or parcel.size <= self._max_inline:
+            return parcel
+        return parcel._replace(body=None, blob=self._blobs.put(parcel.body))
 
     async def _put(self, parcel: Parcel) -> api.Submitted:
         future: Future[api.Submitted] = asyncio.get_running_loop().create_future()
@@ -104,7 +115,7 @@ class Ingest:
         _check_header(op)
         try:
             turns = _turns.decode(body)
-            tokens = check_turns(turns, run.vocab_size, op.split == "train")
+            tokens = check_turns(turns, run.vocab_size, op.split == "train", None, run.routes)
         except msgspec.DecodeError as error:
             raise Invalid(f"the body is not msgpack list[Turn]: {error}", field="turns") from None
         except InvalidField as error:
@@ -126,52 +137,24 @@ class Ingest:
             _extra(op),
         )
 
-    def _insert_by_reference(self, c: sqlite3.Connection, op: api.Submit, run: RunFacts) -> api.Submitted:
+    async def _by_reference(self, op: api.Submit, run: RunFacts) -> api.Submitted:
         key = op.key or digest(to_json(op.refs))
-        content = _content(op, op.refs)
-        if c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (run.id, key)).fetchone():
-            known = Parcel(op, run, key, content, "", None, None, 0, 0, (None, None), b"")
-            return _one(insert_many(c, self._store.clock.now_ms(), [known]))  # its first answer, or Conflict
-        rows = [self._exchange(c, run, op, index) for index in range(len(op.refs))]
-        body = msgspec.msgpack.encode([msgspec.Raw(row["turn"]) for row in rows])
-        turns = [_turn.decode(row["turn"]) for row in rows]
-        next_epoch = c.execute("SELECT next_epoch FROM run WHERE id = ?", (run.id,)).fetchone()[0]
+        parcel = Parcel(op, run, key, _content(op, op.refs), "", None, None, 0, 0, (None, None), _extra(op))
+        exchanges: list[sqlite3.Row] = []
+        problem: RequestError | None = None
         try:
-            tokens = check_turns(turns, run.vocab_size, op.split == "train", next_epoch)
-        except InvalidField as error:
-            raise Invalid(str(error), field=error.field) from None
-        blob = None
-        if len(body) > self._max_inline:
-            blob = self._blobs.put(body)
-        epochs = epoch_range(turns)
-        inline = None if blob else body
-        parcel = Parcel(op, run, key, content, digest(body), inline, blob, len(body), tokens, epochs, _extra(op))
-        answer = _one(insert_many(c, self._store.clock.now_ms(), [parcel]))
-        c.executemany(
-            "UPDATE exchange SET trajectory_id = ? WHERE id = ?", [(answer.trajectory, row["id"]) for row in rows]
-        )
-        return answer
+            exchanges = await references.read_exchanges(self._store, op, run)
+            if sum(len(row["turn"]) for row in exchanges) > self._max_inline:
+                parcel = await anyio.to_thread.run_sync(self._compose_large, parcel, exchanges)
+            else:
+                parcel = references.compose(parcel, exchanges)
+        except RequestError as error:
+            problem = error
+        now = self._store.clock.now_ms
+        return await self._store.write(lambda c: references.insert(c, now(), parcel, exchanges, problem))
 
-    def _exchange(self, c: sqlite3.Connection, run: RunFacts, op: api.Submit, index: int) -> sqlite3.Row:
-        ref = op.refs[index]
-        if ref in op.refs[:index]:
-            raise Conflict(f"refs[{index}]: the same response and choice is listed twice", field=f"refs[{index}]")
-        row: sqlite3.Row | None = c.execute(
-            "SELECT id, turn, split, trajectory_id FROM exchange WHERE run_id = ? AND response_id = ? AND choice = ?",
-            (run.id, ref.response_id, ref.choice),
-        ).fetchone()
-        where = f"refs[{index}]"
-        if row is None:
-            raise NotFound(
-                f"{where}: run {op.run!r} has no response {ref.response_id!r} choice {ref.choice}; it was not served by this "
-                "daemon's gateway, or has expired",
-                field=where,
-            )
-        if row["trajectory_id"] is not None:
-            raise Conflict(f"{where}: this response is part of trajectory {row['trajectory_id']} already", field=where)
-        if row["split"] != op.split:
-            raise Conflict(f"{where}: this response was made for split {row['split']!r}, not {op.split!r}", field=where)
-        return row
+    def _compose_large(self, parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
+        return self._to_blob(references.compose(parcel, exchanges))
 
     # ---- groups -------------------------------------------------------------------------------------------------------
 
@@ -259,13 +242,6 @@ def _check_header(op: api.Submit) -> None:
         raise Invalid("a group's name has 1 to 256 characters", field="group")
     if len(op.key) > 256:
         raise Invalid("a key has at most 256 characters", field="key")
-
-
-def _one(outcomes: list[Outcome]) -> api.Submitted:
-    (outcome,) = outcomes
-    if isinstance(outcome, RequestError):
-        raise outcome
-    return outcome
 
 
 def _extra(op: api.Submit) -> bytes:

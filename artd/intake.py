@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from artd_schema import client_api as api
 from artd_schema.spec import RunSpec
+from artd_schema.trajectory import RouteShape
 
 from .core.groups import group_outcome
 from .errors import Conflict, RequestError
@@ -33,11 +34,12 @@ INSERT = (
 
 
 class RunFacts(NamedTuple):
-    """What of a run never changes."""
+    """What of a run never changes. routes: the shape of its trajectories' routes, None when it replays no experts."""
 
     id: int
     spec: RunSpec
     vocab_size: int
+    routes: RouteShape | None = None
 
 
 class Parcel(NamedTuple):

@@ -1,7 +1,7 @@
 """One daemon per data folder: the lock file, and who holds it.
 
 Owner of: DATA/artd.lock, flocked for the daemon's whole life. Invariants: the flock alone decides; the text in the file
-only tells a refused second daemon, and `artctl`, whom to name.
+only tells a refused second daemon, and `artctl`, whom to name; a shared lock is a reader's, which no daemon starts beside.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from artd_schema.paths import LOCK, DaemonFile, boot_id, process_ticks, read_daemon_file
+
+PATIENCE_S = 0.5
+"""Outlives somebody's `held`."""
 
 
 class Owned(Exception):
@@ -23,8 +28,10 @@ class Owned(Exception):
 def acquire(data: Path, version: str, drain_s: float) -> int:
     """Take the lock and write this process into it; the descriptor must stay open. Raises Owned."""
     handle = os.open(data / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    if not _flock(handle):
+    if not _flock(handle, fcntl.LOCK_EX, PATIENCE_S):
         os.close(handle)
+        if not held(data):  # so it is shared: a reader's
+            raise Owned(f"{data} is being read by `artd check`. Next: start again when that has ended")
         owner = read_daemon_file(data, LOCK)
         who = f"pid {owner.pid}, version {owner.version}" if owner else "its lock file is still empty"
         raise Owned(f"a daemon already runs on {data} ({who}). Next: artctl status, or artd stop --data-dir {data}")
@@ -34,17 +41,30 @@ def acquire(data: Path, version: str, drain_s: float) -> int:
     return handle
 
 
-def _flock(handle: int, patience_s: float = 0.5) -> bool:
-    """Lock for this process alone; patient enough to outlive somebody's `held`."""
+def _flock(handle: int, kind: int, patience_s: float) -> bool:
+    """Take a lock of this kind, if it can be had in so many seconds."""
     end = time.monotonic() + patience_s
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > end:
                 return False
             time.sleep(0.02)
+
+
+@contextmanager
+def reading(data: Path) -> Iterator[bool]:
+    """Keep daemons from starting while the folder is read. Yields False, and keeps nobody out, when one runs already."""
+    if not (data / LOCK).exists():  # no daemon ever ran here: a backup, or a folder made by hand
+        yield True
+        return
+    handle = os.open(data / LOCK, os.O_RDONLY)
+    try:
+        yield _flock(handle, fcntl.LOCK_SH, 0.0)
+    finally:
+        os.close(handle)
 
 
 def describe(version: str, drain_s: float) -> DaemonFile:

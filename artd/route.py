@@ -16,7 +16,7 @@ from artd_schema import worker as w
 from artd_schema.spec import RunSpec
 
 from .store.store import Store, get_meta
-from .views import active_run
+from .views import active_run, route_shape
 from .wire import WorkerWire
 
 GATEWAY = "gateway"
@@ -88,4 +88,5 @@ def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: Run
         max_model_len=spec.engine.max_model_len,
         served=tuple(w.Served(name=s["name"], run=run["name"], step=s["step"], epoch=s["epoch"]) for s in served),
         hold=sending.fetchone() is not None,
+        routes=route_shape(run),
     )

@@ -53,6 +53,10 @@ class DataDir:
     def blobs(self) -> Path:
         return self.root / "blobs"
 
+    def blob(self, sha: str) -> str:
+        """Path of a blob."""
+        return str(self.blobs / sha[:2] / sha)
+
     def staging(self, job: int, fence: int) -> Path:
         """Where a worker stages the result of (job, fence)."""
         return self.tmp / f"job-{job}-f{fence}"

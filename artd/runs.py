@@ -51,6 +51,7 @@ class Runs:
                 f"run name {op.name!r}: 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit",
                 field="name",
             )
+        _check_spec(op.spec)
         self._require_runtimes()
         base = await anyio.to_thread.run_sync(pin, op.spec.model)
         spec = op.spec
@@ -107,6 +108,15 @@ class Runs:
                 await changed.wait()
 
 
+def _check_spec(spec: RunSpec) -> None:
+    """Errors: Invalid for fields that exclude each other."""
+    if spec.parameters == "full" and spec.rollout_weights_mode == "lora":
+        raise Invalid(
+            "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",
+            field="spec.rollout_weights_mode",
+        )
+
+
 def _check_same(name: str, stored: RunSpec, asked: RunSpec | None) -> None:
     if asked is not None and (field := first_difference(stored, asked)):
         raise Conflict(
@@ -126,10 +136,11 @@ def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: Bas
             f"run {other['name']!r} is active, and artd trains one at a time: `artctl finish {other['name']}` ends it",
             field="name",
         )
+    routes = to_json(base.routes) if base.routes and spec.expert_replay else b""
     cursor = c.execute(
-        "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, state, next_epoch, created)"
-        " VALUES (?, ?, ?, ?, ?, 'active', 1, ?)",
-        (name, to_json(spec), base.digest, to_json(base), base.vocab_size, now),
+        "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, routes, state, next_epoch, created)"
+        " VALUES (?, ?, ?, ?, ?, ?, 'active', 1, ?)",
+        (name, to_json(spec), base.digest, to_json(base), base.vocab_size, routes, now),
     )
     c.execute(
         "INSERT INTO job (run_id, kind, step, epoch, state, created) VALUES (?, 'init', 0, 0, 'queued', ?)",

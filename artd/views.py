@@ -7,6 +7,7 @@ import sqlite3
 import msgspec
 
 from artd_schema.spec import RunSpec
+from artd_schema.trajectory import RouteShape
 
 from .core.decide import Group, JobView, PushView, RunView, WorkerView
 
@@ -15,6 +16,11 @@ def active_run(c: sqlite3.Connection) -> sqlite3.Row | None:
     """The one run that is not finished."""
     row: sqlite3.Row | None = c.execute("SELECT * FROM run WHERE state <> 'finished'").fetchone()
     return row
+
+
+def route_shape(run: sqlite3.Row) -> RouteShape | None:
+    """What the routes of a run's trajectories look like; None when it replays no experts."""
+    return msgspec.json.decode(run["routes"], type=RouteShape) if run["routes"] else None
 
 
 def load_run(c: sqlite3.Connection, run_id: int) -> RunView:

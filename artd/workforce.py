@@ -38,7 +38,7 @@ from .supervise.spec import Info, Launch, Spec
 from .supervise.states import State
 from .supervise.supervisor import Supervisor
 from .supervise.worker import ERROR_LINES
-from .views import active_run
+from .views import active_run, route_shape
 from .wire import WorkerWire
 
 log = logging.getLogger(__name__)
@@ -262,8 +262,9 @@ class Workforce:
         python, _ = self._interpreter("engine")
         folder = self.data.spawn_dir("engine", message.spawn)
         config = w.EngineConfig(
-            run=run["name"], spec=spec, dir=str(folder), log=str(self.data.log("engine-server")), python=python
-        )
+            run=run["name"], spec=spec, dir=str(folder), log=str(self.data.log("engine-server")), python=python,
+            routes=route_shape(run),
+        )  # fmt: skip
         return w.Welcome(engine=config, **base)
 
     async def ready(self, name: str, spawn: int, message: w.Ready) -> None:

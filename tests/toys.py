@@ -1,7 +1,7 @@
-"""Toy checkpoints: a tiny Llama or Qwen3 with a byte-level BPE tokenizer and a chat template, made on the spot.
+"""Toy checkpoints: a tiny Llama, Qwen3 or Qwen3-MoE with a byte-level BPE tokenizer and a chat template, made on the spot.
 
 Purpose: something real in shape but small in size for trainer, engine and end-to-end tests.
-From the command line: `PYTHON tests/toys.py OUT_DIR [--family llama|qwen3] [--seed N] [--tied]`.
+From the command line: `PYTHON tests/toys.py OUT_DIR [--family llama|qwen3|qwen3_moe] [--seed N] [--tied]`.
 Invariants: needs torch, tokenizers and safetensors only (no network); the same arguments give the same bytes.
 """
 
@@ -19,6 +19,9 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 32
 FFN = 256
+EXPERTS = 8
+TOPK = 2
+EXPERT_FFN = 64
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -38,7 +41,11 @@ Config = dict[str, Any]
 
 def config(family: str = "llama", tied: bool = False, **changes: Any) -> Config:
     """Hugging Face config dict of a toy; `changes` override single entries."""
-    architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
+    architecture = {
+        "llama": "LlamaForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+    }[family]
     common: Config = {
         "architectures": [architecture],
         "model_type": family,
@@ -65,7 +72,24 @@ def config(family: str = "llama", tied: bool = False, **changes: Any) -> Config:
     }
     if family == "llama":
         common["mlp_bias"] = False
+    if family == "qwen3_moe":
+        common |= {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": TOPK,
+            "moe_intermediate_size": EXPERT_FFN,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
     return common | changes
+
+
+def is_sparse(cfg: Config, layer: int) -> bool:
+    """Whether a layer has experts in place of an MLP."""
+    if cfg["model_type"] != "qwen3_moe" or layer in cfg["mlp_only_layers"]:
+        return False
+    return (layer + 1) % int(cfg["decoder_sparse_step"]) == 0
 
 
 def tensors(cfg: Config, seed: int = 0, std: float = 0.08) -> dict[str, Any]:
@@ -83,16 +107,24 @@ def tensors(cfg: Config, seed: int = 0, std: float = 0.08) -> dict[str, Any]:
     def norm(name: str, size: int) -> None:
         out[name] = 1 + torch.randn(size, generator=generator) * 0.05
 
+    def gated_mlp(prefix: str, inner: int) -> None:
+        for name, rows, columns in (("gate_proj", inner, h), ("up_proj", inner, h), ("down_proj", h, inner)):
+            matrix(f"{prefix}{name}.weight", rows, columns)
+
     matrix("model.embed_tokens.weight", cfg["vocab_size"], h)
     for layer in range(cfg["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         for name, rows, columns in (("q_proj", q, h), ("k_proj", kv, h), ("v_proj", kv, h), ("o_proj", h, q)):
             matrix(f"{p}self_attn.{name}.weight", rows, columns)
-        if cfg["model_type"] == "qwen3":
+        if cfg["model_type"] != "llama":
             norm(p + "self_attn.q_norm.weight", d)
             norm(p + "self_attn.k_norm.weight", d)
-        for name, rows, columns in (("gate_proj", f, h), ("up_proj", f, h), ("down_proj", h, f)):
-            matrix(f"{p}mlp.{name}.weight", rows, columns)
+        if is_sparse(cfg, layer):
+            matrix(p + "mlp.gate.weight", cfg["num_experts"], h)
+            for expert in range(cfg["num_experts"]):
+                gated_mlp(f"{p}mlp.experts.{expert}.", cfg["moe_intermediate_size"])
+        else:
+            gated_mlp(p + "mlp.", f)
         norm(p + "input_layernorm.weight", h)
         norm(p + "post_attention_layernorm.weight", h)
     norm("model.norm.weight", h)
@@ -151,7 +183,7 @@ def make(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--family", choices=("llama", "qwen3"), default="llama")
+    parser.add_argument("--family", choices=("llama", "qwen3", "qwen3_moe"), default="llama")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tied", action="store_true", help="tie embeddings and head")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

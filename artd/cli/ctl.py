@@ -21,6 +21,7 @@ VERBS = {
     "events": "events",
     **dict.fromkeys(("cancel", "retry", "pause", "resume", "finish"), "act"),
     "export": "export",
+    "mismatch": "mismatch",
 }
 """Verb -> module that registers it."""
 EPILOG = """exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 degraded (status), 5 not found, 6 conflict,

@@ -1,7 +1,7 @@
-"""`artctl export RUN[@STEP] DIR`: a committed checkpoint as a PEFT adapter folder, or merged as a Hugging Face folder.
+"""`artctl export RUN[@STEP] DIR`: a committed checkpoint as a PEFT adapter folder, or whole as a Hugging Face folder.
 
-Owner of: DIR, which appears complete or not at all. Exit codes: 0, 1 failed, 3 no daemon ever ran here, 5 no such run or
-checkpoint, 6 DIR exists. Invariants: every file is hashed against the committed manifest; works with the daemon down.
+A run that trains every weight has no adapter: its checkpoints are always exported whole. Owner of: DIR, which appears complete or not at all. Exit codes: 0, 1 failed, 3 no daemon ever ran here, 5 no such run or
+checkpoint, 6 DIR exists, or there is no adapter. Invariants: every file is hashed against the committed manifest; works with the daemon down.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from . import probe, read
 from .outcome import CONFLICT, FAILED, NOT_FOUND, OK, USAGE, CliError, shared
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+TRAINED = {"lora": ADAPTER, "full": ("model.safetensors",)}
+"""By the manifest's `parameters`: the files of a checkpoint that hold what was trained."""
 MANIFEST, WEIGHTS = "manifest.json", "weights.json"
+_CHUNK = 1 << 20
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("export", help="write a checkpoint as a PEFT or Hugging Face folder", parents=[shared()])
     parser.add_argument("checkpoint", metavar="RUN[@STEP]", help="without STEP: the newest")
     parser.add_argument("dir", metavar="DIR", type=Path, help="a folder that does not exist yet")
-    parser.add_argument("--format", choices=("peft", "merged"), default="peft", help="(default: peft)")
+    parser.add_argument(
+        "--format", choices=("peft", "merged"), help="(default: peft; a run that trains every weight has merged only)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -33,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     data = probe.data_dir(args)
     database = read.Database(data)
     try:
-        row, spec = _find(database, args.checkpoint)
+        row, spec = find(database, args.checkpoint)
     finally:
         database.close()
     target: Path = args.dir.absolute()
@@ -43,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     name = f"{row['run']}@{row['step']}"
     try:
-        _export_adapter(source, row["sha"], partial, with_weights=args.format == "merged")
-        if args.format == "merged":
+        manifest = _manifest(source, row["sha"])
+        whole = _whole(name, manifest.get("parameters", "lora"), args.format)
+        _copy_trained(source, manifest, partial, with_weights=whole)
+        if whole:
             merged = partial.with_name(partial.name + "-merged")
             try:
                 _merge(data, partial, merged, spec)
@@ -64,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]]:
+def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]]:
     """(checkpoint row, run spec) of RUN[@STEP], newest lineage first. Raises CliError."""
     name, at, number = wanted.partition("@")
     if at and not number.isdigit():
@@ -82,54 +89,60 @@ def _find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any
     return found, spec
 
 
-def _export_adapter(source: Path, sha: str, out: Path, with_weights: bool) -> None:
-    """Copy the adapter's files, each checked against the manifest, whose own sha is the committed one."""
-    raw = _read(source / MANIFEST)
+def _manifest(source: Path, sha: str) -> dict[str, Any]:
+    """A checkpoint's manifest, whose sha256 is the committed one. Raises CliError."""
+    path = source / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise _missing(path) from None
     if hashlib.sha256(raw).hexdigest() != sha:
-        raise CliError(FAILED, f"{source / MANIFEST} is not the one that was committed", "export another step")
-    listed = {entry["name"]: entry["sha256"] for entry in json.loads(raw)["files"]}
+        raise CliError(FAILED, f"{path} is not the one that was committed", "export another step")
+    manifest: dict[str, Any] = json.loads(raw)
+    return manifest
+
+
+def _whole(name: str, parameters: str, wanted: str | None) -> bool:
+    """Whether to export every weight. Raises CliError for an adapter that there is not."""
+    if parameters == "full" and wanted == "peft":
+        raise CliError(CONFLICT, f"{name} has no adapter: its run trains every weight", "leave --format out")
+    return wanted == "merged" or parameters == "full"
+
+
+def _copy_trained(source: Path, manifest: dict[str, Any], out: Path, with_weights: bool) -> None:
+    """Copy the files of what was trained, each checked against the manifest. Raises CliError."""
+    listed = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
     out.mkdir(parents=True)
-    for name in (*ADAPTER, *((WEIGHTS,) if with_weights else ())):
+    for name in (*TRAINED[manifest.get("parameters", "lora")], *((WEIGHTS,) if with_weights else ())):
         if name not in listed:
             raise CliError(FAILED, f"{source} holds no {name}", "export another step")
-        content = _read(source / name)
-        if hashlib.sha256(content).hexdigest() != listed[name]:
+        if _copy(source / name, out / name) != listed[name]:
             raise CliError(
                 FAILED, f"{source / name} is damaged: its sha256 is not the committed one", "export another step"
             )
-        (out / name).write_bytes(content)
 
 
-def _read(path: Path) -> bytes:
+def _copy(source: Path, target: Path) -> str:
+    """Copy a file of any size; the sha256 of what was copied."""
+    digest = hashlib.sha256()
     try:
-        return path.read_bytes()
+        with source.open("rb") as from_file, target.open("wb") as to_file:
+            while block := from_file.read(_CHUNK):
+                digest.update(block)
+                to_file.write(block)
     except FileNotFoundError:
-        raise CliError(FAILED, f"{path} is missing: the checkpoint is damaged", "export another step") from None
+        raise _missing(source) from None
+    return digest.hexdigest()
 
 
-def _merge(data: Path, adapter: Path, out: Path, spec: dict[str, Any]) -> None:
-    """Run the merge in the trainer's interpreter: torch is never in this one."""
-    import subprocess
+def _missing(path: Path) -> CliError:
+    return CliError(FAILED, f"{path} is missing: the checkpoint is damaged", "export another step")
 
-    from ..config import ConfigError, load
-    from ..runtimes import registry
-    from ..supervise.code import install_code
 
-    try:
-        own = load(data_dir=str(data)).runtimes.trainer
-        runtime = None if own.python else registry.find("megatron")
-    except (ConfigError, registry.RuntimeMissing) as error:
-        raise CliError(FAILED, str(error)) from None
-    python = str(runtime.python) if runtime else own.python
-    folders = [str(install_code(data)), *(runtime.site_paths if runtime else ()), *own.pythonpath]
+def _merge(data: Path, trained: Path, out: Path, spec: dict[str, Any]) -> None:
+    """Make the Hugging Face folder in the trainer's interpreter. Raises CliError."""
+    from . import in_trainer
+
     dtype = spec.get("engine", {}).get("dtype", "float32")
-    command = [python, "-m", "artd_workers.trainer.export", "--base", spec["model"], "--checkpoint", str(adapter)]
-    done = subprocess.run(
-        [*command, "--out", str(out), "--dtype", dtype],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-        check=False,
-    )
-    if done.returncode == 130:
-        raise KeyboardInterrupt
-    if done.returncode != 0:
-        raise CliError(FAILED, f"the merge ended with status {done.returncode}; its words are above", "artd doctor")
+    arguments = ["--base", spec["model"], "--checkpoint", str(trained), "--out", str(out), "--dtype", dtype]
+    in_trainer.call(data, "artd_workers.trainer.export", arguments, "export")

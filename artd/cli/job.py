@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {key:9} {show.iso(job[key])}")
     if job["worker"]:
         print(f"  worker    {job['worker']} (spawn {job['spawn']})")
+    if job["batch"]:
+        print(f"  batch     {job['batch']}   {job['batch_tokens']} tokens{_coverage(job)}")
     for title in ("metrics", "seconds"):
         if job[title]:
             print(f"  {title:9} " + "  ".join(f"{k}={v:.4g}" for k, v in sorted(job[title].items())))
@@ -76,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
             [(a["fence"], a["worker"], a["outcome"], _took(a), show.one_line(a["error"], 80)) for a in attempts],
         )
     return OK
+
+
+def _coverage(job: Row) -> str:
+    return "" if job["batch_covered"] is None else f", {job['batch_covered']} with the routes of their experts"
 
 
 def _took(attempt: Row) -> str:

@@ -48,6 +48,11 @@ def _metric(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row['metrics'][key]:.4g}" if key in row["metrics"] else ""
 
 
+def _coverage(row: Row) -> str:
+    """Share of the batch's tokens whose experts are replayed."""
+    return "" if row["batch_covered"] is None else f"{row['batch_covered'] / row['batch_tokens']:.1%}"
+
+
 def _epochs(row: Row) -> str:
     if row["epoch_min"] is None:
         return ""
@@ -84,6 +89,7 @@ LISTINGS: dict[str, Listing] = {
             "took": _took,
             "created": _age,
             "loss": _metric("loss"),
+            "replay": _coverage,
             "error": lambda row: show.one_line(row["error"], 60),
         },
         JOB_STATES,

@@ -27,6 +27,8 @@ SELECT r.name, r.state, r.reason, r.step, r.lineage, r.created, r.base_digest, r
   coalesce((SELECT max(c.step) FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
             WHERE s.run_id = r.id AND s.state = 'live'), -1) AS served
 FROM run r ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"""
+MODEL = """
+SELECT vocab_size, routes FROM run WHERE name = :run"""
 GROUP_COUNTS = """
 SELECT g.split, g.state, count(*) AS groups, total(g.size) AS trajectories
 FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE r.name = :run GROUP BY g.split, g.state"""
@@ -35,12 +37,21 @@ SELECT j.state, count(*) AS count, total(j.state = 'queued' AND j.attempts > 0) 
 FROM job j JOIN run r ON r.id = j.run_id WHERE :run = '' OR r.name = :run GROUP BY j.state"""
 JOBS = """
 SELECT j.id, r.name AS run, j.kind, j.step, j.epoch, j.state, j.fence, j.attempts, j.deaths, j.worker, j.spawn, j.cancel,
-  j.error, j.batch_id AS batch, p.step AS parent_step, j.metrics, j.seconds, j.created, j.started, j.ended, j.not_before
-FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint p ON p.id = j.parent_id
+  j.error, j.batch_id AS batch, b.tokens AS batch_tokens, b.covered AS batch_covered, p.step AS parent_step, j.metrics,
+  j.seconds, j.created, j.started, j.ended, j.not_before
+FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
 WHERE (:run = '' OR r.name = :run) AND (:state = '' OR j.state = :state) AND (:id = 0 OR j.id = :id)
 ORDER BY j.id DESC LIMIT :limit"""
 ATTEMPTS = """
 SELECT fence, worker, spawn, outcome, error, started, ended FROM attempt WHERE job_id = :id ORDER BY fence"""
+REPLAYABLE = """
+SELECT j.id, j.kind, j.step, j.epoch, j.fence, r.name AS run, r.spec, r.base_digest, r.base_manifest,
+  k.sha, k.dir, k.lineage, k.state, k.bytes,
+  p.sha AS parent_sha, p.dir AS parent_dir, p.lineage AS parent_lineage, p.state AS parent_state, p.step AS parent_step,
+  p.epoch AS parent_epoch, b.tensors, b.manifest, b.replay, b.replay_manifest
+FROM job j JOIN run r ON r.id = j.run_id JOIN checkpoint k ON k.job_id = j.id
+  LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
+WHERE j.state = 'succeeded' AND (:id = 0 OR j.id = :id) ORDER BY j.id DESC LIMIT :limit"""
 TRAJECTORIES = """
 SELECT t.id, r.name AS run, g.name AS "group", t.key, t.split, t.state, t.reason, t.reward, t.tokens, t.epoch_min,
   t.epoch_max, t.batch_id AS batch, t.payload, t.digest, t.metrics, t.created

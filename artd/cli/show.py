@@ -44,9 +44,14 @@ def stamped(row: Mapping[str, Any]) -> Row:
 
 
 def document(verb: str, data: Path, **content: Any) -> None:
-    """Print the one JSON document of a verb."""
-    head = stamped({"schema": f"artctl.{verb}/1", "at": now_ms()}) | {"data_dir": str(data)}
-    print(json.dumps(head | content, indent=1, ensure_ascii=False))
+    """Print the one JSON document of a verb of artctl."""
+    print_document(f"artctl.{verb}/1", data, content)
+
+
+def print_document(schema: str, data: Path, content: Mapping[str, Any]) -> None:
+    """Print one JSON document: what every one starts with, then `content`."""
+    head = stamped({"schema": schema, "at": now_ms()}) | {"data_dir": str(data)}
+    print(json.dumps(head | dict(content), indent=1, ensure_ascii=False))
 
 
 def line(row: Mapping[str, Any]) -> None:

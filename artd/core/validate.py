@@ -1,7 +1,8 @@
 """The rules that a trajectory keeps before it is stored, each a clear error with the path of the bad field.
 
 Owner of: nothing; pure. Invariants: whatever passes can be packed and trained: lengths agree, ids lie in the
-vocabulary, logprobs are finite and <= 0, the behaviour policy is one that the trainer can score.
+vocabulary, logprobs are finite and <= 0, the behaviour policy is one that the trainer can score, and where experts are
+replayed, their routes are there (`routes`).
 """
 
 from __future__ import annotations
@@ -11,29 +12,35 @@ from array import array
 from collections.abc import Sequence
 from operator import attrgetter
 
-from artd_schema.trajectory import Sampling, Turn
+from artd_schema.trajectory import RouteShape, Sampling, Turn
+
+from .fields import InvalidField
+from .routes import check_turn_routes, refuse_routes
 
 _SHAPE = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _shape = attrgetter(*_SHAPE)
 _PLAIN = _shape(Sampling())
 
 
-class InvalidField(Exception):
-    """field: path such as `turns[1].logprobs`; message: what is wrong with it."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-
-
-def check_turns(turns: Sequence[Turn], vocab_size: int, trained: bool, next_epoch: int | None = None) -> int:
+def check_turns(
+    turns: Sequence[Turn],
+    vocab_size: int,
+    trained: bool,
+    next_epoch: int | None = None,
+    routes: RouteShape | None = None,
+) -> int:
     """Check a trajectory's turns and count its sampled tokens. next_epoch: epochs at or above it are unknown (None: not
-    checked, for engines that artd does not run). Errors: InvalidField."""
+    checked, for engines that artd does not run). routes: what the run's routes look like (None: it replays no experts).
+    Errors: InvalidField."""
     if not turns:
         raise InvalidField("turns", "a trajectory needs at least one turn")
     sampled = 0
     for index, turn in enumerate(turns):
+        if turn.routes and routes is None:
+            raise refuse_routes(f"turns[{index}].routes")
         sampled += _check_turn(turn, f"turns[{index}]", vocab_size, trained, next_epoch)
+    if routes is not None:
+        check_turn_routes(turns, routes, trained)
     return sampled
 
 
@@ -44,7 +51,7 @@ def _check_turn(turn: Turn, path: str, vocab_size: int, trained: bool, next_epoc
         raise InvalidField(f"{path}.prompt_ids", "is empty: the first sampled token needs a token before it")
     _logprobs(turn.logprobs, f"{path}.logprobs", count)
     _epochs(turn.policy_epoch, f"{path}.policy_epoch", count, next_epoch)
-    _epochs(turn.kv_cache_epoch, f"{path}.kv_cache_epoch", count, next_epoch)
+    _epochs(turn.kv_cache_epoch, f"{path}.kv_cache_epoch", count, next_epoch, falls=True)
     if trained:
         check_sampling(turn.sampling, f"{path}.sampling")
     return count
@@ -71,18 +78,25 @@ def _logprobs(column: bytes, path: str, count: int) -> None:
             raise InvalidField(f"{path}[{position}]", f"logprob {value} is not a finite number <= 0")
 
 
-def _epochs(spans: tuple[tuple[int, int], ...], path: str, count: int, next_epoch: int | None) -> None:
+def _epochs(
+    spans: tuple[tuple[int, int], ...], path: str, count: int, next_epoch: int | None, *, falls: bool = False
+) -> None:
+    """falls: epochs may fall, as those of a cache do behind a part that was computed again."""
     if not spans:
         return
     if spans[0][0] != 0:
         raise InvalidField(path, "the first span must start at token 0")
     for (start, epoch), (later, newer) in zip(spans, spans[1:], strict=False):
-        if later <= start or newer < epoch:
-            raise InvalidField(path, "spans must have rising starts and epochs that never fall")
+        if later <= start:
+            raise InvalidField(path, "spans must have rising starts")
+        if newer < epoch and not falls:
+            raise InvalidField(path, "spans must have epochs that never fall")
     if spans[-1][0] >= max(count, 1):
         raise InvalidField(path, f"a span starts at token {spans[-1][0]} of {count}")
-    if next_epoch is not None and (spans[-1][1] >= next_epoch or spans[0][1] < 0):
-        raise InvalidField(path, f"policy epoch {spans[-1][1]} was never served by this run")
+    if next_epoch is not None:
+        unknown = [epoch for _, epoch in spans if not 0 <= epoch < next_epoch]
+        if unknown:
+            raise InvalidField(path, f"policy epoch {unknown[0]} was never served by this run")
 
 
 def check_sampling(sampling: Sampling, path: str) -> None:

@@ -1,31 +1,25 @@
 """Turns to sequences: what the policy read and sampled, token by token, never re-tokenised.
 
 Owner of: no state. Invariants: every sampled token of a trajectory is trainable in exactly one sequence; a turn whose
-prompt ids extend the current sequence exactly is appended, any other turn starts a new sequence.
+prompt ids extend the current sequence exactly is appended, any other turn starts a new sequence; with expert replay
+every token of a sequence but its last has routes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from artd_schema.trajectory import Sampling, Turn
+from artd_schema.trajectory import RouteShape, Sampling, Turn
+
+from .routes import AssemblyError, Captured, Ids, refuse
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
-
-
-class AssemblyError(ValueError):
-    """A turn that ingest should have refused. `where` is its path in the body, such as `turns[1].logprobs`."""
-
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(f"{where}: {what}")
-        self.where = where
-        self.what = what
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +28,8 @@ class Sequence:
 
     tokens int32; mask uint8 (1 = sampled by the policy, trained); logprobs float32, natural log (NaN where not
     sampled); temperatures float32 (1 where not sampled); epochs int32, policy epoch (-1 where unknown or not sampled).
+    routes: expert ids [n, layers, topk], or [n - 1, layers, topk] when the last token, which was never an input of the
+    engine, has none; None without expert replay.
     """
 
     tokens: I32
@@ -41,6 +37,7 @@ class Sequence:
     logprobs: F32
     temperatures: F32
     epochs: I32
+    routes: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,29 +49,53 @@ class Sequence:
         return int(sampled[0]) if len(sampled) else len(self)
 
 
-def assemble(turns: Iterable[Turn]) -> list[Sequence]:
-    """Sequences of one trajectory in order of their first turn. Raises AssemblyError."""
-    sequences: list[Sequence] = []
-    current = np.empty(0, np.int32)
-    pieces: list[Sequence] = []
+@dataclass(slots=True)
+class _Growing:
+    """The sequence that the turns so far make. tokens: all of it; pieces: its columns; captured: its routes."""
+
+    captured: Captured | None
+    tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    pieces: list[Sequence] = field(default_factory=list)
+
+    def extended_by(self, prompt: I32) -> bool:
+        known = len(self.tokens)
+        return len(prompt) >= known and np.array_equal(prompt[:known], self.tokens)
+
+    def add(self, prompt: I32, sampled: Sequence) -> None:
+        self.pieces.append(_context(prompt[len(self.tokens) :]))
+        self.pieces.append(sampled)
+        self.tokens = np.concatenate((prompt, sampled.tokens))
+
+    def sequence(self) -> Sequence:
+        return _join(self.pieces, self.tokens, self.captured.ids() if self.captured else None)
+
+
+def assemble(turns: Iterable[Turn], shape: RouteShape | None = None) -> list[Sequence]:
+    """Sequences of one trajectory in order of their first turn. shape: of the routes that every turn must have; None:
+    none may have any. Raises AssemblyError."""
+    finished: list[Sequence] = []
+    growing = _growing(shape)
     for number, turn in enumerate(turns):
         where = f"turns[{number}]"
         _check_sampling(turn.sampling, f"{where}.sampling")
         prompt = column(turn.prompt_ids, np.int32, f"{where}.prompt_ids")
-        known = len(current)
-        if len(prompt) < known or not np.array_equal(prompt[:known], current):
-            if pieces:
-                sequences.append(_join(pieces))
-            pieces, known = [], 0
         if len(prompt) == 0:
             raise AssemblyError(f"{where}.prompt_ids", "empty: nothing predicts the first sampled token")
-        sampled = _sampled(turn, where)
-        pieces.append(_context(prompt[known:]))
-        pieces.append(sampled)
-        current = np.concatenate((prompt, sampled.tokens))
-    if pieces:
-        sequences.append(_join(pieces))
-    return sequences
+        if not growing.extended_by(prompt):
+            finished.append(growing.sequence())
+            growing = _growing(shape)
+        growing.add(prompt, _sampled(turn, where))
+        if growing.captured is None:
+            refuse(number, turn)
+        else:
+            growing.captured.add(number, turn, len(growing.tokens))
+    if growing.pieces:
+        finished.append(growing.sequence())
+    return finished
+
+
+def _growing(shape: RouteShape | None) -> _Growing:
+    return _Growing(Captured(shape) if shape else None)
 
 
 def column(data: bytes, kind: type[np.generic], where: str) -> NDArray:
@@ -140,11 +161,12 @@ def _context(tokens: I32) -> Sequence:
     )
 
 
-def _join(pieces: list[Sequence]) -> Sequence:
+def _join(pieces: list[Sequence], tokens: I32, routes: Ids | None) -> Sequence:
     return Sequence(
-        np.concatenate([piece.tokens for piece in pieces]),
+        tokens,
         np.concatenate([piece.mask for piece in pieces]),
         np.concatenate([piece.logprobs for piece in pieces]),
         np.concatenate([piece.temperatures for piece in pieces]),
         np.concatenate([piece.epochs for piece in pieces]),
+        routes,
     )

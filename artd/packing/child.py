@@ -1,9 +1,9 @@
 """`python -m artd.packing.child`: packs one batch; exec'ed by the daemon for each batch.
 
 Request: one JSON object on stdin (`PackRequest`). Answer: one JSON line on stdout, `PackResult` with exit 0, or
-`PackFailure` with exit 1. Owner of: `out_dir/batch.safetensors` and `out_dir/manifest.json`, both complete and fsynced,
-the folder too, before the answer is printed. Invariants: SQLite is opened read-only; a body is used only if its sha256
-is the row's digest.
+`PackFailure` with exit 1. Owner of: `out_dir/batch.safetensors` and `out_dir/manifest.json`, with expert replay also
+`out_dir/replay.safetensors` and `out_dir/replay.json`, all complete and fsynced, the folder too, before the answer is
+printed. Invariants: SQLite is opened read-only; a body is used only if its sha256 is the row's digest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from artd_schema.codec import digest, to_json
 from artd_schema.manifest import Drop
 
 from ..store import fs
-from .manifest import PackError, PackSpec, Source, fill, pack
+from .manifest import fill, pack
+from .spec import PackError, PackSpec, Source
 from .tensors import serialise
 
 TENSORS = "batch.safetensors"
 MANIFEST = "manifest.json"
+REPLAY = "replay.safetensors"
+REPLAY_MANIFEST = "replay.json"
 
 
 class PackRequest(PackSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,15 +49,20 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 
 class PackResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="packed"):
-    """What lies in out_dir. fill: share of the rows' positions that hold a token."""
+    """What lies in out_dir. fill: share of the rows' positions that hold a token. replay, replay_manifest: the replay
+    bundle, None without expert replay; covered: physical tokens that have routes."""
 
     tensors: WrittenFile
     manifest: WrittenFile
+    replay: WrittenFile | None = None
+    replay_manifest: WrittenFile | None = None
     rows: int
     fill: float
     logical_tokens: int
     physical_tokens: int
     trainable_tokens: int
+    covered: int = 0
+    unshared_tokens: int = 0
     drops: int
 
 
@@ -70,19 +78,23 @@ class PackFailure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 def run(request: PackRequest) -> PackResult:
     """Pack and write one batch. Raises PackError, OSError or sqlite3.Error."""
     sources = read_sources(request.db, Path(request.blobs_dir), request.trajectory_ids)
-    tensors, manifest = pack(request, sources)
+    tensors, manifest, replay = pack(request, sources)
     out = Path(request.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    files = [_write(out, TENSORS, serialise(tensors)), _write(out, MANIFEST, to_json(manifest))]
+    files = {"tensors": _write(out, TENSORS, serialise(tensors)), "manifest": _write(out, MANIFEST, to_json(manifest))}
+    if replay:
+        files["replay"] = _write(out, REPLAY, serialise(replay.tensors))
+        files["replay_manifest"] = _write(out, REPLAY_MANIFEST, to_json(replay.manifest))
     fs.fsync_dir(out)
     return PackResult(
-        tensors=files[0],
-        manifest=files[1],
+        **files,
         rows=manifest.rows,
         fill=fill(manifest),
         logical_tokens=manifest.logical_tokens,
         physical_tokens=manifest.physical_tokens,
         trainable_tokens=manifest.trainable_tokens,
+        covered=replay.manifest.covered if replay else 0,
+        unshared_tokens=manifest.unshared_tokens,
         drops=len(manifest.drops),
     )
 

@@ -1,4 +1,4 @@
-"""One batch from its trajectories: assemble, share, place, fill, and say in the manifest what was done.
+"""One batch from its trajectories: assemble, share, place, fill, and say in the manifests what was done.
 
 Owner of: no state. Invariants: pure; the manifest lists every trajectory that was asked for, in that order, packed or
 not, because the rewards of all of them make the group's statistics; what was left out stands in `drops` with a reason.
@@ -7,102 +7,69 @@ not, because the rewards of all of them make the group's statistics; what was le
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import msgspec
-
-from artd_schema.manifest import BatchManifest, Drop, GroupAdvantage, PackedTrajectory
-from artd_schema.trajectory import Turn
+from artd_schema.codec import digest, to_json
+from artd_schema.manifest import BatchManifest, Drop, GroupAdvantage, PackedTrajectory, ReplayManifest
+from artd_schema.trajectory import RouteShape
 
 from .advantages import group_statistics
-from .assemble import AssemblyError, Sequence, assemble
-from .plan import Placed, place, row_segments, shuffled
+from .forest import Forest, grow
+from .plan import Segment, place, row_segments, shuffled
+from .replay import fill_routes
+from .spec import PackError, PackSpec, Source
 from .tensors import Filler, Tensors, describe
-from .tree import Tree, build_tree
 
 PACKER = "artd-tree/1"
 """Version of the packer: raised by every change that alters the bytes of a batch."""
 
-_TURNS = msgspec.msgpack.Decoder(list[Turn])
+
+class Bundle(NamedTuple):
+    """A batch's replay bundle."""
+
+    tensors: Tensors
+    manifest: ReplayManifest
 
 
-class PackError(Exception):
-    """No batch can be made. trajectory: row id (0 = none is to blame); position: path in its body, such as turns[2]."""
+class Packed(NamedTuple):
+    """tensors: of shape [rows, row_length], by name; replay: None without expert replay."""
 
-    def __init__(self, message: str, *, trajectory: int = 0, position: str = "", drops: tuple[Drop, ...] = ()) -> None:
-        super().__init__(message)
-        self.trajectory = trajectory
-        self.position = position
-        self.drops = drops
+    tensors: Tensors
+    manifest: BatchManifest
+    replay: Bundle | None
 
 
-class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What determines a batch beside its trajectories; row_length in tokens."""
-
-    run: str
-    step: int
-    seed: int
-    row_length: int
-    scale_rewards: bool
-    base_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One trajectory of the store. body: msgpack list[Turn]; digest: sha256 hex of the body, already verified."""
-
-    id: int
-    group: int
-    reward: float
-    digest: str
-    body: bytes
-
-
-def pack(spec: PackSpec, sources: Seq[Source]) -> tuple[Tensors, BatchManifest]:
-    """Tensors of shape [rows, row_length] and their manifest. Raises PackError when nothing is left to train on."""
+def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
+    """Raises PackError when nothing is left to train on, or a trajectory is damaged."""
     _refuse_repeats(sources)
     members: dict[int, list[int]] = {}
     for index, source in enumerate(sources):
         members.setdefault(source.group, []).append(index)
     advantages, groups, drops = _advantages(spec, sources, members)
-    dropped = {drop.trajectory for drop in drops}
-    trees: list[Tree] = []
-    sequence_of: dict[Placed, Sequence] = {}
-    trajectory_of: dict[Placed, int] = {}
-    for indices in members.values():
-        kept: list[Sequence] = []
-        for index in indices:
-            if sources[index].id in dropped:
-                continue
-            for sequence in _sequences(spec, sources[index], drops):
-                key = Placed(len(trees), len(kept))
-                sequence_of[key], trajectory_of[key] = sequence, index
-                kept.append(sequence)
-        trees.append(build_tree(kept))
-    placed = place(trees, spec.row_length)
-    if not placed:
+    forest = grow(spec, sources, members, {drop.trajectory for drop in drops}, drops)
+    opened = place(forest.trees, spec.row_length)
+    if not opened:
         raise PackError("nothing to pack: every trajectory was dropped, see drops", drops=tuple(drops))
-    filler = Filler(len(placed), spec.row_length)
-    order = shuffled(len(placed), spec.seed, spec.step)
-    physical = 0
+    placed = [opened[number] for number in shuffled(len(opened), spec.seed, spec.step)]
+    rows = [row_segments(forest.trees, items) for items in placed]
     rows_of: list[set[int]] = [set() for _ in sources]
-    for row, opened in enumerate(order):
-        segments = row_segments(trees, placed[opened])
-        physical += filler.fill(row, segments, sequence_of, trajectory_of, advantages)
-        for item in placed[opened]:
-            rows_of[trajectory_of[item]].add(row)
-    tensors = filler.tensors
+    for row, items in enumerate(placed):
+        for item in items:
+            rows_of[forest.trajectory_of[item]].add(row)
+    tensors, physical = _fill(spec, rows, forest, advantages)
     described = describe(tensors)
-    return tensors, BatchManifest(
+    token_digest = described["tokens"].sha256
+    replay = _bundle(spec, spec.routes, rows, forest, token_digest, physical) if spec.routes else None
+    manifest = BatchManifest(
         packer=PACKER,
         run=spec.run,
         step=spec.step,
         seed=spec.seed,
         base_digest=spec.base_digest,
         row_length=spec.row_length,
-        rows=len(placed),
+        rows=len(rows),
         tensors=described,
-        token_digest=described["tokens"].sha256,
+        token_digest=token_digest,
         trajectories=tuple(
             PackedTrajectory(
                 id=source.id,
@@ -116,11 +83,14 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> tuple[Tensors, BatchManifest]:
         ),
         groups=tuple(groups),
         drops=tuple(drops),
-        logical_tokens=sum(map(len, sequence_of.values())),
+        logical_tokens=forest.logical_tokens,
         physical_tokens=physical,
         trainable_tokens=int(tensors["loss_mask"].sum(dtype="int64")),
         scale_rewards=spec.scale_rewards,
+        replay=digest(to_json(replay.manifest)) if replay else "",
+        unshared_tokens=forest.unshared(placed),
     )
+    return Packed(tensors, manifest, replay)
 
 
 def fill(manifest: BatchManifest) -> float:
@@ -155,25 +125,28 @@ def _advantages(
     return advantages, groups, drops
 
 
-def _sequences(spec: PackSpec, source: Source, drops: list[Drop]) -> list[Sequence]:
-    """The sequences of a trajectory that can be packed; the others go to `drops`, whole: nothing is truncated."""
-    try:
-        sequences = assemble(_TURNS.decode(source.body))
-    except AssemblyError as error:
-        raise PackError(f"trajectory {source.id}: {error}", trajectory=source.id, position=error.where) from error
-    except msgspec.DecodeError as error:
-        message = f"trajectory {source.id}: its body is not a list of turns: {error}"
-        raise PackError(message, trajectory=source.id, position="body") from error
-    kept = []
-    for number, sequence in enumerate(sequences):
-        if len(sequence) > spec.row_length:
-            reason = f"sequence {number} has {len(sequence)} tokens, more than row_length {spec.row_length}"
-        elif sequence.first_trainable == len(sequence):
-            reason = f"sequence {number} has no sampled tokens"
-        else:
-            kept.append(sequence)
-            continue
-        drops.append(Drop(source.id, reason))
-    if not sequences:
-        drops.append(Drop(source.id, "no turns"))
-    return kept
+def _fill(spec: PackSpec, rows: Seq[Seq[Segment]], forest: Forest, advantages: Seq[float]) -> tuple[Tensors, int]:
+    """The batch's tensors, and how many tokens they hold."""
+    filler = Filler(len(rows), spec.row_length)
+    physical = 0
+    for row, segments in enumerate(rows):
+        physical += filler.fill(row, segments, forest.sequence_of, forest.trajectory_of, advantages)
+    return filler.tensors, physical
+
+
+def _bundle(
+    spec: PackSpec, shape: RouteShape, rows: Seq[Seq[Segment]], forest: Forest, token_digest: str, physical: int
+) -> Bundle:
+    tensors = fill_routes(shape, spec.row_length, rows, forest.sequence_of)
+    manifest = ReplayManifest(
+        run=spec.run,
+        step=spec.step,
+        token_digest=token_digest,
+        shape=shape,
+        rows=len(rows),
+        row_length=spec.row_length,
+        tensors=describe(tensors),
+        tokens=physical,
+        covered=int(tensors["covered"].sum(dtype="int64")),
+    )
+    return Bundle(tensors, manifest)

@@ -97,6 +97,12 @@ def _best(
     return (index, cost) if index == len(rows) else (index, added)
 
 
+def row_tokens(trees: Seq[Tree], placed: Seq[Placed]) -> int:
+    """Tokens that these sequences take when they share a row."""
+    held = {(item.tree, node) for item in placed for node in trees[item.tree].path(item.sequence)}
+    return sum(trees[tree].nodes[node].end - trees[tree].nodes[node].start for tree, node in held)
+
+
 def row_segments(trees: Seq[Tree], placed: Seq[Placed]) -> list[Segment]:
     """The segments of one row in preorder: a node with one child in this row is joined with that child."""
     segments: list[Segment] = []

@@ -2,7 +2,7 @@
 
 Owner of: batch rows until trained, the state `packed` of trajectories. Invariants: files first, rows second; the
 child's word is not enough: its files are hashed again here; one transaction makes {blobs, batch, trajectories and
-groups packed, train job, event}.
+groups packed, train job, event}; the replay bundle belongs to its batch from that transaction on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sqlite3
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -27,11 +28,19 @@ from ..rundir import DataDir
 from ..store import fs
 from ..store.blobs import Blobs, add_row
 from ..store.store import Store, emit, move
-from ..views import active_run, load_run
-from .child import MANIFEST, TENSORS, PackFailure, PackRequest, PackResult
+from ..views import active_run, load_run, route_shape
+from .child import MANIFEST, REPLAY, REPLAY_MANIFEST, TENSORS, PackFailure, PackRequest, PackResult, WrittenFile
 
 log = logging.getLogger(__name__)
 RETRY_S = 5.0
+
+
+class Blob(NamedTuple):
+    """A file of a batch that is a blob now. kind: of the `blob` row."""
+
+    kind: str
+    sha: str
+    bytes: int
 
 
 class Packer:
@@ -74,6 +83,7 @@ class Packer:
             row_length=spec.row_length,
             scale_rewards=spec.scale_rewards,
             base_digest=row["base_digest"],
+            routes=route_shape(row),
             db=str(self._store.path),
             blobs_dir=str(self._blobs.root),
             trajectory_ids=ids,
@@ -90,20 +100,32 @@ class Packer:
         if isinstance(answer, PackFailure):
             log.warning("packing step %d failed: %s", request.step, answer.error)
             return await self._store.write(lambda c: self._failed(c, request, groups, answer))
-        tensors = await anyio.to_thread.run_sync(self._adopt, out / TENSORS, answer.tensors.sha256)
-        manifest_bytes = (out / MANIFEST).read_bytes()
-        manifest = await anyio.to_thread.run_sync(self._adopt, out / MANIFEST, answer.manifest.sha256)
+        manifest = msgspec.json.decode((out / MANIFEST).read_bytes(), type=BatchManifest)
+        blobs = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
         await anyio.to_thread.run_sync(fs.remove_tree, out)
-        decoded = msgspec.json.decode(manifest_bytes, type=BatchManifest)
         seconds = time.monotonic() - started
-        await self._store.write(lambda c: self._commit(c, groups, answer, decoded, (tensors, manifest), seconds))
+        await self._store.write(lambda c: self._commit(c, groups, answer, manifest, blobs, seconds))
         return True
 
-    def _adopt(self, path: Path, expected: str) -> tuple[str, int]:
+    def _adopt_all(self, out: Path, answer: PackResult) -> dict[str, Blob]:
+        """The batch's blobs by column of the batch row."""
+        files = {
+            "tensors": ("batch", TENSORS, answer.tensors),
+            "manifest": ("manifest", MANIFEST, answer.manifest),
+            "replay": ("replay", REPLAY, answer.replay),
+            "replay_manifest": ("manifest", REPLAY_MANIFEST, answer.replay_manifest),
+        }
+        return {
+            column: Blob(kind, *self._adopt(out / name, written))
+            for column, (kind, name, written) in files.items()
+            if written
+        }
+
+    def _adopt(self, path: Path, written: WrittenFile) -> tuple[str, int]:
         sha, size = self._blobs.adopt(path)
-        if sha != expected:
+        if sha != written.sha256:
             raise OSError(
-                f"{path} has sha256 {sha}, the packer wrote {expected}: the disk returns other bytes than it was given"
+                f"{path} has sha256 {sha}, the packer wrote {written.sha256}: the disk returns other bytes than it was given"
             )
         return sha, size
 
@@ -113,30 +135,16 @@ class Packer:
         groups: tuple[Group, ...],
         result: PackResult,
         manifest: BatchManifest,
-        files: tuple[tuple[str, int], tuple[str, int]],
+        blobs: dict[str, Blob],
         seconds: float,
     ) -> None:
         now = self._store.clock.now_ms()
         run = c.execute("SELECT id, next_epoch, step, state FROM run WHERE name = ?", (manifest.run,)).fetchone()
         if run["step"] + 1 != manifest.step or run["state"] != "active":
             return  # the run moved on meanwhile; the next look at the rows decides again
-        (tensors, tensor_bytes), (sha, manifest_bytes) = files
-        add_row(c, tensors, tensor_bytes, "batch", now)
-        add_row(c, sha, manifest_bytes, "manifest", now)
-        batch = c.execute(
-            "INSERT INTO batch (run_id, step, state, tensors, manifest, trajectories, tokens, fill, created)"
-            " VALUES (?, ?, 'packed', ?, ?, ?, ?, ?, ?)",
-            (
-                run["id"],
-                manifest.step,
-                tensors,
-                sha,
-                len(manifest.trajectories),
-                result.physical_tokens,
-                result.fill,
-                now,
-            ),
-        ).lastrowid
+        for blob in blobs.values():
+            add_row(c, blob.sha, blob.bytes, blob.kind, now)
+        batch = _insert_batch(c, now, run["id"], manifest, result, {name: blob.sha for name, blob in blobs.items()})
         reasons = {drop.trajectory: drop.reason for drop in manifest.drops}
         for packed in manifest.trajectories:
             if packed.rows:
@@ -166,6 +174,7 @@ class Packer:
             c, now, manifest.run, "batch.packed", batch, step=manifest.step, rows=result.rows, fill=result.fill,
             trajectories=len(manifest.trajectories), logical_tokens=result.logical_tokens,
             physical_tokens=result.physical_tokens, trainable_tokens=result.trainable_tokens, seconds=seconds,
+            **({"covered": result.covered, "unshared_tokens": result.unshared_tokens} if result.replay else {}),
         )  # fmt: skip
 
     def _failed(
@@ -173,7 +182,10 @@ class Packer:
     ) -> bool:
         """Discard what can never be packed; True when trying again at once makes sense."""
         now = self._store.clock.now_ms()
-        emit(c, now, request.run, "batch.failed", request.step, error=answer.error, trajectory=answer.trajectory)
+        emit(
+            c, now, request.run, "batch.failed", request.step, error=answer.error, trajectory=answer.trajectory,
+            position=answer.position,
+        )  # fmt: skip
         if answer.trajectory:
             row = c.execute("SELECT group_id FROM trajectory WHERE id = ?", (answer.trajectory,)).fetchone()
             bad = [row["group_id"]] if row else []
@@ -183,6 +195,25 @@ class Packer:
             move(c, "trajectory_group", group, "discarded", start="sealed", reason=answer.error)
             c.execute("UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ?", (answer.error, group))
         return bool(bad)
+
+
+def _insert_batch(
+    c: sqlite3.Connection, now: int, run: int, manifest: BatchManifest, result: PackResult, shas: dict[str, str]
+) -> int | None:
+    """The batch row. shas: blobs by column."""
+    columns = {
+        "run_id": run,
+        "step": manifest.step,
+        "state": "packed",
+        **shas,
+        "covered": result.covered if result.replay else None,
+        "trajectories": len(manifest.trajectories),
+        "tokens": result.physical_tokens,
+        "fill": result.fill,
+        "created": now,
+    }
+    names = ", ".join(columns)
+    return c.execute(f"INSERT INTO batch ({names}) VALUES (:{', :'.join(columns)})", columns).lastrowid
 
 
 async def run_child(request: PackRequest) -> PackResult | PackFailure:

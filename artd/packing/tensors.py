@@ -34,7 +34,7 @@ PADDING: dict[str, tuple[type[np.generic], float]] = {
 }
 """Tensor name -> (dtype, value where a row has nothing)."""
 
-_NAMES = {"int32": "I32", "float32": "F32", "uint8": "U8"}
+_NAMES = {"int32": "I32", "float32": "F32", "uint8": "U8", "uint16": "U16"}
 
 
 class Filler:

@@ -2,7 +2,8 @@
 
 Owner of: no state. Invariants: nodes are in preorder (the parent precedes the child, a subtree is contiguous); every
 sequence ends in a leaf of its own; the token before a sequence's first trainable one, and everything after it, lies in
-that leaf, because the logits at that token predict the sequence's own continuation.
+that leaf, because the logits at that token predict the sequence's own continuation; with expert replay a shared token has
+the same routes in all its sequences.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .assemble import I32, Sequence
+import numpy as np
+
+from .assemble import Sequence
 
 MIN_SHARED = 64
 """Tokens; a common prefix shorter than this is shared only where it is a whole prompt."""
@@ -47,15 +50,14 @@ def shareable(sequence: Sequence) -> int:
     return max(sequence.first_trainable - 1, 0)
 
 
-def build_tree(sequences: Seq[Sequence], min_shared: int = MIN_SHARED) -> Tree:
-    """The tree of one group's sequences, each of at least one trainable token."""
+def build_tree(sequences: Seq[Sequence], min_shared: int = MIN_SHARED, by_routes: bool = True) -> Tree:
+    """The tree of one group's sequences, each of at least one trainable token. by_routes=False: as if routes did not
+    matter."""
     limits = [shareable(sequence) for sequence in sequences]
-    # Token ids are never negative, so big-endian bytes sort as the ids do.
-    keys = [sequence.tokens[:limit].astype(">i4").tobytes() for sequence, limit in zip(sequences, limits, strict=True)]
+    keys = [_key(sequence, limit, by_routes) for sequence, limit in zip(sequences, limits, strict=True)]
+    width = next((len(key) // limit for key, limit in zip(keys, limits, strict=True) if limit), 1)
     order = sorted(range(len(sequences)), key=lambda index: (keys[index], index))
-    common = [
-        _common_prefix(sequences[a].tokens[: limits[a]], sequences[b].tokens[: limits[b]]) for a, b in pairwise(order)
-    ]
+    common = [_common_prefix(keys[a], keys[b], width) for a, b in pairwise(order)]
     nodes: list[Node] = []
     leaves = [-1] * len(sequences)
     stack = [(0, len(order), 0, -1)] if order else []
@@ -77,8 +79,19 @@ def build_tree(sequences: Seq[Sequence], min_shared: int = MIN_SHARED) -> Tree:
     return Tree(tuple(nodes), tuple(leaves))
 
 
-def _common_prefix(a: I32, b: I32) -> int:
+def _key(sequence: Sequence, limit: int, by_routes: bool) -> bytes:
+    """What makes the first `limit` tokens equal to others: for each its id, and with expert replay its routes. Token ids
+    are never negative, so as big-endian bytes they sort as they do."""
+    tokens = sequence.tokens[:limit].astype(">i4").view(np.uint8).reshape(limit, 4)
+    if sequence.routes is None or not by_routes:
+        return tokens.tobytes()
+    routes = sequence.routes[:limit]
+    return np.hstack((tokens, routes.view(np.uint8).reshape(limit, routes[0].nbytes if limit else 0))).tobytes()
+
+
+def _common_prefix(a: bytes, b: bytes, width: int) -> int:
+    """Whole items of `width` bytes that two keys have in common."""
     size = min(len(a), len(b))
-    different = a[:size] != b[:size]
+    different = np.frombuffer(a, np.uint8, size) != np.frombuffer(b, np.uint8, size)
     first = int(different.argmax()) if size else 0
-    return first if size and different[first] else size
+    return (first if size and different[first] else size) // width

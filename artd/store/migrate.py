@@ -26,22 +26,33 @@ def scripts() -> list[tuple[int, str]]:
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Bring the schema up to date. Errors: SchemaMismatch."""
+    if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+        known = scripts()
+        _create(connection, known, _draft(known))
+        return
+    require_known(connection)
+
+
+def require_known(connection: sqlite3.Connection) -> None:
+    """Errors: SchemaMismatch unless the database is of this very schema; nothing is changed."""
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     known = scripts()
+    if found == 0:
+        raise SchemaMismatch("the database holds no schema of artd")
     if found > known[-1][0]:
         raise SchemaMismatch(
             f"the database has schema {found}, this artd knows up to {known[-1][0]}: start the artd that wrote it, or a newer one"
         )
-    draft = hashlib.sha256("".join(sql for _, sql in known).encode()).hexdigest()
-    if found == 0:
-        _create(connection, known, draft)
-        return
     stored = connection.execute("SELECT value FROM meta WHERE key = 'schema_draft'").fetchone()
-    if stored is None or stored[0] != draft:
+    if stored is None or stored[0] != _draft(known):
         raise SchemaMismatch(
             "the database was made by another unreleased draft of artd (until 1.0 there are no migrations between drafts): "
             "start with an empty --data-dir, or with the artd that made it"
         )
+
+
+def _draft(known: list[tuple[int, str]]) -> str:
+    return hashlib.sha256("".join(sql for _, sql in known).encode()).hexdigest()
 
 
 def _create(connection: sqlite3.Connection, known: list[tuple[int, str]], draft: str) -> None:

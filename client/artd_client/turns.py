@@ -13,6 +13,7 @@ from typing import Any
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 
 from .errors import Invalid
+from .routes import route_bytes
 
 
 def turn(
@@ -27,11 +28,20 @@ def turn(
     response_id: str = "",
     choice: int = 0,
     raw: bytes = b"",
+    routes: Any = b"",
+    routes_start: int = 0,
+    experts: int = 0,
 ) -> Turn:
     """One generation by value: `prompt_ids` is what the model read, `token_ids` what it sampled.
 
     logprobs: natural log, one a sampled token, after the temperature. sampling: instead of temperature, when more is to be
-    told. policy_epoch: (start token, epoch) runs. Raises Invalid with the bad field.
+    told. policy_epoch: (start token, epoch) runs.
+
+    routes: for a run with expert replay, the experts that the engine routed each token to: ids [rows][MoE layers][topk],
+    as nested sequences or an array, with `experts` = routed experts of a layer; or their bytes (u8 up to 256 experts, else
+    u16 little-endian). Layers without experts are left out. Row j is token routes_start + j of prompt and sampled tokens;
+    rows go to the last token, or end one before it (engines never read the last one). A later turn of a conversation may
+    start where the rows of the turns before it end. Raises Invalid with the bad field.
     """
     prompt = _column("i", prompt_ids, "prompt_ids", "a token id of 32 bits")
     tokens = _column("i", token_ids, "token_ids", "a token id of 32 bits")
@@ -48,6 +58,8 @@ def turn(
         response_id=response_id,
         choice=choice,
         raw=raw,
+        routes=route_bytes(routes, experts),
+        routes_start=routes_start,
     )
 
 

@@ -7,4 +7,5 @@ them.
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }

@@ -9,6 +9,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from .spec import Parameters
+from .trajectory import RouteShape
+
 
 class TensorInfo(Struct, frozen=True):
     """dtype: safetensors name (I32, F32, U8 ...); sha256: hex digest of the raw little-endian bytes."""
@@ -53,7 +56,8 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     this token is trained), old_logprobs F32 (NaN where not sampled), advantages F32, weights F32, temperatures F32 (1
     where not sampled), policy_epochs I32 (-1 where unknown), trajectory_index I32 (index into `trajectories`; -1 in
     shared or padded positions). token_digest: sha256 of the tokens tensor. logical_tokens: without sharing; physical:
-    as packed.
+    as packed. replay: sha256 of the batch's `ReplayManifest` file ("" = no expert replay). unshared_tokens: tokens of
+    common prefixes that were not shared because the siblings' routes differ.
     """
 
     version: int = 1
@@ -73,6 +77,30 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     physical_tokens: int
     trainable_tokens: int
     scale_rewards: bool
+    replay: str = ""
+    unshared_tokens: int = 0
+
+
+class ReplayManifest(Struct, frozen=True, kw_only=True):
+    """The replay bundle of one batch: which experts every packed token was routed to, independent of any parallel layout.
+
+    The bundle is one safetensors file: `routes` U8 or U16 [layers, rows, row_length, topk] and `covered` U8
+    [rows, row_length] (1 = the engine told this position's routes). Not covered are padding and the last token of a
+    sequence, which was never an input of the engine; both hold the ids 0 .. topk-1, which nothing trained depends on.
+    token_digest: of the batch that it belongs to (`BatchManifest.token_digest`). tokens = physical tokens; covered of
+    them have routes; tokens - covered are last tokens. tensors: name -> TensorInfo.
+    """
+
+    version: int = 1
+    run: str
+    step: int
+    token_digest: str
+    shape: RouteShape
+    rows: int
+    row_length: int
+    tensors: dict[str, TensorInfo]
+    tokens: int
+    covered: int
 
 
 class FileEntry(Struct, frozen=True):
@@ -115,6 +143,8 @@ class Canary(Struct, frozen=True, kw_only=True):
 class CheckpointManifest(Struct, frozen=True, kw_only=True):
     """`manifest.json` of a committed checkpoint folder. epoch: the policy epoch that these weights are served under.
 
+    parameters: `lora` = the folder holds an adapter to the base model; `full` = it holds every weight (fp32,
+    `model.safetensors`, Hugging Face names) and the base model is not needed to serve it.
     files: every other file of the folder. batch: sha of the batch manifest trained on ("" at step 0).
     metrics: of the train job. environment: what a bitwise repeat needs (CPU features, threads, versions).
     """
@@ -133,5 +163,6 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     fence: int
     files: tuple[FileEntry, ...]
     canary: Canary
+    parameters: Parameters = "lora"
     metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Mode = Literal["merged", "lora"]
+Parameters = Literal["lora", "full"]
 
 
 class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,10 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One policy being trained.
 
     model: absolute path of a local Hugging Face checkpoint (safetensors).
-    rollout_weights_mode: `merged` replaces the engine's weights in place, `lora` hot-loads one adapter per step.
+    parameters: what is trained: `lora` an adapter on every linear (routers stay frozen), `full` every weight.
+    rollout_weights_mode: `merged` replaces the engine's weights in place, `lora` hot-loads one adapter per step (only
+    with `parameters` lora). expert_replay: train a mixture-of-experts model through the experts that the engine routed
+    each token to, and refuse a batch that lacks them; no effect on a dense model.
     group_size: trajectories per group; groups_per_step: trainable groups per batch; group_timeout_s: an open group
     seals after this many seconds. row_length: tokens per packed row. scale_rewards: divide advantages by the
     population standard deviation (+1e-6). push_drain_s: how long a merged push waits for requests in flight.
@@ -64,7 +68,9 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     model: str
+    parameters: Parameters = "lora"
     rollout_weights_mode: Mode = "merged"
+    expert_replay: bool = True
     seed: int = 0
     group_size: Positive = 8
     groups_per_step: Positive = 8

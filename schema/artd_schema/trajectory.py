@@ -13,6 +13,25 @@ from msgspec import Meta, Struct
 Split = Literal["train", "eval"]
 
 
+class RouteShape(Struct, frozen=True, kw_only=True):
+    """What the routes of a mixture-of-experts model look like. layers: MoE layers, in order, dense ones left out; topk:
+    experts per token and layer; experts: routed experts of a layer, so ids lie in [0, experts)."""
+
+    layers: int
+    topk: int
+    experts: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of one expert id: 1 (u8) for up to 256 experts, else 2 (u16, little-endian)."""
+        return 1 if self.experts <= 256 else 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's routes, [layers, topk]."""
+        return self.layers * self.topk * self.width
+
+
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The effective sampling parameters of a turn. Trainable only with top_p 1, top_k 0 and min_p 0 (no truncation);
     stop and max_tokens do not change the distribution of the tokens that were sampled."""
@@ -35,6 +54,9 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_ids: int32 [P]; token_ids: int32 [C], the sampled tokens; logprobs: float32 [C], natural log, processed
     (after the temperature), finite and <= 0. policy_epoch, kv_cache_epoch: run-length (start_token, epoch) over the C
     sampled tokens, starts rising from 0; empty when unknown (engines that artd does not run).
+    routes: experts that each token was routed to when it was the engine's input, ids [rows, layers, topk] of the run's
+    `RouteShape` (u8 or u16 little-endian); row j belongs to token routes_start + j of prompt_ids + token_ids, and the
+    rows go to the end, or end one token before it (the last sampled token was never an input). b"" = none.
     raw: the raw response (JSON) with unknown fields kept, without what the columns hold.
     """
 
@@ -45,6 +67,8 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     policy_epoch: tuple[tuple[int, int], ...] = ()
     kv_cache_epoch: tuple[tuple[int, int], ...] = ()
     num_evictions: int = 0
+    routes: bytes = b""
+    routes_start: int = 0
     finish_reason: str = ""
     response_id: str = ""
     choice: int = 0

@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from .spec import Mode, RunSpec
-from .trajectory import Sampling, Split
+from .trajectory import RouteShape, Sampling, Split
 
 WorkerKind = Literal["trainer", "engine", "gateway"]
 FailureClass = Literal["transient", "permanent", "interrupted"]
@@ -45,13 +45,14 @@ class TrainerConfig(Struct, frozen=True, kw_only=True):
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """What an engine harness needs. dir: 0700 folder of this spawn (socket, FileStore, TMPDIR); log: the server's
-    output."""
+    output. routes: capture the experts of every token, in this shape (None: a dense model, or expert_replay=false)."""
 
     run: str
     spec: RunSpec
     dir: str
     log: str
     python: str
+    routes: RouteShape | None = None
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):
@@ -84,8 +85,8 @@ class Reject(_Message, frozen=True):
 
 class Run(_Message, frozen=True):
     """Do a job. dir: staging folder for this (job, fence), made by the worker; parent: checkpoint to start from (none
-    for init); batch, manifest: paths of the packed tensors and their JSON manifest; epoch: policy epoch of the
-    result."""
+    for init); batch, manifest: paths of the packed tensors and their JSON manifest; replay,
+    replay_manifest: paths of the batch's replay bundle ("" = none); epoch: policy epoch of the result."""
 
     job: int
     fence: int
@@ -99,6 +100,8 @@ class Run(_Message, frozen=True):
     batch: str = ""
     manifest: str = ""
     batch_sha: str = ""
+    replay: str = ""
+    replay_manifest: str = ""
 
 
 class Cancel(_Message, frozen=True):
@@ -179,7 +182,8 @@ class Served(Struct, frozen=True, kw_only=True):
 
 
 class EngineRoute(Struct, frozen=True, kw_only=True):
-    """engine: worker name; socket: Unix socket of the OpenAI server; served: newest last; hold: admit nothing now."""
+    """engine: worker name; socket: Unix socket of the OpenAI server; served: newest last; hold: admit nothing now;
+    routes: the engine captures routed experts in this shape, and the gateway takes them for the ledger."""
 
     engine: str
     socket: str
@@ -188,6 +192,7 @@ class EngineRoute(Struct, frozen=True, kw_only=True):
     max_model_len: int
     served: tuple[Served, ...]
     hold: bool = False
+    routes: RouteShape | None = None
 
 
 class Route(_Message, frozen=True):

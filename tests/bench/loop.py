@@ -20,6 +20,7 @@ from artd_client import Client, Run, Stalled
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+import bases  # noqa: E402
 import capitals  # noqa: E402
 import demo  # noqa: E402
 
@@ -49,7 +50,7 @@ async def ingest(run: Run, count: int, answers: list[Any]) -> None:
 
 async def measure(art: Client, args: argparse.Namespace) -> list[dict[str, float]]:
     run = await art.run(
-        "bench", model=args.model or demo.smollm2(), group_size=capitals.SAMPLES, groups_per_step=capitals.GROUPS,
+        "bench", model=args.model or bases.smollm2(), group_size=capitals.SAMPLES, groups_per_step=capitals.GROUPS,
         row_length=1024, optimizer={"lr": 1e-5}, engine={"max_model_len": 512},
     )  # fmt: skip
     await run.wait(0)

@@ -1,7 +1,9 @@
-"""`artctl export`: verified copies of committed adapters; damage and wrong names are told, and nothing half-made stays."""
+"""`artctl export`: verified copies of committed adapters, whole models in the trainer's interpreter; damage and wrong names are told, and nothing half-made stays."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,63 @@ def test_damage(name: str, damage: str, made: Made, artctl: Call, tmp_path: Path
 def test_merged_without_a_runtime_says_what_to_install(made: Made, artctl: Call, tmp_path: Path) -> None:
     code, _, err = artctl("export", "toy", str(tmp_path / "new" / "out"), "--format", "merged")
     assert code == 1 and "artd runtime install megatron --cpu" in err
+    assert not list((tmp_path / "new").glob("*"))
+
+
+# ---- a run that trains every weight ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(made: Made) -> Path:
+    """toy@2 as such a run leaves it; its folder."""
+    [folder] = (made.data / "checkpoints/toy").glob("*s000002*")
+    for path in folder.iterdir():
+        path.unlink()
+    files = {"model.safetensors": b"weights" * 400_000, "weights.json": b"{}", "optimizer.safetensors": b"moments"}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    entries = [{"name": name, "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()]
+    raw = json.dumps({"files": entries, "parameters": "full"}).encode()
+    (folder / "manifest.json").write_bytes(raw)
+    made.connection.execute("UPDATE checkpoint SET sha = ? WHERE step = 2", (hashlib.sha256(raw).hexdigest(),))
+    return folder
+
+
+@pytest.mark.parametrize("options", [(), ("--format", "merged")])
+def test_every_weight(
+    options: tuple[str, ...], full: Path, artctl: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's program gets the weights and their table, checked, and makes the folder."""
+
+    def call(_data: Path, module: str, arguments: list[str], _what: str) -> None:
+        assert module == "artd_workers.trainer.export"
+        given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        assert (given["--base"], given["--dtype"]) == ("/models/toy", "float32")
+        checkpoint, out = Path(given["--checkpoint"]), Path(given["--out"])
+        assert sorted(path.name for path in checkpoint.iterdir()) == ["model.safetensors", "weights.json"]
+        out.mkdir()
+        (checkpoint / "model.safetensors").rename(out / "model.safetensors")
+
+    monkeypatch.setattr("artd.cli.in_trainer.call", call)
+    out = tmp_path / "new" / "out"
+    out.parent.mkdir()
+    assert artctl("export", "toy", str(out), *options) == (0, f"{out}\n", "")
+    assert (out / "model.safetensors").read_bytes() == (full / "model.safetensors").read_bytes()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_there_is_no_adapter_of_every_weight(full: Path, artctl: Call, tmp_path: Path) -> None:
+    code, _, err = artctl("export", "toy", str(tmp_path / "new" / "out"), "--format", "peft")
+    assert code == 6 and "toy@2 has no adapter" in err
+    assert not list((tmp_path / "new").glob("*"))
+
+
+def test_damaged_weights(full: Path, artctl: Call, tmp_path: Path) -> None:
+    with (full / "model.safetensors").open("r+b") as file:
+        file.seek(2_000_000)
+        file.write(b"?")
+    code, _, err = artctl("export", "toy", str(tmp_path / "new" / "out"))
+    assert code == 1 and "model.safetensors is damaged" in err
     assert not list((tmp_path / "new").glob("*"))
 
 

@@ -7,6 +7,7 @@ the database file.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from artd.check import check
 from artd_client import Client
 from artd_client.run import Run
 from artd_schema.paths import read_daemon_file, runtime_dir
@@ -49,6 +51,10 @@ esac
 echo "no fake for $2" >&2
 exit 64
 """
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB, "num_hidden_layers": 2, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 SPEC: dict[str, Any] = {"group_size": 2, "groups_per_step": 1, "row_length": 64, "push_drain_s": 1.0}
 
 
@@ -67,9 +73,12 @@ class Rig:
         wrapper.chmod(0o755)
         self.config.write_text(CONFIG.format(wrapper=wrapper, root=ROOT))
         Path(self.model).mkdir()
-        config = {"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB}
-        (Path(self.model) / "config.json").write_text(json.dumps(config))
+        self.configure({"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB})
         (Path(self.model) / "model.safetensors").write_bytes(b"no weights")
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Make the base model another one."""
+        (Path(self.model) / "config.json").write_text(json.dumps(config))
 
     # ---- the process ----------------------------------------------------------------------------------------------------
 
@@ -189,9 +198,15 @@ class Rig:
             "SELECT k.step, p.step FROM checkpoint k JOIN checkpoint p ON p.id = k.parent_id ORDER BY 1"
         )
         assert parents == [(number, number - 1) for number in range(1, step + 1)]
+        for shas in self.rows("SELECT tensors, manifest, replay, replay_manifest FROM batch"):
+            for sha in filter(None, shas):
+                data = (self.data / "blobs" / sha[:2] / sha).read_bytes()
+                assert hashlib.sha256(data).hexdigest() == sha
         for (folder,) in self.rows("SELECT dir FROM checkpoint WHERE state = 'committed'"):
             assert (self.data / folder / "manifest.json").is_file(), folder
         assert self.rows("PRAGMA integrity_check") == [("ok",)] and self.rows("PRAGMA foreign_key_check") == []
+        report = check(self.data, deep=True, live=True)
+        assert report.clean, report.broken
         committed = self.rows("SELECT kind, ref FROM event WHERE kind = 'step.committed' ORDER BY id")
         assert [ref for _, ref in committed] == [str(number) for number in range(step + 1)]
 
@@ -232,18 +247,19 @@ def rig() -> Any:
         assert not left, f"still alive: {left}"
 
 
-def turn(seed: int) -> Turn:
+def turn(seed: int, routes: bytes = b"") -> Turn:
     """A turn of three sampled tokens; other seeds, other tokens."""
     ids = array("i", [seed % VOCAB, 1, 2]).tobytes()
     return Turn(
-        prompt_ids=array("i", [5, 6, 7]).tobytes(), token_ids=ids, logprobs=array("f", [-1, -2, -0.5]).tobytes()
-    )
+        prompt_ids=array("i", [5, 6, 7]).tobytes(), token_ids=ids, logprobs=array("f", [-1, -2, -0.5]).tobytes(),
+        routes=routes,
+    )  # fmt: skip
 
 
-async def fill(run: Run, step: int, groups: int = 1) -> int:
+async def fill(run: Run, step: int, groups: int = 1, routes: bytes = b"") -> int:
     """Submit the groups of one step; how many trajectories."""
     for group in range(groups):
         for number in range(2):
             key = f"s{step}-g{group}-{number}"
-            await run.submit(f"s{step}-g{group}", float(number), turns=[turn(step * 10 + number)], key=key)
+            await run.submit(f"s{step}-g{group}", float(number), turns=[turn(step * 10 + number, routes)], key=key)
     return 2 * groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -19,12 +18,14 @@ from typing import Any
 import pytest
 
 from artd_schema import worker as w
-from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
+from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
+from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
 from artd_workers.engines.push import Pusher
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
+from tests.engine.real import HERE, tool
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 
@@ -35,6 +36,8 @@ class Bench:
 
     root: Path
     mode: Mode = "merged"
+    parameters: Parameters = "lora"
+    shape: RouteShape | None = None
     script: dict[str, Any] = field(default_factory=dict)
     fences: int = 0
     python: str = ""
@@ -51,14 +54,15 @@ class Bench:
         python = self.root / "python"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
         python.chmod(0o700)
-        spec = RunSpec(model=str(self.root / "model"), rollout_weights_mode=self.mode, lora=LoraSpec(rank=4, alpha=8),
-                       engine=EngineSpec(max_model_len=64))  # fmt: skip
+        spec = RunSpec(model=str(self.root / "model"), parameters=self.parameters, rollout_weights_mode=self.mode,
+                       lora=LoraSpec(rank=4, alpha=8), engine=EngineSpec(max_model_len=64))  # fmt: skip
         self.config = w.EngineConfig(
             run="toy",
             spec=spec,
             dir=str(self.root / self.folder),
             log=str(self.root / "engine.log"),
             python=self.python or str(python),
+            routes=self.shape,
         )
 
     def start(self) -> FakeDaemon:
@@ -85,8 +89,8 @@ class Bench:
         self.fences += 1
         folder = self.root / f"checkpoint-{step}"
         if not folder.exists():
-            folders.write(folder, self.mode, step)
-        ref = w.CheckpointRef(run="toy", step=step, epoch=step, lineage=0, sha=sha(folder), dir=str(folder))
+            folders.write(folder, self.mode, step, self.parameters)
+        ref = w.CheckpointRef(run="toy", step=step, epoch=step, lineage=0, sha=folders.sha(folder), dir=str(folder))
         values = {"push": self.fences, "fence": self.fences, "checkpoint": ref, "mode": self.mode, "source": "disk",
                   "name": f"toy@{step}", "drain_s": 0.3, "deadline_s": 5.0}  # fmt: skip
         return w.Push(**(values | changes))
@@ -122,10 +126,6 @@ def _adapter(socket: Path) -> VllmAdapter:
             time.sleep(0.02)
 
 
-def sha(folder: Path) -> str:
-    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -145,3 +145,16 @@ def bench() -> Iterator[Bench]:
         made = Bench(Path(folder))
         yield made
         made.shm.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def moe_toys() -> Iterator[Path]:
+    """Folder with a toy Qwen3-MoE (`toy`; its middle layer is dense), checkpoints f0, f1 of every weight, and adapters on
+    attention, MLP and every expert l1, l2, l3."""
+    with tempfile.TemporaryDirectory(prefix="artd-r-") as name:
+        folder = Path(name)
+        tool(str(HERE / "make_toy.py"), str(folder / "toy"), "qwen3_moe", json.dumps({"mlp_only_layers": [1]}))
+        wanted = [("f", "full", 0), ("f", "full", 1), ("l", "lora", 1), ("l", "lora", 2), ("l", "lora", 3)]
+        checkpoints = [f"{folder}/{kind}{step}:{mode}:{step + 1}:{step}" for kind, mode, step in wanted]
+        tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), *checkpoints)
+        yield folder

@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
                 STATE.paused = False
             case "/abort_requests":
                 abort()
-            case "artd_begin":
+            case "artd_begin" | "artd_capture_routes":
                 return 200, {"results": [{}]}
             case "/update_weights":
                 assert STATE.paused

@@ -40,7 +40,12 @@ def safetensors(tensors: dict[str, bytes]) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def write(folder: Path, mode: str, step: int) -> str:
+def sha(folder: Path) -> str:
+    """The sha of a checkpoint folder's manifest."""
+    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+
+
+def write(folder: Path, mode: str, step: int, parameters: str = "lora") -> str:
     """Write a checkpoint folder of two tensors of 8 floats; returns the sha of its manifest."""
     folder.mkdir(parents=True)
     prefix = "base_model.model.layers.0.q_proj." if mode == "lora" else "layers.0."
@@ -59,7 +64,8 @@ def write(folder: Path, mode: str, step: int) -> str:
     seed = seed_of_adapter(folder) if mode == "lora" else "".join(row["sha256"] for row in rows)
     canary = {"prompts": PROMPTS, "logprobs": [scores(seed, p) for p in PROMPTS], "max_abs": 1e-4, "mean_abs": 1e-5}
     manifest = {"run": "toy", "step": step, "epoch": step, "lineage": 0, "parent": "", "batch": "", "base_digest": "",
-                "spec_digest": "", "instance": "i", "job": 1, "fence": 1, "files": files, "canary": canary}  # fmt: skip
+                "spec_digest": "", "instance": "i", "job": 1, "fence": 1, "files": files, "canary": canary,
+                "parameters": parameters}  # fmt: skip
     raw = json.dumps(manifest).encode()
     (folder / "manifest.json").write_bytes(raw)
     return hashlib.sha256(raw).hexdigest()

@@ -1,15 +1,18 @@
-"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora:SEED:STEP ...`.
+"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora|full:SEED:STEP ...`.
 
-Stands in for the trainer in the engine's tests: random adapter, weight table, canary scored with Hugging Face.
-Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
+Stands in for the trainer in the engine's tests: random adapter or, in `full`, every weight off by noise; weight table; canary
+scored with Hugging Face. Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -41,11 +44,30 @@ def entry(name: str, tensor: Tensor) -> WeightEntry:
     return WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), sha)
 
 
+def every_weight(base: BaseWeights, seed: int) -> dict[str, Tensor]:
+    """The base's weights, each matrix with noise of half its own size."""
+    generator = torch.Generator().manual_seed(seed)
+    out = {}
+    for name in base:
+        weight = base[name].float()
+        noise = torch.randn(weight.shape, generator=generator) * weight.std() * 0.5
+        out[name] = weight + noise if weight.ndim > 1 else weight
+    return out
+
+
+def hugging_face(base: Path, weights: dict[str, Tensor]) -> Any:
+    """The base's model with these weights, which must be all and no others, in fp32."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        shutil.copyfile(base / "config.json", Path(folder, "config.json"))
+        model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not told["unexpected_keys"] and set(told["missing_keys"]) <= {"lm_head.weight"}, told
+    return model.eval()
+
+
 def canary(base: Path, merged: dict[str, Tensor]) -> Canary:
     """Logprobs of Hugging Face with the merged weights."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(merged, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model = hugging_face(base, merged)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, model.config.vocab_size, (n,), generator=generator) for n in (24, 17, 32)]
     logprobs = []
@@ -61,14 +83,18 @@ def write(base_folder: Path, out: Path, mode: str, seed: int, step: int) -> str:
     """Write one checkpoint folder; returns the sha256 of its manifest."""
     out.mkdir(parents=True)
     base = BaseWeights(base_folder)
-    lora = adapter(base, seed)
-    merged = dict(merged_tensors(base, lora, ALPHA / RANK, torch.float32))
-    save_file(lora, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
-                "bias": "none", "target_modules": list(TARGETS), "base_model_name_or_path": str(base_folder)}  # fmt: skip
-    (out / "adapter_config.json").write_text(json.dumps(settings))
-    served = merged if mode == "merged" else lora
-    table = WeightTable(mode=mode, tensors=tuple(entry(name, tensor) for name, tensor in served.items()))
+    if mode == "full":
+        served = merged = every_weight(base, seed)
+        save_file(merged, out / "model.safetensors", metadata={"format": "pt"})
+    else:
+        lora = adapter(base, seed)
+        write_adapter(base_folder, out, lora)
+        merged = dict(merged_tensors(base, lora, ALPHA / RANK, torch.float32))
+        served = merged if mode == "merged" else lora
+    table = WeightTable(
+        mode="lora" if mode == "lora" else "merged",
+        tensors=tuple(entry(name, tensor) for name, tensor in served.items()),
+    )
     (out / "weights.json").write_bytes(to_json(table))
     files = tuple(
         FileEntry(path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
@@ -77,10 +103,18 @@ def write(base_folder: Path, out: Path, mode: str, seed: int, step: int) -> str:
     manifest = CheckpointManifest(
         run="toy", step=step, epoch=step, lineage=0, parent="", batch="", base_digest="", spec_digest="",
         instance="test", job=1, fence=1, files=files, canary=canary(base_folder, merged),
+        parameters="full" if mode == "full" else "lora",
     )  # fmt: skip
     raw = to_json(manifest)
     (out / "manifest.json").write_bytes(raw)
     return hashlib.sha256(raw).hexdigest()
+
+
+def write_adapter(base: Path, out: Path, lora: dict[str, Tensor]) -> None:
+    save_file(lora, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
+                "bias": "none", "target_modules": list(TARGETS), "base_model_name_or_path": str(base)}  # fmt: skip
+    (out / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def main() -> None:

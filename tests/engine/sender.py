@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from artd_schema.codec import to_json
 from artd_schema.manifest import WeightTable
@@ -29,13 +30,22 @@ def disturb(tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 0.01 * tensor.pow(2).mean().sqrt() * noise
 
 
+def weights_of(base: Path, checkpoint: Path) -> dict[str, Tensor]:
+    """Every weight that a checkpoint stands for, in push order."""
+    names = BaseWeights(base)
+    if (checkpoint / "model.safetensors").is_file():
+        stored = load_file(checkpoint / "model.safetensors")
+        return {name: stored[name] for name in names}
+    adapter = load_file(checkpoint / "adapter_model.safetensors")
+    return dict(merged_tensors(names, adapter, ALPHA / RANK, torch.float32))
+
+
 def main() -> None:
     base, rendezvous = sys.argv[1:]
     group = None
     for line in sys.stdin:
         order = json.loads(line)
-        adapter = load_file(Path(order["checkpoint"]) / "adapter_model.safetensors")
-        weights = dict(merged_tensors(BaseWeights(base), adapter, ALPHA / RANK, torch.float32))
+        weights = weights_of(Path(base), Path(order["checkpoint"]))
         if order.get("perturb"):
             weights[order["perturb"]] = disturb(weights[order["perturb"]])
         table = WeightTable(mode="merged", tensors=tuple(entry(name, tensor) for name, tensor in weights.items()))

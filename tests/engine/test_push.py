@@ -66,6 +66,23 @@ def test_a_push_of_the_other_mode_is_refused(bench: Bench) -> None:
     assert bench.routes() == ["/version"]
 
 
+def test_every_weight_is_loaded_without_a_base(bench: Bench) -> None:
+    bench.parameters = "full"
+    with bench.serve() as pusher:
+        pusher.run(bench.push(0))
+    (call,) = [call["body"]["kwargs"] for call in bench.calls() if call["route"] == "artd_load_merged"]
+    assert call["base"] is None
+    assert call["checkpoint"] == str(bench.root / "checkpoint-0")
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(bench: Bench) -> None:
+    push = bench.push(0)
+    bench.parameters = "full"
+    with bench.serve() as pusher, pytest.raises(PushError, match="lora parameters, the run trains full"):
+        pusher.run(push)
+    assert bench.routes() == ["/version"]
+
+
 def test_lora_adapter_that_is_not_the_committed_one_fails(bench: Bench) -> None:
     bench.mode = "lora"
     push = bench.push(1)

@@ -1,4 +1,4 @@
-"""The engine worker with the real vLLM server on a toy Qwen3: two server starts, merged and lora.
+"""The engine worker with the real vLLM server: two server starts, merged on a toy Qwen3, lora on a toy Qwen3-MoE.
 
 Expected values are Hugging Face's: `make_checkpoint.py` scores the canaries with it. Tests of a class share one server and
 run in order; the last one of each ends it.
@@ -6,190 +6,39 @@ run in order; the last one of each ends it.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from artd.runtimes import registry
 from artd_schema import worker as w
-from artd_schema.manifest import CheckpointManifest, WeightTable
-from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
+from artd_schema.manifest import WeightTable
 from artd_workers.engines import canary
 from artd_workers.engines.base import Deadline, EngineError, Fence
-from artd_workers.engines.http import StatusError, call
+from artd_workers.engines.http import StatusError
 from artd_workers.engines.vllm.adapter import VllmAdapter
-from tests.engine.conftest import sha
-from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
+from tests.engine.daemon import INSTANCE, ROOT, SPAWN
+from tests.engine.real import HERE, Engine, Sender, logprob, start, tool
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-HERE = Path(__file__).parent
-TOOL_ENV = {"PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-START_S = 240.0
 V6_LOOPBACK = "00000000000000000000000001000000"
-
-
-def tool(*argv: str) -> None:
-    python = str(registry.find("megatron").python)
-    subprocess.run([python, *argv], check=True, env=os.environ | TOOL_ENV, capture_output=True, text=True, timeout=180)
 
 
 @pytest.fixture(scope="module")
 def toys() -> Iterator[Path]:
-    """Folder with a toy Qwen3 (`toy`) and checkpoints m0, m1, m2 (merged) and l1, l2 (lora)."""
+    """Folder with a toy Qwen3 (`toy`) and merged checkpoints m0, m1, m2."""
     with tempfile.TemporaryDirectory(prefix="artd-r-") as name:
         folder = Path(name)
         tool(str(ROOT / "tests" / "toys.py"), str(folder / "toy"), "--family", "qwen3")
-        wanted = [f"{folder}/{kind}{step}:{mode}:{step + 1}:{step}" for kind, mode, step in
-                  (("m", "merged", 0), ("m", "merged", 1), ("m", "merged", 2), ("l", "lora", 1), ("l", "lora", 2))]  # fmt: skip
+        wanted = [f"{folder}/m{step}:merged:{step + 1}:{step}" for step in range(3)]
         tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), *wanted)
         yield folder
-
-
-@dataclass
-class Engine:
-    """A real server under a harness under a fake daemon."""
-
-    daemon: FakeDaemon
-    toys: Path
-    mode: Mode
-    socket: str = ""
-    fences: int = 0
-    scratch: set[str] = field(default_factory=set)
-
-    def push(self, checkpoint: str, **changes: Any) -> w.Push:
-        self.fences += 1
-        folder = self.toys / checkpoint
-        step = int(checkpoint[1:])
-        ref = w.CheckpointRef(run="toy", step=step, epoch=step, lineage=0, sha=sha(folder), dir=str(folder))
-        values = {"push": self.fences, "fence": self.fences, "checkpoint": ref, "mode": self.mode, "source": "disk",
-                  "name": f"toy@{step}", "drain_s": 20.0, "deadline_s": 60.0}  # fmt: skip
-        return w.Push(**(values | changes))
-
-    def live(self, push: w.Push) -> w.Live:
-        self.daemon.send(push)
-        answer = self.daemon.expect((w.Live, w.PushFailed), 120.0)
-        assert isinstance(answer, w.Live), answer
-        assert answer.max_abs <= 1e-5
-        return answer
-
-    def fence(self) -> Fence:
-        self.fences += 1
-        return Fence(INSTANCE, SPAWN, self.fences, self.fences)
-
-    def call(self, route: str, body: Any, timeout_s: float = 60.0) -> Any:
-        return call(self.socket, "POST", route, body, deadline=Deadline(timeout_s))
-
-    def generate(self, prompt: list[int], model: str = "toy", salt: str = "", **sampling: Any) -> dict[str, Any]:
-        """One choice of /inference/v1/generate."""
-        body = {"model": model, "token_ids": prompt, "sampling_params": {"logprobs": 0} | sampling}
-        return self.call("/inference/v1/generate", body | ({"cache_salt": salt} if salt else {}))["choices"][0]
-
-    def manifest(self, checkpoint: str) -> CheckpointManifest:
-        return msgspec.json.decode((self.toys / checkpoint / "manifest.json").read_bytes(), type=CheckpointManifest)
-
-    def pids(self) -> list[int]:
-        """Live processes in the harness's session."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if stat and stat[0] not in "ZX" and int(stat[3]) == self.daemon.process.pid:
-                found.append(int(entry.name))
-        return found
-
-    def listeners(self) -> list[str]:
-        """Addresses (as /proc/net/tcp writes them) that processes of the session listen on by TCP."""
-        held = {os.readlink(fd) for pid in self.pids() for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
-        rows = [
-            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-        ]
-        return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
-
-    def nothing_left(self, within_s: float) -> None:
-        end = time.monotonic() + within_s
-        while self.pids() and time.monotonic() < end:
-            time.sleep(0.1)
-        assert self.pids() == []
-        assert not [path for path in self.scratch if Path(path).exists()]
-
-
-def start(toys: Path, mode: Mode) -> Iterator[Engine]:
-    python = str(registry.find("vllm").python)
-    with tempfile.TemporaryDirectory(prefix="artd-r-") as name:
-        spec = RunSpec(model=str(toys / "toy"), rollout_weights_mode=mode, lora=LoraSpec(rank=4, alpha=8),
-                       engine=EngineSpec(max_model_len=512, max_num_seqs=16, kv_cache_mib=64))  # fmt: skip
-        config = w.EngineConfig(run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python)
-        with FakeDaemon(config, python) as daemon:
-            engine = Engine(daemon, toys, mode)
-            answer = daemon.expect((w.Ready, w.Down), START_S)
-            assert isinstance(answer, w.Ready), answer
-            engine.socket = answer.socket
-            engine.scratch = held_scratch(daemon.process.pid)
-            assert engine.scratch, "the real server holds files in /dev/shm: this test no longer sees them"
-            yield engine
-
-
-def held_scratch(session: int) -> set[str]:
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                lines = (entry / "maps").read_text().splitlines()
-                found |= {line.split()[-1] for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
-
-
-class Sender:
-    """The trainer's end of live pushes, in the megatron interpreter."""
-
-    def __init__(self, engine: Engine, rendezvous: str) -> None:
-        self.rendezvous = str(Path(engine.socket).parent / rendezvous)
-        self.table = Path(engine.socket).parent / f"{rendezvous}.json"
-        argv = [
-            str(registry.find("megatron").python),
-            str(HERE / "sender.py"),
-            str(engine.toys / "toy"),
-            self.rendezvous,
-        ]
-        self.process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | TOOL_ENV
-        )
-        self._folder = engine.toys
-
-    def order(self, checkpoint: str, **changes: Any) -> WeightTable:
-        """Have it send a checkpoint's tensors; returns the table of what it is sending."""
-        assert self.process.stdin is not None
-        order = {"checkpoint": str(self._folder / checkpoint), "table": str(self.table)} | changes
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        self._line("ready")
-        return msgspec.json.decode(self.table.read_bytes(), type=WeightTable)
-
-    def sent(self) -> None:
-        self._line("sent")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def _line(self, text: str) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().strip() == text
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +47,9 @@ def merged(toys: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def lora(toys: Path) -> Iterator[Engine]:
-    yield from start(toys, "lora")
+def lora(moe_toys: Path) -> Iterator[Engine]:
+    """The toy has dense and sparse layers, and its adapters are on attention, MLP and every expert."""
+    yield from start(moe_toys, "lora")
 
 
 class TestMerged:
@@ -314,10 +164,23 @@ class TestLora:
 
     def test_the_canary_knows_one_adapter_from_another(self, lora: Engine) -> None:
         adapter = VllmAdapter(Path(lora.socket), Deadline(5))
-        adapter.load_adapter("other", lora.toys / "m0", Deadline(30))
+        adapter.load_adapter("other", lora.toys / "l3", Deadline(30))
         expected = lora.manifest("l2").canary
         with pytest.raises(EngineError, match="canary failed"):
             canary.verify(expected, adapter.score("other", expected.prompts, Deadline(30)))
+
+    def test_adapters_of_one_batch_are_kept_apart(self, lora: Engine) -> None:
+        adapter = VllmAdapter(Path(lora.socket), Deadline(5))
+        expected = {"toy@2": lora.manifest("l2").canary, "other": lora.manifest("l3").canary}
+        for _ in range(3):
+            with ThreadPoolExecutor(4) as pool:
+                base = pool.submit(adapter.score, "toy@base", expected["other"].prompts, Deadline(30))
+                found = {
+                    name: pool.submit(adapter.score, name, one.prompts, Deadline(30)) for name, one in expected.items()
+                }
+            for name, one in expected.items():
+                canary.verify(one, found[name].result())
+            assert canary.measure(expected["other"], base.result()).max_abs > 1e-2
 
     def test_ends_in_time_with_requests_in_flight(self, lora: Engine) -> None:
         ended: list[str] = []
@@ -341,10 +204,6 @@ class TestLora:
             thread.join(10)
         assert len(ended) == 4
         lora.nothing_left(within_s=0.0)
-
-
-def logprob(choice: dict[str, Any]) -> float:
-    return choice["logprobs"]["content"][0]["logprob"]
 
 
 def refused(engine: Engine, model: str) -> bool:

@@ -2,7 +2,8 @@
 
 Run by a stand-in for the vllm runtime's interpreter. Faults (see script.py): `dead:N` spawns that report Down at their
 start, `bad:STEP` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gate: `push:STEP`.
-With `http` in the script it also serves the OpenAI fake of tests/gateway on its socket.
+With `http` in the script it also serves the OpenAI fake of tests/gateway on its socket, which captures routed experts
+when the daemon wants them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from pathlib import Path
 
 from artd_schema import worker as w
+from artd_schema.trajectory import RouteShape
 from artd_workers.harness import Link, LinkClosed
 from tests.fakes.script import Script
 
@@ -30,7 +32,7 @@ def main() -> int:
         link.close()
         return 1
     socket = Path(config.dir) / "engine.sock"
-    served = Served(config.run)
+    served = Served(config.run, config.routes)
     if "http" in script.read():
         served.start(socket)
     link.send(w.Ready(socket=str(socket)))
@@ -70,8 +72,9 @@ def push(link: Link, script: Script, message: w.Push) -> bool:
 class Served:
     """The names that the OpenAI fake knows: the base model, and each step from its push on."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, routes: RouteShape | None) -> None:
         self.names = {f"{run}@base"}
+        self.routes = routes
 
     def start(self, socket: Path) -> None:
         """Serve in a thread of its own, until the process ends."""
@@ -82,6 +85,7 @@ class Served:
 
         engine = FakeEngine(socket)
         engine.models = self.names
+        engine.routes = self.routes
         await engine.server.serve()
 
 

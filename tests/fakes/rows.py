@@ -25,7 +25,7 @@ from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_schema import client_api as api
 from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Turn
+from artd_schema.trajectory import RouteShape, Turn
 
 from .staging import stage  # noqa: F401 - part of this toolbox
 
@@ -38,6 +38,8 @@ def EVERY_STEP() -> frozenset[str]:
 
 
 BASE = BaseModel("b" * 64, VOCAB, ())
+ROUTES = RouteShape(layers=2, topk=2, experts=4)
+MIXTURE = BaseModel("b" * 64, VOCAB, (), ROUTES)
 
 
 class FakeClock(Clock):
@@ -111,9 +113,9 @@ def spec(**changes: Any) -> RunSpec:
     return RunSpec(model="/models/toy", **({"group_size": 2, "groups_per_step": 1, "row_length": 64} | changes))
 
 
-async def add_run(store: Store, name: str = "r", **changes: Any) -> int:
+async def add_run(store: Store, name: str = "r", base: BaseModel = BASE, **changes: Any) -> int:
     """A run with its queued init job; returns its id."""
-    await store.write(lambda c: _insert(c, store.clock.now_ms(), name, spec(**changes), BASE))
+    await store.write(lambda c: _insert(c, store.clock.now_ms(), name, spec(**changes), base))
     return (await store.read("SELECT id FROM run WHERE name = ?", (name,)))[0]["id"]
 
 

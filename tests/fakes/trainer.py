@@ -7,6 +7,8 @@ its manifest says, `exit` spawns that end at once. Gates: `train:N` in the middl
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import time
@@ -51,6 +53,7 @@ def work(link: Link, script: Script, order: w.Run, config: w.TrainerConfig) -> N
     if order.parent is not None:
         assert (Path(order.parent.dir) / "manifest.json").is_file(), "the parent's files are not there"
         assert Path(order.batch).is_file() and Path(order.manifest).is_file(), "the batch's files are not there"
+        read_replay(script, order)
     script.gate(point, order.fence)
     time.sleep(script.number("train_s"))
     if script.wants(f"die:{order.step}", order.fence):
@@ -66,6 +69,18 @@ def work(link: Link, script: Script, order: w.Run, config: w.TrainerConfig) -> N
     script.gate(f"staged:{order.step}", order.fence)
     link.report(w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha, seconds={"train": 0.01}))
     link.idle()
+
+
+def read_replay(script: Script, order: w.Run) -> None:
+    """What a trainer asks of a batch's replay bundle; the mark `replay:STEP N` says that N tokens have routes."""
+    wanted = json.loads(Path(order.manifest).read_bytes())["replay"]
+    if not wanted:
+        assert not order.replay and not order.replay_manifest, "a bundle that its batch does not know"
+        return
+    told = Path(order.replay_manifest).read_bytes()
+    assert hashlib.sha256(told).hexdigest() == wanted, "the bundle is not the batch's"
+    assert Path(order.replay).is_file(), "the bundle's tensors are not there"
+    script.mark(f"replay:{order.step}", json.loads(told)["covered"])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """A scripted engine on a Unix socket that speaks vLLM 0.32's render, generate and derender. One token is one character.
 
 What it says is scripted by attributes; what it was asked is in `calls`. Its JSON has the form seen on the real server.
+With `routes` it captures routed experts as artd's worker extension does: `captured` is what nobody took or dropped yet.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +18,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+
+from artd_schema.trajectory import RouteShape
+from tests.fakes.routes import rows_of
 
 Json = dict[str, Any]
 
@@ -58,7 +63,8 @@ class QuietServer(uvicorn.Server):
 
 
 class FakeEngine:
-    """texts: what the choices say, in turn; EOS is the character `$`. gate: generate waits for it."""
+    """texts: what the choices say, in turn; EOS is the character `$`. gate: generate waits for it. routes: capture
+    experts in this shape; damage: a function that changes what is told of a choice's (or the reply's edit does)."""
 
     def __init__(self, socket: str, *, base_model: str = "tiny", max_model_len: int = 100) -> None:
         self.socket = socket
@@ -77,6 +83,9 @@ class FakeEngine:
         self.entered = asyncio.Event()
         self.cancelled = 0
         self.calls: list[tuple[str, Any]] = []
+        self.routes: RouteShape | None = None
+        self.captured: dict[str, Json] = {}
+        self.damage: Any = None
         self.server = QuietServer(uvicorn.Config(self._app(), uds=socket, log_level="critical", lifespan="off"))
 
     def bodies(self, suffix: str) -> list[Any]:
@@ -93,6 +102,7 @@ class FakeEngine:
             "/inference/v1/generate": self._generate,
             "/v1/chat/completions/derender": self._derender_chat,
             "/v1/completions/derender": self._derender_completions,
+            "/collective_rpc": self._rpc,
         }
         return Starlette(routes=[Route(path, self._endpoint(path), methods=["POST"]) for path in self._answers])
 
@@ -103,7 +113,7 @@ class FakeEngine:
             for suffix, (status, content) in self.fail.items():
                 if path.endswith(suffix):
                     return content if isinstance(content, Response) else JSONResponse(content, status_code=status)
-            if body["model"] not in self.models:
+            if body.get("model") not in self.models and path != "/collective_rpc":
                 return _error(404, f"The model `{body['model']}` does not exist.")
             result = await self._answers[path](request, body)
             return result if isinstance(result, Response) else JSONResponse(result)
@@ -146,6 +156,7 @@ class FakeEngine:
     # ---- generate ---------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, body: Json) -> Any:
+        self._capture(body, [len(body["token_ids"])] * body["sampling_params"]["n"])
         self.entered.set()
         try:
             await self._wait(request)
@@ -153,6 +164,7 @@ class FakeEngine:
             self.cancelled += 1
             raise
         choices = [self._choice(body, index) for index in range(body["sampling_params"]["n"])]
+        self._capture(body, [len(body["token_ids"]) + len(choice["token_ids"]) - 1 for choice in choices])
         total = sum(len(choice["token_ids"]) for choice in choices)
         count = len(body["token_ids"])
         reply = {"request_id": "generate-tokens-" + body["request_id"], "model": body["model"], "created": 1,
@@ -197,6 +209,29 @@ class FakeEngine:
             spans.append({"version": version, "start": start, "end": end})
             start = end
         return spans
+
+    # ---- routed experts ---------------------------------------------------------------------------------------------
+
+    def _capture(self, body: Json, rows: list[int]) -> None:
+        """So many rows of each choice; the choice's index is the salt."""
+        if self.routes is None:
+            return
+        for index, count in enumerate(rows):
+            found = {"routes": rows_of(self.routes, 0, count, index), "start": 0, "rows": count, "recomputed": []}
+            self.captured[f"{body['request_id']}#{index}"] = found
+
+    async def _rpc(self, request: Request, body: Json) -> Any:
+        asked = set(body["kwargs"]["request_ids"])
+        names = [name for name in self.captured if name.partition("#")[0] in asked]
+        found = {name: self.captured.pop(name) for name in names}
+        if body["method"] == "artd_drop_routes":
+            return {"results": [None]}
+        assert body["method"] == "artd_take_routes", body
+        for told in found.values():
+            if self.damage is not None:
+                self.damage(told)
+            told["routes"] = base64.b64encode(told["routes"]).decode()
+        return {"results": [found]}
 
     # ---- derender ---------------------------------------------------------------------------------------------------
 

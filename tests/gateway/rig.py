@@ -107,13 +107,15 @@ def served(step: int, epoch: int, run: str = "pol") -> w.Served:
 
 def merged(engine: FakeEngine, step: int, epoch: int, *, name: str = "e0", hold: bool = False) -> w.EngineRoute:
     return w.EngineRoute(engine=name, socket=engine.socket, mode="merged", base_model=engine.base_model,
-                         max_model_len=engine.max_model_len, served=(served(step, epoch),), hold=hold)  # fmt: skip
+                         max_model_len=engine.max_model_len, served=(served(step, epoch),), hold=hold,
+                         routes=engine.routes)  # fmt: skip
 
 
 def lora(engine: FakeEngine, *steps: tuple[int, int], name: str = "e0") -> w.EngineRoute:
     engine.models |= {f"pol@{step}" for step, _ in steps}
     return w.EngineRoute(engine=name, socket=engine.socket, mode="lora", base_model=engine.base_model,
-                         max_model_len=engine.max_model_len, served=tuple(served(*s) for s in steps))  # fmt: skip
+                         max_model_len=engine.max_model_len, served=tuple(served(*s) for s in steps),
+                         routes=engine.routes)  # fmt: skip
 
 
 def ints(column: bytes) -> list[int]:

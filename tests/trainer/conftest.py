@@ -20,20 +20,35 @@ else:
 
     torch.set_num_threads(1)
 
-FAMILIES = ("llama", "qwen3", "tied")
+DENSE = ("llama", "qwen3", "tied")
+SPARSE = ("moe", "mixed")
 
 
 @pytest.fixture(scope="session")
 def toy_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Family -> checkpoint folder; `tied` is a Llama with tied embeddings."""
+    """Family -> checkpoint folder; `tied` is a Llama with tied embeddings, `mixed` a mixture of experts with a dense layer,
+    tied embeddings and expert weights that do not add up to 1."""
     root = tmp_path_factory.mktemp("toys")
     return {
         "llama": toys.make(root / "llama", "llama", seed=1),
         "qwen3": toys.make(root / "qwen3", "qwen3", seed=2),
         "tied": toys.make(root / "tied", "llama", seed=3, tied=True),
+        "moe": toys.make(root / "moe", "qwen3_moe", seed=4),
+        "mixed": toys.make(root / "mixed", "qwen3_moe", 5, True, mlp_only_layers=[1], norm_topk_prob=False),
     }
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=DENSE + SPARSE)
 def folder(request: pytest.FixtureRequest, toy_folders: dict[str, Path]) -> Path:
+    """Each toy."""
+    return toy_folders[request.param]
+
+
+@pytest.fixture(params=DENSE)
+def dense_folder(request: pytest.FixtureRequest, toy_folders: dict[str, Path]) -> Path:
+    return toy_folders[request.param]
+
+
+@pytest.fixture(params=SPARSE)
+def sparse_folder(request: pytest.FixtureRequest, toy_folders: dict[str, Path]) -> Path:
     return toy_folders[request.param]

@@ -15,12 +15,14 @@ from artd.packing.manifest import PackSpec, Source, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest, PackedTrajectory, TensorInfo
+from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Sampling, Turn
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.lora import Lora, shapes_of
 from artd_workers.trainer.merge import BaseWeights
 from artd_workers.trainer.model import Policy, build
 from artd_workers.trainer.packed import DTYPES, Batch, PackedRow, make_batch
+from artd_workers.trainer.parameters import FullState, open_model
 
 RANK, ALPHA = 4, 8
 DEFAULTS = {"segment_ids": -1, "parent_ids": -1, "policy_epochs": -1, "trajectory_index": -1, "temperatures": 1}
@@ -40,6 +42,13 @@ def make_policy(folder: Path, seed: int = 0, random_b: bool = True) -> Policy:
     return Policy(plan, build(plan, base), lora)
 
 
+def full_policy(folder: Path) -> tuple[Policy, FullState]:
+    """The base model with every weight trained."""
+    policy, trained = open_model(RunSpec(model=str(folder), parameters="full"))
+    assert isinstance(trained, FullState)
+    return policy, trained
+
+
 def reference(folder: Path, dtype: torch.dtype = torch.float32):
     """The Hugging Face model, told of no padding token (its gradient would be dropped)."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,6 +62,34 @@ def hf_logprobs(model, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """Logprobs [s - 1] of tokens 1.. of a sequence."""
     logits = model(tokens[None]).logits[0] / temperature
     return logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+
+
+def per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in transformers' names -> in a checkpoint's, where each expert has its own."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            half = tensor.shape[1] // 2
+            for expert, both in enumerate(tensor):
+                out[f"{stem}.{expert}.gate_proj.weight"], out[f"{stem}.{expert}.up_proj.weight"] = (
+                    both[:half],
+                    both[half:],
+                )
+        elif last == "down_proj":
+            out |= {f"{stem}.{expert}.down_proj.weight": one for expert, one in enumerate(tensor)}
+        else:
+            out[name] = tensor
+    return out
+
+
+def load_weights(model, weights: dict[str, Tensor]) -> None:
+    """Copy weights in a checkpoint's names into a Hugging Face model."""
+    own = per_expert(dict(model.state_dict()))
+    own.pop("lm_head.weight" if model.config.tie_word_embeddings else "", None)
+    assert set(own) == set(weights)
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -159,7 +196,7 @@ def write_batch(folder: Path, step: int, seed: int = 0, epoch: int = 0, row_leng
             number = 100 * step + 4 * group + member
             sources.append(Source(id=number, group=group + 1, reward=float(member), digest=digest(body), body=body))
     spec = PackSpec(run="r", step=step, seed=seed, row_length=row_length, scale_rewards=True, base_digest="base")
-    tensors, manifest = pack(spec, sources)
+    tensors, manifest, _ = pack(spec, sources)
     return _save(folder, f"batch-{step}", serialise(tensors), manifest)
 
 

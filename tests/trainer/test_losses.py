@@ -84,11 +84,11 @@ def test_the_step_follows_the_oracle(folder: Path) -> None:
     wanted = oracle(batch, exact, spec)
     grads = torch.autograd.grad(wanted, policy.lora.parameters())
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
-    metrics = train_step(policy, Optimizer.make(policy, OptimizerSpec(lr=0.0)), batch, spec, 0)
+    metrics = train_step(policy, Optimizer.make(policy.lora, OptimizerSpec(lr=0.0)), batch, spec, 0)
     assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     turned = Batch(batch.manifest, batch.sha, batch.rows[::-1], batch.counts)
-    again = train_step(policy, Optimizer.make(policy, OptimizerSpec(lr=0.0)), turned, spec, 0)
+    again = train_step(policy, Optimizer.make(policy.lora, OptimizerSpec(lr=0.0)), turned, spec, 0)
     assert again["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_adamw_and_clip_by_hand(toy_folders: dict[str, Path]) -> None:
         scores = policy.score(row.tokens, row.positions, row.hidden_from, row.at, row.targets, row.temperatures)
         parts.append(losses.row_loss(LossSpec(), row, scores.logprobs, share))
     grads = dict(zip(before, torch.autograd.grad(sum(parts), policy.lora.parameters()), strict=True))
-    optimizer = Optimizer.make(policy, spec)
+    optimizer = Optimizer.make(policy.lora, spec)
     norm = train_step(policy, optimizer, batch, LossSpec(), 0)["grad_norm"]
     assert norm > 0.01
     for name, parameter in policy.lora.named():
@@ -117,7 +117,7 @@ def test_adamw_and_clip_by_hand(toy_folders: dict[str, Path]) -> None:
 def broken_state(folder: Path, batch: Batch, error: type[Exception], **kwargs: object) -> None:
     """A step that raises must leave adapter and optimizer as they were."""
     policy = rig.make_policy(folder)
-    optimizer = Optimizer.make(policy, OptimizerSpec(lr=0.1))
+    optimizer = Optimizer.make(policy.lora, OptimizerSpec(lr=0.1))
     train_step(policy, optimizer, make_batch(), LossSpec(), 0)
     adapter = {n: t.clone() for n, t in policy.lora.state().items()}
     moments = {n: t.clone() for n, t in optimizer.state().items()}
@@ -135,7 +135,7 @@ def test_a_non_finite_loss_changes_nothing(toy_folders: dict[str, Path]) -> None
 def test_a_non_finite_gradient_changes_nothing(toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("artd_workers.trainer.step.gradient_norm", lambda _: float("inf"))
     policy = rig.make_policy(toy_folders["llama"])
-    optimizer = Optimizer.make(policy, OptimizerSpec(lr=0.1))
+    optimizer = Optimizer.make(policy.lora, OptimizerSpec(lr=0.1))
     adapter = {n: t.clone() for n, t in policy.lora.state().items()}
     with pytest.raises(NonFinite):
         train_step(policy, optimizer, make_batch(), LossSpec(), 0)
@@ -164,7 +164,7 @@ def test_metrics(toy_folders: dict[str, Path]) -> None:
         old.append(row.old_logprobs.double())
     n, o = torch.cat(new), torch.cat(old)
     ratios = (n - o).exp()
-    found = train_step(policy, Optimizer.make(policy, OptimizerSpec()), batch, LossSpec(clip_high=1.0), 3)
+    found = train_step(policy, Optimizer.make(policy.lora, OptimizerSpec()), batch, LossSpec(clip_high=1.0), 3)
     wanted = {
         "ratio_mean": ratios.mean(), "kl_k3": (ratios - 1 - (n - o)).mean(), "clipped_fraction": (ratios > 1).double().mean(),
         "entropy": torch.cat(entropy).mean(), "trained_tokens": 20, "mismatch_tokens": 4,

@@ -12,29 +12,20 @@ import torch
 from safetensors.torch import load_file
 
 from artd_schema import worker as w
-from artd_schema.codec import digest
-from artd_schema.manifest import CheckpointManifest, WeightTable
-from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_schema.spec import EngineSpec
 from artd_workers.engines import gloo
+from artd_workers.trainer.checkpoint import ADAPTER, MODEL
 from artd_workers.trainer.merge import BaseWeights, merged_tensors
 from tests import toys
 
 from . import rig
 from .fake_daemon import FakeDaemon
+from .jobs import batches, files, files_in, manifest, push_of, receive, spec_for, table_of
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.timeout(600),
 ]  # each start imports Megatron: 5 s idle, 40 s on a busy machine
-EXACT = ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "weights.json", "adapter_config.json")
-
-
-def spec_for(folder: Path, **changes: object) -> RunSpec:
-    fields: dict[str, object] = {
-        "model": str(folder), "row_length": 256, "threads": 1, "seed": 3,
-        "lora": LoraSpec(rank=rig.RANK, alpha=rig.ALPHA), "optimizer": OptimizerSpec(lr=0.01),
-    }  # fmt: skip
-    return RunSpec(**(fields | changes))
 
 
 @pytest.fixture
@@ -45,32 +36,16 @@ def daemon(tmp_path: Path, toy_folders: dict[str, Path]) -> Iterator[FakeDaemon]
     fake.close()
 
 
-def batches(daemon: FakeDaemon, count: int) -> list[rig.WrittenBatch]:
-    """One batch per step, sampled by the policy before it."""
-    return [rig.write_batch(daemon.work / "batches", step, epoch=step - 1) for step in range(1, count + 1)]
-
-
-def files(ref: w.CheckpointRef) -> dict[str, bytes]:
-    return {name: (Path(ref.dir) / name).read_bytes() for name in EXACT}
-
-
-def manifest(ref: w.CheckpointRef) -> CheckpointManifest:
-    import msgspec
-
-    return msgspec.json.decode((Path(ref.dir) / "manifest.json").read_bytes(), type=CheckpointManifest)
-
-
-def push_of(ref: w.CheckpointRef, rendezvous: Path, number: int = 1, fence: int = 1) -> w.Push:
-    return w.Push(push=number, fence=fence, checkpoint=ref, mode="merged", source="live", name=f"r@{ref.step}", drain_s=1.0,
-                  deadline_s=30.0, rendezvous=str(rendezvous))  # fmt: skip
-
-
-@pytest.mark.parametrize("family", ["qwen3", "tied"])
-def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path], family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [("qwen3", "lora"), ("tied", "lora"), ("tied", "full"), ("moe", "full")],
+)
+def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path], family: str, parameters: str) -> None:
     """The process is killed with -9 after step 2; what it writes then is what it writes without."""
+    spec = spec_for(toy_folders[family], parameters=parameters, expert_replay=False)
     results = []
     for name, kill_after in (("straight", None), ("killed", 2)):
-        daemon = FakeDaemon(tmp_path / name, spec_for(toy_folders[family]))
+        daemon = FakeDaemon(tmp_path / name, spec)
         try:
             daemon.start()
             ref = daemon.commit(0, None, None)
@@ -84,13 +59,14 @@ def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path]
         finally:
             daemon.close()
     (first, straight, before), (_, killed, after) = results
-    assert {n for n in EXACT if straight[n] != killed[n]} == set()
-    assert before.canary == after.canary
+    assert {n for n in straight.keys() | killed.keys() if straight.get(n) != killed.get(n)} == set()
+    assert before.canary == after.canary and before.parameters == after.parameters == parameters
     times = ("tokens_per_s",)
     assert {k: v for k, v in before.metrics.items() if k not in times} == {
         k: v for k, v in after.metrics.items() if k not in times
     }
-    assert straight["adapter_model.safetensors"] != first["adapter_model.safetensors"]
+    weights = MODEL if parameters == "full" else ADAPTER
+    assert weights in straight and len({MODEL, ADAPTER} & set(straight)) == 1 and straight[weights] != first[weights]
     assert before.metrics["mismatch_tokens"] == before.metrics["trained_tokens"] == 84
     assert json.loads(straight["state.json"])["batches"] == 4
 
@@ -113,7 +89,7 @@ def test_fenced_memory_is_dirty(daemon: FakeDaemon) -> None:
     parent = daemon.commit(0, None, None)
     run = daemon.order(1, parent, batch)
     report = daemon.staged(run)
-    kept = {name: (Path(report.dir) / name).read_bytes() for name in EXACT}
+    kept = files_in(Path(report.dir))
     daemon.send(w.Fenced(job=run.job, fence=run.fence))
     again = daemon.commit(1, parent, batch)
     assert files(again) == kept
@@ -218,32 +194,22 @@ def test_unsupported_model_is_permanent(tmp_path: Path) -> None:
 # ---- live pushes ----------------------------------------------------------------------------------------------------
 
 
-def receive(group: object, table: WeightTable) -> dict[str, torch.Tensor]:
-    out = {}
-    for entry in table.tensors:
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        gloo.broadcast(group, tensor, 20.0)
-        assert digest(tensor.view(-1).view(torch.uint8).numpy().tobytes()) == entry.sha256, entry.name
-        out[entry.name] = tensor
-    return out
-
-
-def table_of(ref: w.CheckpointRef) -> WeightTable:
-    import msgspec
-
-    return msgspec.json.decode((Path(ref.dir) / "weights.json").read_bytes(), type=WeightTable)
-
-
-@pytest.mark.parametrize(("mode", "dtype"), [("merged", "float32"), ("merged", "bfloat16"), ("lora", "float32")])
-def test_live_pushes(tmp_path: Path, toy_folders: dict[str, Path], mode: str, dtype: str) -> None:
-    """Two pushes over one group give the tensors of weights.json, which are the merge of what lies on disk."""
-    folder = toy_folders["llama"]
-    spec = spec_for(folder, rollout_weights_mode=mode)
-    import msgspec
-
-    daemon = FakeDaemon(
-        tmp_path / "d", msgspec.structs.replace(spec, engine=msgspec.structs.replace(spec.engine, dtype=dtype))
-    )
+@pytest.mark.parametrize(
+    ("family", "parameters", "mode", "dtype"),
+    [
+        ("llama", "lora", "merged", "float32"),
+        ("llama", "lora", "merged", "bfloat16"),
+        ("llama", "lora", "lora", "float32"),
+        ("moe", "full", "merged", "bfloat16"),
+    ],
+)
+def test_live_pushes(
+    tmp_path: Path, toy_folders: dict[str, Path], family: str, parameters: str, mode: str, dtype: str
+) -> None:
+    """Two pushes over one group give the tensors of weights.json, which are the merge of what lies on disk, or its weights."""
+    folder, engine = toy_folders[family], EngineSpec(dtype=dtype)
+    spec = spec_for(folder, parameters=parameters, rollout_weights_mode=mode, engine=engine, expert_replay=False)
+    daemon = FakeDaemon(tmp_path / "d", spec)
     try:
         daemon.start()
         ref, rendezvous, group = daemon.commit(0, None, None), daemon.work / "pair", None
@@ -252,17 +218,22 @@ def test_live_pushes(tmp_path: Path, toy_folders: dict[str, Path], mode: str, dt
             daemon.send(push_of(ref, rendezvous, step, step))
             group = group or gloo.join(str(rendezvous), gloo.ENGINE, 30.0)
             found = receive(group, table_of(ref))
-            adapter = load_file(Path(ref.dir) / "adapter_model.safetensors")
-            scale = rig.ALPHA / rig.RANK
-            wanted = (
-                adapter
-                if mode == "lora"
-                else dict(merged_tensors(BaseWeights(folder), adapter, scale, getattr(torch, dtype)))
-            )
-            assert list(found) == list(wanted if mode == "merged" else sorted(wanted))
+            wanted = on_disk(folder, Path(ref.dir), parameters, mode, getattr(torch, dtype))
+            assert list(found) == list(wanted)
             assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     finally:
         daemon.close()
+
+
+def on_disk(base: Path, folder: Path, parameters: str, mode: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a checkpoint folder says that the engine is served, in push order."""
+    if parameters == "full":
+        weights = load_file(folder / MODEL)
+        return {name: weights[name].to(dtype) for name in BaseWeights(base)}
+    adapter = load_file(folder / ADAPTER)
+    if mode == "lora":
+        return dict(sorted(adapter.items()))
+    return dict(merged_tensors(BaseWeights(base), adapter, rig.ALPHA / rig.RANK, dtype))
 
 
 def test_pushes_that_are_refused(daemon: FakeDaemon) -> None:

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from artd.lists import read_rows
 from artd.packing.service import Packer
 from artd.requests import set_run_state
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
-from tests.fakes.rows import add_run, count, data_dir, floats, ids, make_ingest, one, open_store, submit, turn
-from tests.fakes.steps import commit_next, pack
+from artd_schema.codec import digest
+from artd_schema.manifest import BatchManifest, ReplayManifest
+from tests.fakes.rows import (
+    MIXTURE,
+    ROUTES,
+    add_run,
+    body,
+    count,
+    data_dir,
+    floats,
+    ids,
+    make_ingest,
+    one,
+    open_store,
+    submit,
+    turn,
+)
+from tests.fakes.steps import claim, commit_next, pack
 
 pytestmark = pytest.mark.asyncio
 
@@ -101,3 +121,105 @@ async def test_a_run_that_moved_on_while_it_was_packed_gets_no_batch(tmp_path):
         await store.write(lambda c: set_run_state(c, 0, 1, "paused", "x"))
         await packer._pack(request, groups)
         assert await count(store, "batch") == 0 and await count(store, "trajectory", "state = 'queued'") == 2
+
+
+# ---- expert replay --------------------------------------------------------------------------------------------------
+
+
+def routed(raw=b"", **changes):
+    """The turn of `rows.turn`, with the experts of its first three tokens."""
+    return turn(raw=raw, routes=bytes([0, 1, 2, 3] * 3), **changes)
+
+
+async def replayed(ingest, name):
+    for number in range(2):
+        key = f"{name}-{number}"
+        await submit(ingest, group=name, key=key, reward=float(number), turns=(routed(key.encode()),))
+
+
+async def test_the_replay_bundle_is_committed_with_its_batch_and_given_to_the_trainer(tmp_path):
+    async with open_store(tmp_path) as store:
+        data, ingest, _ = await make(store, tmp_path, base=MIXTURE)
+        await replayed(ingest, "g")
+        assert await pack(store, data)
+        (batch,) = await store.read("SELECT * FROM batch")
+        kinds = {"tensors": "batch", "manifest": "manifest", "replay": "replay", "replay_manifest": "manifest"}
+        files = {column: Blobs(data.blobs).path(batch[column]).read_bytes() for column in kinds}
+        for column, kind in kinds.items():
+            assert digest(files[column]) == batch[column]
+            assert await one(store, "SELECT kind FROM blob WHERE sha = ?", batch[column]) == kind
+        manifest = msgspec.json.decode(files["manifest"], type=BatchManifest)
+        told = msgspec.json.decode(files["replay_manifest"], type=ReplayManifest)
+        assert manifest.replay == batch["replay_manifest"] and told.shape == ROUTES
+        assert (told.covered, told.tokens) == (batch["covered"], batch["tokens"]) == (5, 7)
+        packed = msgspec.json.decode(await one(store, "SELECT data FROM event WHERE kind = 'batch.packed'"))
+        assert (packed["covered"], packed["physical_tokens"], packed["unshared_tokens"]) == (5, 7, 0)
+        (row,) = await read_rows(store, api.List(what="batches"))
+        assert (row["covered"], row["tokens"], row["replay"]) == (5, 7, batch["replay"])
+        order = await claim(store, data)
+        assert [Path(p).read_bytes() for p in (order.replay, order.replay_manifest)] == [
+            files["replay"], files["replay_manifest"]
+        ]  # fmt: skip
+
+
+async def test_a_batch_without_replay_has_no_bundle(tmp_path):
+    async with open_store(tmp_path) as store:
+        data, ingest, _ = await make(store, tmp_path, base=MIXTURE, expert_replay=False)
+        await group(ingest, "g")
+        assert await pack(store, data)
+        (batch,) = await store.read("SELECT * FROM batch")
+        assert (batch["replay"], batch["replay_manifest"], batch["covered"]) == (None, None, None)
+        order = await claim(store, data)
+        assert (order.replay, order.replay_manifest) == ("", "")
+        assert b"covered" not in await one(store, "SELECT data FROM event WHERE kind = 'batch.packed'")
+
+
+async def test_a_trajectory_whose_routes_are_bad_fails_the_batch_by_name_and_loses_its_group(tmp_path):
+    async with open_store(tmp_path) as store:
+        data, ingest, _ = await make(store, tmp_path, base=MIXTURE)
+        await replayed(ingest, "bad")
+        await replayed(ingest, "good")
+        # Past ingest, which would have refused it.
+        bad = body(msgspec.structs.replace(routed(), routes=bytes([0, 1, 2, 3] * 2)))
+        await store.write(
+            lambda c: c.execute("UPDATE trajectory SET body = ?, digest = ? WHERE id = 2", (bad, digest(bad))).rowcount
+        )
+        assert await pack(store, data)  # trying again at once makes sense
+        assert await count(store, "batch") == 0
+        event = msgspec.json.decode(await one(store, "SELECT data FROM event WHERE kind = 'batch.failed'"))
+        assert (event["trajectory"], event["position"]) == (2, "turns[0].routes")
+        rows = await store.read("SELECT name, state, reason FROM trajectory_group ORDER BY id")
+        assert [(row["name"], row["state"]) for row in rows] == [("bad", "discarded"), ("good", "sealed")]
+        assert "trajectory 2: turns[0].routes: 2 rows from token 0 on end at 2" in rows[0]["reason"]
+        assert await pack(store, data) and await count(store, "batch") == 1
+
+
+async def test_a_bundle_that_the_disk_changed_is_not_committed(tmp_path, monkeypatch):
+    async with open_store(tmp_path) as store:
+        _, ingest, packer = await make(store, tmp_path, base=MIXTURE)
+        await replayed(ingest, "g")
+        real = Blobs.adopt
+
+        def adopt(self, source):
+            if source.name == "replay.safetensors":
+                source.write_bytes(source.read_bytes()[:-1] + b"\7")
+            return real(self, source)
+
+        monkeypatch.setattr(Blobs, "adopt", adopt)
+        request, groups = await store.write(packer._due)
+        with pytest.raises(OSError, match="other bytes than it was given"):
+            await packer._pack(request, groups)
+        assert await count(store, "batch") == 0 and await count(store, "trajectory", "state = 'queued'") == 2
+
+
+async def test_the_bundle_stays_as_long_as_its_batch_s_tensors(tmp_path):
+    """Whatever becomes of the batch, trained or abandoned, no service takes one without the other."""
+    async with open_store(tmp_path) as store:
+        data, ingest, _ = await make(store, tmp_path, base=MIXTURE)
+        await replayed(ingest, "g")
+        assert await pack(store, data)
+        await commit_next(store, data)
+        (batch,) = await store.read("SELECT * FROM batch")
+        assert batch["state"] == "trained"
+        for column in ("tensors", "manifest", "replay", "replay_manifest"):
+            assert Blobs(data.blobs).path(batch[column]).is_file()

@@ -16,12 +16,14 @@ from safetensors.numpy import load_file
 from artd.core.groups import group_outcome
 from artd.packing.advantages import group_statistics
 from artd.packing.child import PackFailure, PackRequest, run
-from artd.packing.manifest import PackError
+from artd.packing.manifest import Bundle, PackError
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest
-from tests.unit.packing_oracle import check_batch, plain_sequences, source, turn
+from artd_schema.manifest import BatchManifest, ReplayManifest
+from artd_schema.trajectory import RouteShape
+from tests.unit.packing_oracle import check_batch, encode_routes, plain_sequences, source, turn
 
 ROOT = Path(__file__).parents[2]
+SHAPE = RouteShape(layers=2, topk=2, experts=5)
 
 
 @pytest.fixture
@@ -54,6 +56,21 @@ def store(tmp_path):
     connection.close()
 
 
+@pytest.fixture
+def replayed(store):
+    """The same, of a mixture of experts."""
+    connection, request, turns_of = store
+    rows = [[[p % 5, (p + 1) % 5], [(p + 3) % 5, p % 5]] for p in range(52)]
+    for number, (plain,) in turns_of.items():
+        routed = [msgspec.structs.replace(plain, routes=encode_routes(rows, SHAPE))]
+        turns_of[number] = routed
+        item = source(number, 0, 0.0, routed)
+        row = (item.body, item.digest, number)
+        connection.execute("UPDATE trajectory SET body = ?, digest = ?, blob = NULL WHERE id = ?", row)
+    connection.commit()
+    return connection, msgspec.structs.replace(request, routes=SHAPE), turns_of
+
+
 def spawn(request: bytes) -> subprocess.CompletedProcess[bytes]:
     path = os.pathsep.join(str(ROOT / part) for part in (".", "schema"))
     command = [sys.executable, "-m", "artd.packing.child"]
@@ -78,11 +95,41 @@ def test_the_child_writes_what_it_says(store):
     check_batch(load_file(out / "batch.safetensors"), manifest, {n: plain_sequences(t) for n, t in turns_of.items()})
 
 
-def test_two_children_write_the_same_bytes(store, tmp_path):
-    _, request, _ = store
-    first = run(request)
-    again = run(msgspec.structs.replace(request, out_dir=str(tmp_path / "again")))
-    assert (first.tensors, first.manifest) == (again.tensors, again.manifest)
+@pytest.mark.parametrize("kind", ["store", "replayed"])
+def test_two_children_write_the_same_bytes(kind, request, tmp_path):
+    _, wanted, _ = request.getfixturevalue(kind)
+    first = run(wanted)
+    again = run(msgspec.structs.replace(wanted, out_dir=str(tmp_path / "again")))
+    assert first == again and (first.replay is not None) == (kind == "replayed")
+
+
+def test_the_child_writes_the_replay_bundle_too(replayed):
+    _, request, turns_of = replayed
+    done = spawn(msgspec.json.encode(request))
+    answer = json.loads(done.stdout)
+    out = Path(request.out_dir)
+    files = {"replay": "replay.safetensors", "replay_manifest": "replay.json"}
+    for part, name in files.items():
+        data = (out / name).read_bytes()
+        assert answer[part] == {"name": name, "sha256": digest(data), "bytes": len(data)}
+    manifest = msgspec.json.decode((out / "manifest.json").read_bytes(), type=BatchManifest)
+    told = msgspec.json.decode((out / "replay.json").read_bytes(), type=ReplayManifest)
+    assert manifest.replay == answer["replay_manifest"]["sha256"]
+    assert (answer["covered"], answer["unshared_tokens"]) == (told.covered, 0) == (manifest.physical_tokens - 8, 0)
+    bundle = Bundle(load_file(out / "replay.safetensors"), told)
+    expected = {n: plain_sequences(t, SHAPE) for n, t in turns_of.items()}
+    check_batch(load_file(out / "batch.safetensors"), manifest, expected, bundle)
+
+
+def test_bad_routes_are_named_and_nothing_is_written(replayed):
+    connection, request, turns_of = replayed
+    (good,) = turns_of[5]
+    bad = source(5, 2, 5.0, [msgspec.structs.replace(good, routes=good.routes[:68] + good.routes[69:70] * 140)])
+    connection.execute("UPDATE trajectory SET body = ?, digest = ? WHERE id = 5", (bad.body, bad.digest))
+    connection.commit()
+    answer = msgspec.json.decode(spawn(msgspec.json.encode(request)).stdout, type=PackFailure)
+    assert (answer.trajectory, answer.position) == (5, "turns[0].routes[17]") and "not distinct" in answer.error
+    assert not Path(request.out_dir).exists()
 
 
 def test_the_store_is_opened_read_only(store):
@@ -157,15 +204,16 @@ def test_nothing_to_train_on_says_why(store):
     assert len(caught.value.drops) == 8
 
 
-def test_files_and_folder_are_synced_before_the_answer(store, monkeypatch):
-    _, request, _ = store
+def test_files_and_folder_are_synced_before_the_answer(replayed, monkeypatch):
+    _, request, _ = replayed
     synced = []
     real = os.fsync
     monkeypatch.setattr(
         os, "fsync", lambda handle: (synced.append(str(Path(f"/proc/self/fd/{handle}").readlink())), real(handle))
     )
     run(request)
-    assert synced == [f"{request.out_dir}/batch.safetensors", f"{request.out_dir}/manifest.json", request.out_dir]
+    names = ("batch.safetensors", "manifest.json", "replay.safetensors", "replay.json")
+    assert synced == [*(f"{request.out_dir}/{name}" for name in names), request.out_dir]
 
 
 @pytest.mark.parametrize(

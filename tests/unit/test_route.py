@@ -9,7 +9,7 @@ import pytest
 from artd.requests import set_run_state
 from artd.route import Router, load_table
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, open_store, settle
+from tests.fakes.rows import BASE, MIXTURE, ROUTES, FakeWire, add_run, add_worker, data_dir, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -174,3 +174,14 @@ async def test_every_push_makes_a_table_of_its_own(tmp_path):
         await make_pusher(store, data, FakeWire(engine=1))._send_due()
         await store.write(lambda c: c.execute("UPDATE push SET state = 'prepared'").rowcount)
         assert await store.write(load_table) != before
+
+
+@pytest.mark.parametrize(
+    ("base", "replay", "expected"), [(MIXTURE, True, ROUTES), (MIXTURE, False, None), (BASE, True, None)]
+)
+async def test_the_gateway_is_told_whether_engines_capture_experts(tmp_path, base, replay, expected):
+    async with open_store(tmp_path) as store:
+        await add_run(store, base=base, expert_replay=replay)
+        await add_worker(store, "engine", 1, "ready", "/s")
+        (_, (engine,)) = await load(store)
+        assert engine.routes == expected

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from artd.core.validate import InvalidField, check_turns, epoch_range
+from artd.core.fields import InvalidField
+from artd.core.validate import check_turns, epoch_range
 from artd_schema.trajectory import Sampling
 from tests.fakes.rows import VOCAB, floats, ids, turn
 
@@ -83,8 +84,15 @@ def test_epochs_must_be_known_where_the_daemon_knows_them():
     with pytest.raises(InvalidField, match="policy epoch 5 was never served") as caught:
         check_turns([stamped], VOCAB, True, next_epoch=5)
     assert caught.value.field == "turns[0].policy_epoch"
-    with pytest.raises(InvalidField, match="never served"):
-        check_turns([turn(policy_epoch=((0, -1),))], VOCAB, True, next_epoch=5)
+    for field in ("policy_epoch", "kv_cache_epoch"):
+        with pytest.raises(InvalidField, match="never served"):
+            check_turns([turn(**{field: ((0, -1),)})], VOCAB, True, next_epoch=5)
+    with pytest.raises(InvalidField, match="epoch 7 was never served"):
+        check_turns([turn(kv_cache_epoch=((0, 7), (1, 4)))], VOCAB, True, next_epoch=5)
+
+
+def test_behind_what_was_computed_again_the_epoch_of_the_cache_falls():
+    assert check_turns([turn(policy_epoch=((0, 4), (1, 5)), kv_cache_epoch=((0, 5), (1, 4)))], VOCAB, True) == 2
 
 
 def test_epoch_range():

@@ -13,6 +13,7 @@ CREATE TABLE run (
   base_digest TEXT NOT NULL,
   base_manifest BLOB NOT NULL,               -- JSON [{name, bytes, sha256, mtime_ns, inode}]
   vocab_size INTEGER NOT NULL,
+  routes BLOB NOT NULL DEFAULT x'',          -- JSON RouteShape: mixture of experts with expert replay; else empty
   state TEXT NOT NULL CHECK (state IN ('active', 'paused', 'finished')),
   reason TEXT NOT NULL DEFAULT '',
   step INTEGER NOT NULL DEFAULT -1,          -- newest committed step
@@ -41,7 +42,7 @@ CREATE INDEX group_sealed ON trajectory_group (run_id, id) WHERE state = 'sealed
 CREATE TABLE blob (
   sha TEXT PRIMARY KEY,
   bytes INTEGER NOT NULL,
-  kind TEXT NOT NULL CHECK (kind IN ('trajectory', 'batch', 'manifest')),
+  kind TEXT NOT NULL CHECK (kind IN ('trajectory', 'batch', 'manifest', 'replay')),
   created INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
@@ -81,10 +82,14 @@ CREATE TABLE batch (
   state TEXT NOT NULL CHECK (state IN ('packed', 'trained', 'abandoned')),
   tensors TEXT NOT NULL REFERENCES blob,
   manifest TEXT NOT NULL REFERENCES blob,
+  replay TEXT REFERENCES blob,               -- replay bundle and its manifest, for expert replay
+  replay_manifest TEXT REFERENCES blob,
+  covered INTEGER,                           -- of `tokens`: those whose routes the bundle holds
   trajectories INTEGER NOT NULL,
   tokens INTEGER NOT NULL,
   fill REAL NOT NULL,
-  created INTEGER NOT NULL
+  created INTEGER NOT NULL,
+  CHECK ((replay IS NULL) = (replay_manifest IS NULL) AND (replay IS NULL) = (covered IS NULL))
 ) STRICT;
 CREATE UNIQUE INDEX batch_step ON batch (run_id, step) WHERE state = 'packed';
 

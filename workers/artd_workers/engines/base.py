@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from artd_schema.manifest import WeightEntry
+from artd_schema.trajectory import RouteShape
+
+Routes = Literal["hooks", "field"]
+"""How an engine tells routed experts. hooks: artd's extension catches them in the worker, and they are asked for by request;
+a cached prefix is never routed, so there is none. field: the server puts them into its replies, by a flag."""
 
 
 class EngineError(Exception):
@@ -46,6 +51,7 @@ class Capabilities:
 
     start_body: `/start_weight_update` must carry a JSON body. weight_version: replies are stamped with a label that
     `/finish_weight_update` and `/update_weight_version` set. abort_route: `/abort_requests` ends everything in flight.
+    routes: how it tells the experts of a mixture of experts.
     """
 
     series: str
@@ -53,12 +59,13 @@ class Capabilities:
     start_body: bool
     weight_version: bool
     abort_route: bool
+    routes: Routes
 
 
 VLLM: tuple[Capabilities, ...] = (
-    Capabilities("0.32", "run", start_body=False, weight_version=True, abort_route=True),
-    Capabilities("0.25", "read", start_body=False, weight_version=False, abort_route=False),
-    Capabilities("0.22", "read", start_body=True, weight_version=False, abort_route=False),
+    Capabilities("0.32", "run", start_body=False, weight_version=True, abort_route=True, routes="hooks"),
+    Capabilities("0.25", "read", start_body=False, weight_version=False, abort_route=False, routes="field"),
+    Capabilities("0.22", "read", start_body=True, weight_version=False, abort_route=False, routes="field"),
 )
 
 
@@ -89,9 +96,10 @@ class Fence:
 
 @dataclass(frozen=True)
 class DiskLoad:
-    """A merged load from disk: base model folder, checkpoint folder, scale = alpha / rank, torch dtype name as served."""
+    """A merged load from disk: base model folder (None: the checkpoint holds every weight), checkpoint folder, scale =
+    alpha / rank, torch dtype name as served."""
 
-    base: Path
+    base: Path | None
     checkpoint: Path
     scale: float
     dtype: str
@@ -126,7 +134,7 @@ class Adapter(Protocol):
     def load_merged(
         self, fence: Fence, table: Sequence[WeightEntry], load: DiskLoad, deadline: Deadline
     ) -> dict[str, float]:
-        """Merge base and adapter in the engine's worker and load the result. Returns named seconds."""
+        """Load a checkpoint in the engine's worker, base and adapter merged there. Returns named seconds."""
 
     def finish(self, name: str, deadline: Deadline) -> None:
         """Label the new weights and drop every cached prefix of the old ones."""
@@ -142,6 +150,9 @@ class Adapter(Protocol):
 
     def score(self, model: str, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
         """Natural-log probabilities of tokens 1..n-1 of each prompt (token ids), temperature 1."""
+
+    def capture_routes(self, shape: RouteShape, deadline: Deadline) -> None:
+        """From now on capture the experts of every token; refused when the engine's model is of another shape."""
 
     def abort_all(self, deadline: Deadline) -> None:
         """End every request in flight."""

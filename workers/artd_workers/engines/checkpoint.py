@@ -1,4 +1,4 @@
-"""A committed checkpoint folder as the engine side reads it: manifest, weight table, canary, adapter.
+"""A committed checkpoint folder as the engine side reads it: manifest, weight table, canary, adapter or every weight.
 
 Purpose: nothing is pushed that is not what the daemon committed: every file is tied to the manifest's sha by hashing.
 Owner of: no state. Invariants: no torch (the harness imports this); safetensors files are read by their plain header.
@@ -24,6 +24,7 @@ from .base import EngineError
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MODEL = "model.safetensors"
 _CHUNK = 1 << 20
 T = TypeVar("T")
 

@@ -125,7 +125,8 @@ class Pusher:
             self._adapter.join(push.rendezvous, deadline)
             return self._adapter.receive(fence, table, deadline)
         scale = self._spec.lora.alpha / self._spec.lora.rank
-        load = DiskLoad(Path(self._spec.model), committed.folder, scale, self._spec.engine.dtype)
+        base = None if committed.manifest.parameters == "full" else Path(self._spec.model)
+        load = DiskLoad(base, committed.folder, scale, self._spec.engine.dtype)
         return self._adapter.load_merged(fence, table, load, deadline)
 
     def _check_bytes(self, committed: checkpoint.Checkpoint, found: int) -> None:
@@ -163,6 +164,11 @@ class Pusher:
         if committed.weights.mode != push.mode or push.mode != self._spec.rollout_weights_mode:
             raise EngineError(
                 f"a {push.mode} push of a {committed.weights.mode} checkpoint to a {self._spec.rollout_weights_mode} engine"
+            )
+        if committed.manifest.parameters != self._spec.parameters:
+            raise EngineError(
+                f"{committed.folder} holds {committed.manifest.parameters} parameters, the run trains "
+                f"{self._spec.parameters}: it is no checkpoint of this run"
             )
         return committed
 

@@ -24,7 +24,7 @@ from ..harness import Link, LinkClosed
 from .base import Deadline, EngineError
 from .push import Pusher, PushError, Stale
 from .vllm.adapter import VllmAdapter
-from .vllm.server import Server, model_name
+from .vllm.server import Server, model_name, routes_means
 
 START_S = 600.0
 _TICK_S = 0.2
@@ -74,12 +74,24 @@ class EngineWorker:
                 raise EngineError(f"the vLLM server of run {self._config.run} did not answer within {START_S:.0f} s")
         adapter = VllmAdapter(self._server.socket, Deadline(_CALL_S))
         log(f"vLLM {adapter.version} serves run {self._config.run} on {self._server.socket}")
+        self._capture(adapter)
         spec = self._config.spec
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters", self._instance,
                               self._link.identity.spawn, log)  # fmt: skip
         threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True).start()
         self._link.send(w.Ready(socket=str(self._server.socket)))
         return True
+
+    def _capture(self, adapter: VllmAdapter) -> None:
+        """Have routes captured, when the run wants them, before any request comes."""
+        if self._config.routes is None:
+            return
+        if adapter.capabilities.routes != routes_means():
+            raise EngineError(
+                f"vLLM {adapter.version} tells routes by {adapter.capabilities.routes}, but was started for another "
+                "version: the interpreter of the engine holds two of them, install its runtime again"
+            )
+        adapter.capture_routes(self._config.routes, Deadline(_CALL_S))
 
     def _serve(self) -> str:
         """Serve until told to exit ("") or until the engine is lost (why)."""

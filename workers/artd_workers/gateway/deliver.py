@@ -15,6 +15,7 @@ from artd_schema.trajectory import Split, Turn
 from artd_schema.worker import Exchange, Served
 
 from . import reply, turns
+from .capture import Capture
 from .errors import EngineFailure, aborted
 from .kinds import Kind
 from .ledger import Ledger
@@ -36,13 +37,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Generated:
-    """What came out of an engine; requests and replies have one element a prompt, `shown` is the derendered
-    response."""
+    """What came out of an engine; requests and replies have one element a prompt, captures one a choice, `shown` is the
+    derendered response."""
 
     job: Job
     place: Place
     requests: list[Json]
     replies: list[Json]
+    captures: list[Capture | None]
     shown: Json
     seconds: float
 
@@ -55,6 +57,7 @@ class _Sample:
     request: Json
     reply: Json
     choice: Json
+    capture: Capture | None
     served: Served
     epochs: turns.Epochs
 
@@ -77,7 +80,9 @@ async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits)
         columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
         if job.body.get("return_token_ids"):
             logprobs = turns.logprobs_of(engine, sample.choice)
-            reply.add_ids(job.kind, shown, sample.request["token_ids"], sample.choice, logprobs)
+            reply.add_ids(job.kind, shown, sample.request, sample.choice, logprobs)
+            if sample.capture is not None and made.place.engine.routes is not None:
+                reply.add_experts(job.kind, shown, sample.capture, made.place.engine.routes)
         choices.append(shown)
     exchange = Exchange(
         response_id=job.response_id, run=used.run, model=used.name, split=job.split, sampling=columns[0].sampling,
@@ -101,7 +106,7 @@ async def _sample(
     made: Generated, table: Table, limits: Limits, index: int, request: Json, answer: Json, choice: Json
 ) -> _Sample:
     served, epochs = await _trace(made.place, choice, table, limits)
-    return _Sample(index, request, answer, choice, served, epochs)
+    return _Sample(index, request, answer, choice, made.captures[index], served, epochs)
 
 
 def _head(made: Generated, samples: list[_Sample], model: str) -> Json:
@@ -121,6 +126,7 @@ def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
         sample.choice,
         sampling=turns.effective_sampling(sample.params),
         epochs=sample.epochs,
+        capture=sample.capture,
         response_id=made.job.response_id,
         index=sample.index,
         raw=raw,

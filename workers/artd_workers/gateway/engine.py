@@ -36,11 +36,12 @@ class EngineClient:
         transport = httpx.AsyncHTTPTransport(uds=socket, verify=False, trust_env=False, limits=pool)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://engine", trust_env=False)
 
-    async def post(self, path: str, body: dict[str, Any], *, unbounded: bool = False) -> Any:
-        """POST JSON, return the decoded reply. unbounded: no read deadline. Errors: EngineFailure, ApiError 400."""
+    async def post(self, path: str, body: dict[str, Any], *, unbounded: bool = False, form: Any = Any) -> Any:
+        """POST JSON, return the reply decoded as the type `form`. unbounded: no read deadline. Errors: EngineFailure,
+        ApiError 400."""
         self.active += 1
         try:
-            return _decode(self.name, path, await self._send(path, body, unbounded))
+            return _decode(self.name, path, await self._send(path, body, unbounded), form)
         finally:
             self.active -= 1
             if self.retired:
@@ -81,11 +82,13 @@ class Engines:
             await client.close_if_idle()
 
 
-def _decode(engine: str, path: str, response: httpx.Response) -> Any:
+def _decode(engine: str, path: str, response: httpx.Response, form: Any) -> Any:
     if response.status_code != 200:
         raise _error(engine, path, response)
     try:
-        return msgspec.json.decode(response.content)
+        return msgspec.json.decode(response.content, type=form)
+    except msgspec.ValidationError as error:
+        raise EngineFailure(engine, f"{path} answered 200 with JSON of another form: {error}") from error
     except msgspec.DecodeError as error:
         raise EngineFailure(engine, f"{path} answered 200 with what is no JSON: {error}") from error
 

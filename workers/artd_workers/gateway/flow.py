@@ -1,4 +1,4 @@
-"""One request from body to reply: place → render → generate → derender → ledger.
+"""One request from body to reply: place → render → generate → take routed experts → derender → ledger.
 
 Owner of no state. Invariants: an engine is entered only between `Table.enter` and `Table.leave`; a request whose
 tokens have come out of an engine is never generated again; the reply exists for the client only once the ledger has it.
@@ -15,6 +15,7 @@ from . import reply, turns
 from .deliver import Generated, Job, Json, deliver
 from .engine import EngineClient, Engines
 from .errors import ApiError, EngineFailure, aborted
+from .experts import Experts
 from .kinds import Kind
 from .ledger import Ledger
 from .limits import Limits
@@ -27,6 +28,7 @@ class Flow:
         self._engines = engines
         self._ledger = ledger
         self._limits = limits
+        self._experts = Experts(limits)
 
     async def answer(self, kind: Kind, body: Json, split: Split) -> bytes:
         """The JSON reply to one request, already in the ledger. Errors: ApiError."""
@@ -61,13 +63,16 @@ class Flow:
         try:
             client = self._client(place)
             requests = [self._request(job, place, request, i) for i, request in enumerate(requests)]
-            replies = await self._gather(client, requests)
-            seconds = time.monotonic() - start
-            self._check(place, requests, replies)
+            with self._experts.dropped_on_error(client, place.engine.routes, requests):
+                replies = await self._gather(client, requests)
+                seconds = time.monotonic() - start
+                self._check(place, requests, replies)
+                needed = job.split == "train"
+                captures = await self._experts.take(client, place.engine.routes, requests, replies, needed)
             shown = await self._derender(job, client, upstream, requests, replies)
         finally:
             self._table.leave(place)
-        return Generated(job, place, requests, replies, shown, seconds)
+        return Generated(job, place, requests, replies, captures, shown, seconds)
 
     async def _render(self, job: Job, place: Place) -> tuple[Json, list[Json]]:
         # By the base model's name: an adapter may be unloaded as soon as its last token is out.

@@ -36,12 +36,14 @@ class Ledger:
         bulk = [msgspec.msgpack.encode(turn) for turn in turns]
         size = len(MAGIC) + len(msgspec.msgpack.encode(exchange)) + sum(map(len, bulk))
         if size > self._limits.max_message:
+            routes = sum(len(turn.routes) for turn in turns)
+            of_them = f" ({routes} of them routed experts)" if routes else ""
             raise ApiError(
                 413,
                 "ledger_entry_too_large",
-                f"the response's ledger entry has {size} bytes, more than max_message = {self._limits.max_message}; "
-                f"ask for fewer choices or tokens ({exchange.choices} choices, {exchange.prompt_tokens} + "
-                f"{exchange.completion_tokens} tokens), or raise max_message",
+                f"the response's ledger entry has {size} bytes{of_them}, more than max_message = "
+                f"{self._limits.max_message}; ask for fewer choices or tokens ({exchange.choices} choices, "
+                f"{exchange.prompt_tokens} + {exchange.completion_tokens} tokens), or raise max_message",
             )
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[exchange.response_id] = answer

@@ -12,7 +12,8 @@ class Limits:
     ready_s: a request for a run that serves nothing waits this long, then 503. hold_s: the same while every engine of
     the run is held. retry_s: how long a request whose engine failed waits for a newer route. label_s: how long a
     response waits for the route that names the weights it came from. ledger_s: deadline of the daemon's
-    acknowledgement. call_s: deadline of render and derender; generate has none, as the harness watches the engine.
+    acknowledgement. call_s: deadline of render, derender and what is asked of routed experts; generate has none, as the
+    harness watches the engine.
     body: bytes. max_message: bytes, all frames of one message to the daemon together.
     """
 

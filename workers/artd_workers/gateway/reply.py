@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from artd_schema.trajectory import RouteShape
+
+from . import npy
+from .capture import Capture
 from .kinds import Kind
 
 Json = dict[str, Any]
@@ -58,12 +62,29 @@ def raw_of(shown: Json, choice: Json, generated: Json, head: Json) -> Json:
     return head | {"choices": [shown | {"logprobs": None}], "engine": beside | {"choices": [told]}}
 
 
-def add_ids(kind: Kind, shown: Json, prompt: list[int], choice: Json, logprobs: list[float]) -> None:
-    """Token-id information for a client that asked for it."""
+def add_ids(kind: Kind, shown: Json, request: Json, choice: Json, logprobs: list[float]) -> None:
+    """Token-id information for a client that asked for it; generation_top_log_probs, where alternatives were asked for
+    too: for each sampled token [[token id, logprob], ...], likeliest first, itself among them."""
     bearer = kind.bearer_of_ids(shown)
-    bearer["prompt_token_ids"] = prompt
+    bearer["prompt_token_ids"] = request["token_ids"]
     bearer["generation_token_ids"] = choice["token_ids"]
     bearer["generation_log_probs"] = logprobs
+    if request["sampling_params"].get("logprobs"):
+        bearer["generation_top_log_probs"] = [_alternatives(entry) for entry in choice["logprobs"]["content"]]
+
+
+def add_experts(kind: Kind, shown: Json, capture: Capture, shape: RouteShape) -> None:
+    """Routed experts for a client that asked for token ids: base64 (msgspec's form of bytes) of a .npy file, [rows, MoE
+    layers, topk], as vLLM has it but without dense layers; the first row is that of token routed_experts_start."""
+    rows = len(capture.routes) // shape.row_bytes
+    bearer = kind.bearer_of_ids(shown)
+    bearer["routed_experts"] = npy.write(npy.Ids(rows, shape.layers, shape.topk, shape.width, capture.routes))
+    bearer["routed_experts_start"] = capture.start
+
+
+def _alternatives(entry: Json) -> list[tuple[int, float]]:
+    found = [(other["token_id"], other["logprob"]) for other in entry.get("top_logprobs") or ()]
+    return sorted(found, key=lambda pair: -pair[1])
 
 
 _COLUMNS = ("token_ids", "logprobs")

@@ -1,15 +1,17 @@
-"""What a model family must say, and the rules that dense decoders share.
+"""What a model family must say, and the rules that decoders share.
 
-Purpose: `Plan` is all that the trainer needs to build a GPTModel and move weights; `dense_plan` reads the fields that
-Llama-style configs have in common. Owner of: no state.
+Purpose: `Plan` is all that the trainer needs to build a GPTModel and move weights; `decoder_plan` reads the fields that
+Llama-style configs have in common, `dense_plan` is that with a dense MLP in each layer. Owner of: no state.
 Invariants: a field that would change the mathematics and is not handled is refused by name (UnsupportedModel).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from artd_schema.trajectory import RouteShape
 
 from .codec import Codec, Heads, Row
 
@@ -23,7 +25,8 @@ class UnsupportedModel(ValueError):
 @dataclass(frozen=True)
 class Plan:
     """How to build a model. transformer: keyword arguments of TransformerConfig; model: of GPTModel; qk_norm: layer
-    spec with q and k norms; special_ids: token ids that the canary avoids."""
+    spec with q and k norms; special_ids: token ids that the canary avoids; routes: what the expert ids of a mixture of
+    experts look like, None for a dense model."""
 
     family: str
     transformer: dict[str, Any]
@@ -33,6 +36,7 @@ class Plan:
     layers: int
     vocab_size: int
     special_ids: frozenset[int]
+    routes: RouteShape | None = None
 
 
 class Family(Protocol):
@@ -81,13 +85,25 @@ _HEAD = Row("output_layer.weight", ("lm_head.weight",))
 
 def dense_plan(family: str, config: HfConfig, qk_norm: bool) -> Plan:
     """Plan of a decoder with RMSNorm, rotary positions, grouped-query attention and a SiLU-gated MLP."""
+    return decoder_plan(family, config, qk_norm, [GATED_MLP] * int(config["num_hidden_layers"]))
+
+
+def decoder_plan(
+    family: str,
+    config: HfConfig,
+    qk_norm: bool,
+    mlps: Sequence[Sequence[Row]],
+    transformer: Mapping[str, Any] | None = None,
+    routes: RouteShape | None = None,
+) -> Plan:
+    """Plan of such a decoder with other MLPs. mlps: rows of each layer's; transformer, routes: what they add to the plan."""
     _refuse(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
     shape = Heads(heads, groups, int(config.get("head_dim") or hidden // heads))
-    layers, tied = int(config["num_hidden_layers"]), bool(config.get("tie_word_embeddings", False))
-    transformer = {
-        "num_layers": layers,
+    tied = bool(config.get("tie_word_embeddings", False))
+    common = {
+        "num_layers": len(mlps),
         "hidden_size": hidden,
         "ffn_hidden_size": int(config["intermediate_size"]),
         "num_attention_heads": heads,
@@ -103,9 +119,12 @@ def dense_plan(family: str, config: HfConfig, qk_norm: bool) -> Plan:
         **_rope(config),
     }
     per_model = (_EMBEDDING, _FINAL_NORM) if tied else (_EMBEDDING, _FINAL_NORM, _HEAD)
-    per_layer = (*NORMS, *ATTENTION, *(QK_NORMS if qk_norm else ()), *GATED_MLP)
-    codec = Codec.expand(per_model, per_layer, layers, shape)
-    return Plan(family, transformer, model, codec, qk_norm, layers, model["vocab_size"], _special_ids(config))
+    attention = (*NORMS, *ATTENTION, *(QK_NORMS if qk_norm else ()))
+    codec = Codec.expand(per_model, [(*attention, *mlp) for mlp in mlps], shape)
+    return Plan(
+        family, common | dict(transformer or {}), model, codec, qk_norm, len(mlps), model["vocab_size"],
+        _special_ids(config), routes,
+    )  # fmt: skip
 
 
 def _refuse(config: HfConfig) -> None:

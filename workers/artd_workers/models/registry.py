@@ -11,10 +11,14 @@ from pathlib import Path
 
 from artd_schema.families import FAMILIES
 
-from . import llama, qwen3
+from . import llama, qwen3, qwen3_moe
 from .base import HfConfig, Plan, UnsupportedModel
 
-_PLANS: dict[str, Callable[[HfConfig], Plan]] = {"llama": llama.plan, "qwen3": qwen3.plan}
+_PLANS: dict[str, Callable[[HfConfig], Plan]] = {
+    "llama": llama.plan,
+    "qwen3": qwen3.plan,
+    "qwen3_moe": qwen3_moe.plan,
+}
 
 
 def read_config(folder: str | Path) -> HfConfig:

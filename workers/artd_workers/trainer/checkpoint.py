@@ -1,6 +1,7 @@
 """A checkpoint folder: written once, complete and fsynced before its manifest, read back bit for bit.
 
-Purpose: the durable form of a step: adapter, optimizer, RNG, data position, the table of weights as served, canary.
+Purpose: the durable form of a step: adapter or every weight, optimizer, RNG, data position, the table of weights as served,
+canary.
 Owner of: a staging folder until the daemon commits it. Invariants: safetensors and JSON only (no pickle); `manifest.json` is
 written last; nothing of a folder is used whose sha256 is not the manifest's.
 """
@@ -28,6 +29,7 @@ from artd_schema.worker import CheckpointRef
 
 MANIFEST, WEIGHTS, STATE = "manifest.json", "weights.json", "state.json"
 ADAPTER, ADAPTER_CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
+MODEL = "model.safetensors"
 
 
 class CheckpointError(ValueError):
@@ -45,10 +47,10 @@ class State(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A committed checkpoint in memory: adapter in PEFT names, optimizer tensors by name."""
+    """A committed checkpoint in memory: adapter in PEFT names or weights in Hugging Face names, optimizer tensors by name."""
 
     manifest: CheckpointManifest
-    adapter: dict[str, Tensor]
+    weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: State
 
@@ -120,8 +122,11 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read(ref: CheckpointRef) -> Loaded:
-    """Read a committed checkpoint. Raises CheckpointError when a file is missing or not the one committed."""
+def read(ref: CheckpointRef, weights: str) -> Loaded:
+    """Read a committed checkpoint. weights: the file with what is trained, ADAPTER or MODEL.
+
+    Raises CheckpointError when a file is missing or not the one committed.
+    """
     folder = Path(ref.dir)
     raw = _read(folder / MANIFEST, ref.sha)
     try:
@@ -129,7 +134,7 @@ def read(ref: CheckpointRef) -> Loaded:
         shas = {entry.name: entry.sha256 for entry in manifest.files}
         return Loaded(
             manifest,
-            load(_read(folder / ADAPTER, shas[ADAPTER])),
+            load(_read(folder / weights, shas[weights])),
             load(_read(folder / OPTIMIZER, shas[OPTIMIZER])),
             msgspec.json.decode(_read(folder / STATE, shas[STATE]), type=State),
         )

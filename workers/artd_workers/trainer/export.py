@@ -1,8 +1,8 @@
-"""`python -m artd_workers.trainer.export`: base and adapter merged into a Hugging Face folder.
+"""`python -m artd_workers.trainer.export`: base and adapter merged, or weights trained in full, as a Hugging Face folder.
 
 Purpose: the folder that `artctl export --format merged` hands out. Owner of: the output folder. Invariants: the one
 merge of `merge.py`, so the bits are those that the engine was served; where the checkpoint's `weights.json` lists the
-merged tensors, every one is compared with it.
+served tensors in the same dtype, every one is compared with it; experts have a checkpoint's names, one by one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from artd_schema.manifest import WeightTable
 
-from .merge import BaseWeights, merged_tensors
+from .merge import BaseWeights, Stored, merged_tensors
 
 SHARD_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -35,19 +36,17 @@ class ExportError(Exception):
 def export(base: Path, checkpoint: Path, out: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> int:
     """Write `out`, which must not exist: weights of `dtype` in shards of at most `shard_bytes` (a larger tensor has one
     of its own), config, tokenizer. Returns the number of tensors. Raises ExportError, ValueError (from the merge)."""
-    config = json.loads((checkpoint / "adapter_config.json").read_text())
-    adapter = load_file(checkpoint / "adapter_model.safetensors")
-    expected = _served(checkpoint, dtype)
+    tensors, expected = _weights(base, checkpoint, dtype), _served(checkpoint, dtype)
     writer = _Shards(out, shard_bytes)
     out.mkdir(parents=True)
-    for name, tensor in merged_tensors(BaseWeights(base), adapter, config["lora_alpha"] / config["r"], dtype):
+    for name, tensor in tensors:
         if expected and expected.pop(name, None) != _sha(tensor):
             raise ExportError(
-                f"{name} merged is not what the step's weights.json lists: the base model {base} has changed"
+                f"{name} is not what the step's weights.json lists: the base model {base} or the checkpoint has changed"
             )
         writer.add(name, tensor)
     if expected:
-        raise ExportError(f"{base} lacks {len(expected)} tensors of weights.json, the first is {min(expected)}")
+        raise ExportError(f"{len(expected)} tensors of weights.json are not there, the first is {min(expected)}")
     for path in sorted(base.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, out / path.name)
@@ -55,6 +54,15 @@ def export(base: Path, checkpoint: Path, out: Path, dtype: torch.dtype, shard_by
     model.pop("dtype", None)
     (out / "config.json").write_text(json.dumps(model | {"torch_dtype": _name(dtype)}, indent=2) + "\n")
     return writer.finish()
+
+
+def _weights(base: Path, checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor of `dtype`) of every weight of a checkpoint, whose folder holds an adapter or all weights."""
+    if (full := checkpoint / "model.safetensors").is_file():
+        return merged_tensors(Stored(full), {}, 1.0, dtype)
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    adapter = load_file(checkpoint / "adapter_model.safetensors")
+    return merged_tensors(BaseWeights(base), adapter, config["lora_alpha"] / config["r"], dtype)
 
 
 def _served(checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
@@ -118,9 +126,11 @@ class _Shards:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Merge an adapter into its base model.")
+    parser = argparse.ArgumentParser(description="A checkpoint as a Hugging Face folder.")
     parser.add_argument("--base", type=Path, required=True, help="Hugging Face folder of the base model")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder with the adapter (and weights.json)")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="folder with the adapter or all weights (and weights.json)"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()

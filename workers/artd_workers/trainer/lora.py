@@ -91,6 +91,15 @@ class Lora:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named()]
 
+    def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by PEFT name, which is what is on disk."""
+        return dict(own)
+
+    def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same; raises ValueError when the names are not exactly this adapter's."""
+        self._check_names(stored)
+        return dict(stored)
+
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """A: kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)), as PEFT; B: zero."""
@@ -110,15 +119,17 @@ class Lora:
     @torch.no_grad()
     def load(self, adapter: Mapping[str, Tensor]) -> None:
         """Copy tensors in PEFT names in. Raises ValueError when names, shapes or dtypes differ."""
-        own = dict(self.named())
-        if odd := sorted(set(own) ^ set(adapter)):
-            raise ValueError(f"the adapter and this model differ in {len(odd)} tensors, the first is {odd[0]}")
-        for name, parameter in own.items():
+        self._check_names(adapter)
+        for name, parameter in self.named():
             if adapter[name].shape != parameter.shape or adapter[name].dtype != torch.float32:
                 raise ValueError(
                     f"{name} is {tuple(adapter[name].shape)} {adapter[name].dtype}, not {tuple(parameter.shape)} fp32"
                 )
             parameter.copy_(adapter[name])
+
+    def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
+        if odd := sorted({name for name, _ in self.named()} ^ set(tensors)):
+            raise ValueError(f"the adapter and this model differ in {len(odd)} tensors, the first is {odd[0]}")
 
 
 def shapes_of(codec: Codec, weights: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -1,19 +1,23 @@
 """The LoRA merge: W + (alpha / rank) B A, defined once for push, export and engine start.
 
 Purpose: the same bits wherever a merged weight is needed: in the trainer's interpreter, in the engine's, in an export.
-Owner of: no state. Invariants: torch and safetensors only (the engine's interpreter imports this file too); the base is
-never mutated; no BLAS, no fused multiply-add, so the bits depend on neither threads, CPU nor torch build.
+Owner of: no state. Invariants: torch and safetensors only, and `models.experts` (the engine's interpreter imports this
+file too); the base is never mutated; no BLAS, no fused multiply-add, so the bits depend on neither threads, CPU nor torch build.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from ..models.experts import Slice, parts
 
 PEFT_PREFIX = "base_model.model."
 _SUFFIX_A, _SUFFIX_B = ".lora_A.weight", ".lora_B.weight"
@@ -22,8 +26,17 @@ _CHUNK = 1 << 16
 """Elements merged at a time: two fp32 buffers of this size fit a core's L2 cache, and calls into torch stay few."""
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies: its file, the name there, and its part of that when experts are stored together."""
+
+    path: Path
+    stored: str
+    part: Slice | None = None
+
+
 class BaseWeights(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face checkpoint folder, read lazily, in push order.
+    """The tensors of a Hugging Face checkpoint folder, read lazily, in push order and under per-expert names.
 
     Order: safetensors files sorted by name, names sorted within a file. Left out: `lm_head.weight` when the config
     ties it to the embedding, and stored rotary tables (a property of the config). Raises ValueError for a folder that
@@ -37,23 +50,58 @@ class BaseWeights(Mapping[str, Tensor]):
             raise ValueError(f"{self.folder} has no config.json: give a Hugging Face checkpoint folder")
         tied = bool(json.loads(config.read_text()).get("tie_word_embeddings", False))
         self._files = {path: safe_open(path, framework="pt") for path in weight_files(self.folder)}
-        self._where: dict[str, Path] = {}
+        self._where: dict[str, _Place] = {}
         for path, handle in self._files.items():
-            for name in sorted(handle.keys()):
+            for name, place in sorted(_places(path, handle), key=lambda item: item[0]):
                 if name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD):
                     continue
                 if name in self._where:
-                    raise ValueError(f"tensor {name} is both in {self._where[name].name} and in {path.name}")
-                self._where[name] = path
+                    raise ValueError(f"tensor {name} is both in {self._where[name].path.name} and in {path.name}")
+                self._where[name] = place
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[self._where[name]].get_tensor(name)
+        place = self._where[name]
+        handle = self._files[place.path]
+        return handle.get_tensor(name) if place.part is None else place.part.of(handle.get_slice(place.stored))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
     def __len__(self) -> int:
         return len(self._where)
+
+
+def _places(path: Path, handle: Any) -> Iterator[tuple[str, _Place]]:
+    """(name, place) of what a safetensors file holds; fused experts one by one."""
+    stored_names: list[str] = handle.keys()
+    for stored in stored_names:
+        experts = [
+            (name, _Place(path, stored, part)) for name, part in parts(stored, handle.get_slice(stored).get_shape())
+        ]
+        yield from experts or [(stored, _Place(path, stored))]
+
+
+class Stored(Mapping[str, Tensor]):
+    """The tensors of one safetensors file, read one by one, in the order of `names` (default: sorted).
+
+    Raises ValueError when the file's names are not these.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str] | None = None) -> None:
+        self._file = safe_open(path, framework="pt")
+        stored = sorted(self._file.keys())
+        self._names = tuple(stored if names is None else names)
+        if odd := sorted(set(stored) ^ set(self._names)):
+            raise ValueError(f"{path} and its weight table differ in {len(odd)} names, the first is {odd[0]}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def weight_files(folder: Path) -> list[Path]:

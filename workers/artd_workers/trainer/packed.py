@@ -1,6 +1,6 @@
 """Packed rows as the trainer reads them: verified against their manifest, with the tree's mask and the scored tokens.
 
-Purpose: turn `[rows, S]` tensors into `PackedRow`s. Owner of: no state.
+Purpose: turn `[rows, S]` tensors, and the replay bundle if there is one, into `PackedRow`s. Owner of: no state.
 Invariants: query q sees key k iff k's segment is q's own or an ancestor of it and k comes no later; a trained token at index
 i is predicted at i - 1, in the same segment; anything the packer does not promise is a BatchError, which is permanent.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from artd_schema.manifest import BatchManifest
+from artd_schema.trajectory import RouteShape
+
+from .routes import BatchError, Bundle, ReplayFiles, read_bundle
 
 DTYPES = {
     "tokens": torch.int32,
@@ -36,16 +40,13 @@ DTYPES = {
 }
 
 
-class BatchError(ValueError):
-    """The batch is not what its manifest or the packer's rules say: training it again would fail again."""
-
-
 @dataclass(frozen=True)
 class PackedRow:
     """One row without its padding. Per token [s]: tokens, positions int64; hidden_from bool [s, s] (query, key).
 
     Per trained token [n], in row order: at = index of its predictor, targets, old_logprobs, advantages, weights,
-    temperatures, epochs (-1 unknown), trajectories (index in the manifest).
+    temperatures, epochs (-1 unknown), trajectories (index in the manifest). routes: expert ids [MoE layers, s, topk] to
+    replay (uint8 or int32), None when no experts are replayed.
     """
 
     tokens: Tensor
@@ -59,24 +60,35 @@ class PackedRow:
     temperatures: Tensor
     epochs: Tensor
     trajectories: Tensor
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows with at least one trained token, in order. counts: trained tokens per trajectory [trajectories]."""
+    """Rows with at least one trained token, in order. counts: trained tokens per trajectory [trajectories]. coverage:
+    share of the packed tokens whose routes are known, None when no experts are replayed."""
 
     manifest: BatchManifest
     sha: str
     rows: tuple[PackedRow, ...]
     counts: Tensor
+    coverage: float | None = None
 
     @property
     def trained(self) -> int:
         return int(self.counts.sum())
 
 
-def read_batch(tensors: Path, manifest: Path, sha: str, vocab_size: int) -> Batch:
-    """Read and verify a batch. sha: sha256 of the manifest file. Raises BatchError; OSError when a file cannot be read."""
+def read_batch(
+    tensors: Path,
+    manifest: Path,
+    sha: str,
+    vocab_size: int,
+    shape: RouteShape | None = None,
+    replay: ReplayFiles | None = None,
+) -> Batch:
+    """Read and verify a batch. sha: sha256 of the manifest file; shape: of the routes to replay, None = replay no experts;
+    replay: the batch's bundle. Raises BatchError; OSError when a file cannot be read."""
     raw = manifest.read_bytes()
     if hashlib.sha256(raw).hexdigest() != sha:
         raise BatchError(f"{manifest} does not have the sha256 {sha[:16]} that the job names: the batch is damaged")
@@ -86,7 +98,7 @@ def read_batch(tensors: Path, manifest: Path, sha: str, vocab_size: int) -> Batc
     except (msgspec.DecodeError, SafetensorError, json.JSONDecodeError) as error:
         raise BatchError(f"batch {sha[:16]} cannot be read: {error}") from None
     _verify(columns, described)
-    return make_batch(columns, described, sha, vocab_size)
+    return make_batch(columns, described, sha, vocab_size, read_bundle(replay, shape, described))
 
 
 def _verify(columns: dict[str, Tensor], manifest: BatchManifest) -> None:
@@ -102,14 +114,16 @@ def _verify(columns: dict[str, Tensor], manifest: BatchManifest) -> None:
             raise BatchError(f"{name} does not have the sha256 of the manifest: the batch file is damaged")
 
 
-def make_batch(columns: dict[str, Tensor], manifest: BatchManifest, sha: str, vocab_size: int) -> Batch:
+def make_batch(
+    columns: dict[str, Tensor], manifest: BatchManifest, sha: str, vocab_size: int, bundle: Bundle | None = None
+) -> Batch:
     """Check the packer's rules and cut the rows. Raises BatchError."""
     counts = torch.zeros(len(manifest.trajectories), dtype=torch.int64)
     rows = []
     for index in range(columns["tokens"].shape[0]):
         row = {name: tensor[index] for name, tensor in columns.items()}
         try:
-            packed = _row(row, vocab_size, len(counts))
+            packed = _row(row, vocab_size, len(counts), partial(bundle.row, index) if bundle else None)
         except BatchError as error:
             raise BatchError(f"row {index}: {error}") from None
         if len(packed.at):
@@ -117,10 +131,11 @@ def make_batch(columns: dict[str, Tensor], manifest: BatchManifest, sha: str, vo
             counts += torch.bincount(packed.trajectories, minlength=len(counts))
     if not rows:
         raise BatchError("no token of the batch is trained")
-    return Batch(manifest, sha, tuple(rows), counts)
+    coverage = bundle.coverage(int((columns["segment_ids"] >= 0).sum())) if bundle else None
+    return Batch(manifest, sha, tuple(rows), counts, coverage)
 
 
-def _row(row: dict[str, Tensor], vocab_size: int, trajectories: int) -> PackedRow:
+def _row(row: dict[str, Tensor], vocab_size: int, trajectories: int, routes: Callable[..., Tensor] | None) -> PackedRow:
     size = int((row["segment_ids"] >= 0).sum())
     if (row["segment_ids"][:size] < 0).any():
         raise BatchError("padding lies between tokens, not in one tail")
@@ -141,6 +156,7 @@ def _row(row: dict[str, Tensor], vocab_size: int, trajectories: int) -> PackedRo
     return PackedRow(
         tokens, positions, hidden_from, at, tokens[trained], scored["old_logprobs"], scored["advantages"],
         scored["weights"], scored["temperatures"], row["policy_epochs"][trained].long(), row["trajectory_index"][trained].long(),
+        routes(row, spans) if routes else None,
     )  # fmt: skip
 
 

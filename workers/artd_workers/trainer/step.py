@@ -1,6 +1,6 @@
 """One optimizer step over a packed batch.
 
-Purpose: forward and backward row by row, clip, AdamW. Owner of: the optimizer's moments (fp32, in adapter order).
+Purpose: forward and backward row by row, clip, AdamW. Owner of: the optimizer's moments (fp32, one pair a parameter).
 Invariants: nothing is changed before every loss and gradient was found finite; the same batch, state and threads give the
 same bits (one row at a time, in order; no fused or foreach kernels); a cancel is looked at between rows.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from artd_schema.spec import LossSpec, OptimizerSpec
 
 from .losses import Measures, row_loss, shares
 from .model import Policy
-from .packed import Batch
+from .packed import Batch, PackedRow
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NonFinite(ArithmeticError):
@@ -30,25 +33,39 @@ class Cancelled(Exception):
     """The daemon cancelled the job; nothing was changed."""
 
 
+class ParameterSet(Protocol):
+    """Parameters that an optimizer works on, and their names and layout on disk."""
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(own name, parameter), in the order in which gradients are added up."""
+        ...
+
+    def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the parameters' shapes by own name -> by name and layout on disk."""
+        ...
+
+    def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Undo `outward`. Raises ValueError when the names are not exactly those on disk."""
+        ...
+
+
 @dataclass
 class Optimizer:
-    """AdamW over the adapter's parameters."""
+    """AdamW over a set of parameters."""
 
     spec: OptimizerSpec
-    names: list[str]
+    set: ParameterSet
     torch: torch.optim.AdamW
 
     @classmethod
-    def make(cls, policy: Policy, spec: OptimizerSpec) -> Optimizer:
+    def make(cls, parameters: ParameterSet, spec: OptimizerSpec) -> Optimizer:
         """Fresh: no step taken."""
-        assert policy.lora is not None, "the base model alone has nothing to train"
-        names, parameters = zip(*policy.lora.named(), strict=True)
         # torch wants a tuple of floats and no decay of a zero kind: exactly the spec's numbers.
         adamw = torch.optim.AdamW(
-            parameters, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=spec.weight_decay,
-            foreach=False, fused=False,
+            [parameter for _, parameter in parameters.named()], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps,
+            weight_decay=spec.weight_decay, foreach=False, fused=False,
         )  # fmt: skip
-        return cls(spec, list(names), adamw)
+        return cls(spec, parameters, adamw)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -58,25 +75,31 @@ class Optimizer:
         """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step."""
         out: dict[str, Tensor] = {}
         step = 0
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            moments = self.torch.state.get(parameter, {})
-            step = int(moments["step"]) if moments else 0
-            for key in ("exp_avg", "exp_avg_sq"):
-                out[f"{name}.{key}"] = moments[key] if moments else torch.zeros_like(parameter)
+        for key in MOMENTS:
+            own = {}
+            for name, parameter in self.set.named():
+                moments = self.torch.state.get(parameter, {})
+                own[name] = moments[key] if moments else torch.zeros_like(parameter)
+                step = max(step, int(moments["step"]) if moments else 0)
+            out |= {f"{name}.{key}": tensor for name, tensor in self.set.outward(own).items()}
         return out | {"step": torch.tensor(step, dtype=torch.int64)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Set the moments and the step count. Raises KeyError for a missing tensor."""
+        """Set the moments and the step count. Raises ValueError or KeyError when the names are not the parameters'."""
         step = float(state["step"])
         self.torch.state.clear()
         if step == 0:
             return
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            self.torch.state[parameter] = {
-                "step": torch.tensor(step),
-                "exp_avg": state[f"{name}.exp_avg"].clone(),
-                "exp_avg_sq": state[f"{name}.exp_avg_sq"].clone(),
-            }
+        moments = {key: self.set.inward(_of_kind(state, key)) for key in MOMENTS}
+        for name, parameter in self.set.named():
+            own = {key: moments[key][name].clone() for key in MOMENTS}
+            self.torch.state[parameter] = {"step": torch.tensor(step)} | own
+
+
+def _of_kind(state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
+    """NAME -> tensor of every `NAME.key`."""
+    suffix = f".{key}"
+    return {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
 
 
 def train_step(
@@ -97,19 +120,13 @@ def train_step(
     measures, share, total = Measures(), shares(batch, loss.normalise), 0.0
     optimizer.torch.zero_grad(set_to_none=True)
     try:
-        for index, row in enumerate(batch.rows):
-            if cancelled():
-                raise Cancelled(f"cancelled after {index} of {len(batch.rows)} rows")
-            scores = policy.score(row.tokens, row.positions, row.hidden_from, row.at, row.targets, row.temperatures)
-            part = row_loss(loss, row, scores.logprobs, share)
-            if not torch.isfinite(part):
-                raise NonFinite(
-                    f"the loss of row {index} is {part.item()}: look at the batch's advantages and at the learning rate"
-                )
-            part.backward()
-            total += part.item()
-            measures.add(row, scores.logprobs, scores.entropy)
-            progress(index + 1, len(batch.rows))
+        with policy.replaying(batch.coverage is not None) as replay:
+            for index, row in enumerate(batch.rows):
+                if cancelled():
+                    raise Cancelled(f"cancelled after {index} of {len(batch.rows)} rows")
+                total += _train_row(policy, row, loss, share, measures, index)
+                progress(index + 1, len(batch.rows))
+            calls = replay.finish() if replay else 0
         norm = gradient_norm(parameters)
         if not math.isfinite(norm):
             raise NonFinite(f"the gradient norm is {norm}: look at the batch's advantages and at the learning rate")
@@ -121,7 +138,22 @@ def train_step(
         optimizer.torch.zero_grad(set_to_none=True)
     seconds = time.perf_counter() - started
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
+    if batch.coverage is not None:
+        rates |= {"replay_coverage": batch.coverage, "replay_calls": float(calls)}
     return {"loss": total, "grad_norm": norm} | measures.metrics(loss.clip_high, epoch) | rates
+
+
+def _train_row(policy: Policy, row: PackedRow, loss: LossSpec, share: Tensor, measures: Measures, index: int) -> float:
+    """Add a row's gradients; returns its part of the loss. Raises NonFinite before it adds any."""
+    scores = policy.score(row.tokens, row.positions, row.hidden_from, row.at, row.targets, row.temperatures, row.routes)
+    part = row_loss(loss, row, scores.logprobs, share)
+    if not torch.isfinite(part):
+        raise NonFinite(
+            f"the loss of row {index} is {part.item()}: look at the batch's advantages and at the learning rate"
+        )
+    part.backward()
+    measures.add(row, scores.logprobs, scores.entropy)
+    return part.item()
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> float:

@@ -1,8 +1,8 @@
 """The trainer proper: jobs in, checkpoint folders out, and the resident weights in between.
 
-Purpose: `Trainer` runs init and train jobs and knows which committed checkpoint its weights are. Owner of: model, adapter,
-optimizer, the resident tag and the snapshot of weights that a live push sends.
-Invariants: the tag is set by `committed` alone and gone as soon as a job starts; without it the next job reads adapter,
+Purpose: `Trainer` runs init and train jobs and knows which committed checkpoint its weights are. Owner of: model, trained
+parameters, optimizer, the resident tag and the snapshot of weights that a live push sends.
+Invariants: the tag is set by `committed` alone and gone as soon as a job starts; without it the next job reads parameters,
 optimizer and RNG from its parent's folder on disk; a snapshot is never changed after it was made.
 """
 
@@ -23,13 +23,12 @@ from artd_schema.codec import digest, to_json
 from artd_schema.manifest import WeightEntry
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 
-from ..models.registry import plan_for, read_config
 from . import canary, checkpoint
 from .checkpoint import Staging, State
-from .lora import Lora, adapter_config, shapes_of
-from .merge import BaseWeights, merged_tensors
-from .model import Policy, build
+from .model import Policy
 from .packed import Batch, read_batch
+from .parameters import Trained, open_model
+from .routes import ReplayFiles
 from .step import Optimizer, train_step
 
 
@@ -63,7 +62,7 @@ class Staged:
 class Trainer:
     """One run's trainer. instance: the data folder's uuid. Not thread-safe but for `snapshot_of`."""
 
-    _base: BaseWeights
+    _trained: Trained
     _optimizer: Optimizer
     _state: State
 
@@ -85,7 +84,7 @@ class Trainer:
         resident, self.resident, self._snapshot = self.resident, None, None
         policy = self._load_policy(seconds)
         if job.kind == "init":
-            state, metrics, batch = self._start(policy), {}, None
+            state, metrics, batch = self._start(), {}, None
         else:
             parent = job.parent
             if parent is None:
@@ -95,7 +94,7 @@ class Trainer:
                 parent.step,
                 parent.sha,
             )
-            state = self._state if held else self._restore(policy, parent, seconds)
+            state = self._state if held else self._restore(parent, seconds)
             batch = self._read_batch(policy, job, seconds)
             started = time.perf_counter()
             metrics = train_step(policy, self._optimizer, batch, self.spec.loss, parent.epoch, progress, cancelled)
@@ -134,26 +133,21 @@ class Trainer:
     def _load_policy(self, seconds: dict[str, float]) -> Policy:
         if self._policy is None:
             started = time.perf_counter()
-            plan = plan_for(read_config(self.spec.model))
-            self._base = BaseWeights(self.spec.model)
-            lora = Lora(plan.codec, shapes_of(plan.codec, self._base), self.spec.lora.rank, self.spec.lora.alpha)
-            self._policy = Policy(plan, build(plan, self._base), lora)
+            self._policy, self._trained = open_model(self.spec)
             seconds["build"] = time.perf_counter() - started
         return self._policy
 
-    def _start(self, policy: Policy) -> State:
-        assert policy.lora is not None
-        policy.lora.initialise(self.spec.seed)
-        self._optimizer = Optimizer.make(policy, self.spec.optimizer)
+    def _start(self) -> State:
+        self._trained.initialise(self.spec.seed)
+        self._optimizer = Optimizer.make(self._trained.parameters, self.spec.optimizer)
         torch.manual_seed(self.spec.seed)
         return State(step=0, rng=checkpoint.rng_state())
 
-    def _restore(self, policy: Policy, parent: CheckpointRef, seconds: dict[str, float]) -> State:
+    def _restore(self, parent: CheckpointRef, seconds: dict[str, float]) -> State:
         started = time.perf_counter()
-        assert policy.lora is not None
-        loaded = checkpoint.read(parent)
-        policy.lora.load(loaded.adapter)
-        self._optimizer = Optimizer.make(policy, self.spec.optimizer)
+        loaded = checkpoint.read(parent, self._trained.file)
+        self._trained.load(loaded.weights)
+        self._optimizer = Optimizer.make(self._trained.parameters, self.spec.optimizer)
         self._optimizer.load(loaded.optimizer)
         checkpoint.set_rng_state(loaded.state.rng)
         seconds["restore"] = time.perf_counter() - started
@@ -161,7 +155,9 @@ class Trainer:
 
     def _read_batch(self, policy: Policy, job: Run, seconds: dict[str, float]) -> Batch:
         started = time.perf_counter()
-        batch = read_batch(Path(job.batch), Path(job.manifest), job.batch_sha, policy.plan.vocab_size)
+        shape = policy.plan.routes if self.spec.expert_replay else None
+        replay = ReplayFiles(Path(job.replay), Path(job.replay_manifest)) if job.replay else None
+        batch = read_batch(Path(job.batch), Path(job.manifest), job.batch_sha, policy.plan.vocab_size, shape, replay)
         seconds["read_batch"] = time.perf_counter() - started
         return batch
 
@@ -169,19 +165,14 @@ class Trainer:
         self, policy: Policy, job: Run, state: State, metrics: dict[str, float], seconds: dict[str, float]
     ) -> str:
         started = time.perf_counter()
-        assert policy.lora is not None
-        dtype = self.spec.engine.dtype
-        probe = canary.score(policy, dtype)
+        probe = canary.score(policy, self.spec.engine.dtype)
         seconds["canary"] = time.perf_counter() - started
         started = time.perf_counter()
-        tensors = tuple(
-            (checkpoint.entry_of(name, tensor), tensor) for name, tensor in self._served(policy.lora, dtype)
-        )
+        tensors = tuple((checkpoint.entry_of(name, tensor), tensor) for name, tensor in self._trained.served())
         seconds["merge"] = time.perf_counter() - started
         started = time.perf_counter()
         staging = Staging(Path(job.dir))
-        staging.tensors(checkpoint.ADAPTER, policy.lora.state())
-        staging.json(checkpoint.ADAPTER_CONFIG, self._adapter_config(policy))
+        self._trained.stage(staging)
         staging.tensors(checkpoint.OPTIMIZER, self._optimizer.state())
         staging.json(checkpoint.STATE, state)
         staging.weights(self.spec.rollout_weights_mode, (entry for entry, _ in tensors))
@@ -189,19 +180,11 @@ class Trainer:
             run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,
             parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,
             spec_digest=digest(to_json(self.spec)), instance=job.instance, job=job.job, fence=job.fence,
-            canary=probe, metrics=metrics, environment=self._environment(),
+            canary=probe, parameters=self._trained.kind, metrics=metrics, environment=self._environment(),
         )  # fmt: skip
         seconds["stage"] = time.perf_counter() - started
         self._snapshot = Snapshot(sha, tensors)
         return sha
-
-    def _served(self, lora: Lora, dtype: str) -> list[tuple[str, Tensor]]:
-        if self.spec.rollout_weights_mode == "lora":
-            return sorted((name, tensor.clone()) for name, tensor in lora.state().items())
-        return list(merged_tensors(self._base, lora.state(), lora.scale, getattr(torch, dtype)))
-
-    def _adapter_config(self, policy: Policy) -> dict[str, Any]:
-        return adapter_config(self.spec.model, policy.plan.codec, self.spec.lora.rank, self.spec.lora.alpha)
 
     def _environment(self) -> dict[str, Any]:
         return {

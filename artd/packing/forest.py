@@ -1,0 +1,89 @@
+"""The trees of a batch: every group's sequences that can be packed, and where each comes from.
+
+Owner of: no state. Invariants: one tree a group, in the order of the groups; what is not in a tree stands in `drops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import msgspec
+
+from artd_schema.manifest import Drop
+from artd_schema.trajectory import Turn
+
+from .assemble import AssemblyError, Sequence, assemble
+from .plan import Placed, row_tokens
+from .spec import PackError, PackSpec, Source
+from .tree import Tree, build_tree
+
+_TURNS = msgspec.msgpack.Decoder(list[Turn])
+
+
+@dataclass(slots=True)
+class Forest:
+    """trees: one a group; by_tokens: the same as if routes did not matter (only with expert replay); sequence_of,
+    trajectory_of: what a place holds, and the index of its trajectory."""
+
+    trees: list[Tree] = field(default_factory=list)
+    by_tokens: list[Tree] = field(default_factory=list)
+    sequence_of: dict[Placed, Sequence] = field(default_factory=dict)
+    trajectory_of: dict[Placed, int] = field(default_factory=dict)
+
+    @property
+    def logical_tokens(self) -> int:
+        return sum(map(len, self.sequence_of.values()))
+
+    def unshared(self, rows: Seq[Seq[Placed]]) -> int:
+        """Tokens that equal tokens would have saved in these rows, and different routes did not."""
+        if not self.by_tokens:
+            return 0
+        lost = sum(row_tokens(self.trees, placed) - row_tokens(self.by_tokens, placed) for placed in rows)
+        return max(lost, 0)  # prefixes just under `MIN_SHARED` can make the other tree the larger one
+
+
+def grow(
+    spec: PackSpec, sources: Seq[Source], members: Mapping[int, Seq[int]], dropped: Set[int], drops: list[Drop]
+) -> Forest:
+    """members: indices of `sources` by group; dropped: ids of trajectories to leave out; what else cannot be packed is added
+    to `drops`. Raises PackError."""
+    forest = Forest()
+    for indices in members.values():
+        kept: list[Sequence] = []
+        for index in indices:
+            if sources[index].id in dropped:
+                continue
+            for sequence in _sequences(spec, sources[index], drops):
+                place = Placed(len(forest.trees), len(kept))
+                forest.sequence_of[place], forest.trajectory_of[place] = sequence, index
+                kept.append(sequence)
+        forest.trees.append(build_tree(kept))
+        if spec.routes:
+            forest.by_tokens.append(build_tree(kept, by_routes=False))
+    return forest
+
+
+def _sequences(spec: PackSpec, source: Source, drops: list[Drop]) -> list[Sequence]:
+    """The sequences of a trajectory that can be packed; the others go to `drops`, whole: nothing is truncated."""
+    try:
+        sequences = assemble(_TURNS.decode(source.body), spec.routes)
+    except AssemblyError as error:
+        raise PackError(f"trajectory {source.id}: {error}", trajectory=source.id, position=error.where) from error
+    except msgspec.DecodeError as error:
+        message = f"trajectory {source.id}: its body is not a list of turns: {error}"
+        raise PackError(message, trajectory=source.id, position="body") from error
+    kept = []
+    for number, sequence in enumerate(sequences):
+        if len(sequence) > spec.row_length:
+            reason = f"sequence {number} has {len(sequence)} tokens, more than row_length {spec.row_length}"
+        elif sequence.first_trainable == len(sequence):
+            reason = f"sequence {number} has no sampled tokens"
+        else:
+            kept.append(sequence)
+            continue
+        drops.append(Drop(source.id, reason))
+    if not sequences:
+        drops.append(Drop(source.id, "no turns"))
+    return kept

@@ -1,0 +1,47 @@
+"""What a batch is made from, and the error that says why none can be.
+
+Owner of: no state. Invariants: the same specification and sources give the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from artd_schema.manifest import Drop
+from artd_schema.trajectory import RouteShape
+
+
+class PackError(Exception):
+    """No batch can be made. trajectory: row id (0 = none is to blame); position: path in its body, such as turns[2]."""
+
+    def __init__(self, message: str, *, trajectory: int = 0, position: str = "", drops: tuple[Drop, ...] = ()) -> None:
+        super().__init__(message)
+        self.trajectory = trajectory
+        self.position = position
+        self.drops = drops
+
+
+class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What determines a batch beside its trajectories; row_length in tokens. routes: every token must have routes of this
+    shape, and the batch gets a replay bundle (None: a dense model, or expert_replay=false)."""
+
+    run: str
+    step: int
+    seed: int
+    row_length: int
+    scale_rewards: bool
+    base_digest: str
+    routes: RouteShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One trajectory of the store. body: msgpack list[Turn]; digest: sha256 hex of the body, already verified."""
+
+    id: int
+    group: int
+    reward: float
+    digest: str
+    body: bytes

@@ -1,0 +1,99 @@
+"""Trajectories by reference: turns of the gateway's ledger become a parcel, and their exchanges are used up.
+
+Owner of: exchange.trajectory_id. Invariants: an exchange's choice belongs to at most one trajectory; the routes of each
+token of a sequence are stored once; turns are read, checked and encoded outside the writer, which only looks whether the
+exchanges are still unused.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+
+from artd_schema import client_api as api
+from artd_schema.codec import digest
+from artd_schema.trajectory import ExchangeRef, Turn
+
+from .core.fields import InvalidField
+from .core.routes import trim_routes
+from .core.validate import check_turns, epoch_range
+from .errors import Conflict, Invalid, NotFound, RequestError
+from .intake import Parcel, RunFacts, insert_many
+from .store.store import Store
+
+_turn = msgspec.msgpack.Decoder(Turn)
+READ = (
+    "WITH ref (response_id, choice) AS (VALUES {})"
+    " SELECT e.id, e.response_id, e.choice, e.turn, e.split, e.trajectory_id, r.next_epoch FROM ref"
+    " CROSS JOIN exchange e ON e.run_id = ? AND e.response_id = ref.response_id AND e.choice = ref.choice"
+    " JOIN run r ON r.id = e.run_id"
+)
+
+
+async def read_exchanges(store: Store, op: api.Submit, run: RunFacts) -> list[sqlite3.Row]:
+    """The ledger's rows of all references, in order. Errors: NotFound, Conflict."""
+    marks = ", ".join(["(?, ?)"] * len(op.refs))
+    values = (value for ref in op.refs for value in (ref.response_id, ref.choice))
+    rows = await store.read(READ.format(marks), (*values, run.id))
+    known = {ExchangeRef(row["response_id"], row["choice"]): row for row in rows}
+    return [_take(op, index, known.get(ref)) for index, ref in enumerate(op.refs)]
+
+
+def compose(parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
+    """The parcel with the turns of these rows as its body. Errors: Invalid."""
+    op, run = parcel.op, parcel.run
+    turns = [_turn.decode(row["turn"]) for row in exchanges]
+    try:
+        tokens = check_turns(turns, run.vocab_size, op.split == "train", exchanges[0]["next_epoch"], run.routes)
+    except InvalidField as error:
+        raise Invalid(str(error), field=error.field) from None
+    if run.routes is None:
+        body = msgspec.msgpack.encode([msgspec.Raw(row["turn"]) for row in exchanges])
+    else:
+        body = msgspec.msgpack.encode(trim_routes(turns, run.routes))
+    return parcel._replace(digest=digest(body), body=body, size=len(body), tokens=tokens, epochs=epoch_range(turns))
+
+
+def insert(
+    c: sqlite3.Connection, now: int, parcel: Parcel, exchanges: list[sqlite3.Row], problem: RequestError | None
+) -> api.Submitted:
+    """Insert one trajectory and mark its exchanges as used. problem: why there is no body; a key that is known gets its
+    first answer all the same, as its references were used by then. Errors: RequestError."""
+    known = c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (parcel.run.id, parcel.key)).fetchone()
+    if known is None:
+        if problem is not None:
+            raise problem
+        for index, row in enumerate(exchanges):
+            _check_unused(index, c.execute("SELECT trajectory_id FROM exchange WHERE id = ?", (row["id"],)).fetchone())
+    (outcome,) = insert_many(c, now, [parcel])
+    if isinstance(outcome, RequestError):
+        raise outcome
+    if known is None:
+        used = [(outcome.trajectory, row["id"]) for row in exchanges]
+        c.executemany("UPDATE exchange SET trajectory_id = ? WHERE id = ?", used)
+    return outcome
+
+
+def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:
+    """Errors: NotFound, Conflict when this reference cannot be taken."""
+    ref, where = op.refs[index], f"refs[{index}]"
+    if ref in op.refs[:index]:
+        raise Conflict(f"{where}: the same response and choice is listed twice", field=where)
+    if row is None:
+        raise NotFound(
+            f"{where}: run {op.run!r} has no response {ref.response_id!r} choice {ref.choice}; it was not served by this "
+            "daemon's gateway, or has expired",
+            field=where,
+        )
+    _check_unused(index, row)
+    if row["split"] != op.split:
+        raise Conflict(f"{where}: this response was made for split {row['split']!r}, not {op.split!r}", field=where)
+    return row
+
+
+def _check_unused(index: int, row: sqlite3.Row) -> None:
+    """Errors: Conflict."""
+    if row["trajectory_id"] is not None:
+        where = f"refs[{index}]"
+        raise Conflict(f"{where}: this response is part of trajectory {row['trajectory_id']} already", field=where)

@@ -1,0 +1,58 @@
+"""What `artd replay-job` asks of the trainer's interpreter, and what it is told: one JSON object each way.
+
+Owner of: no state. Invariants: the request names committed things by sha256 only, so that an answer without `error` is
+about exactly the bytes that the job was given and made.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from .worker import CheckpointRef, Run, TrainerConfig
+
+
+class ReplayRequest(Struct, frozen=True, kw_only=True):
+    """config: of the trainer that did the job; run: the job as it was sent, but that `dir` is a scratch folder (absolute,
+    not there yet); committed: the checkpoint that the job made."""
+
+    config: TrainerConfig
+    run: Run
+    committed: CheckpointRef
+
+
+class ReplayRow(Struct, frozen=True, kw_only=True):
+    """One thing that was compared. part: `metrics`, `canary`, `batch`, `replay`, `manifest`, `files`, or the file of a
+    checkpoint that holds it; committed, replayed: its value, or its sha256 in hex (null: not there).
+
+    equal: bit for bit (null: a clock's reading, which no run repeats). close: equal, or within the tolerance that is
+    allowed where the environments differ. difference: of floats: |a - b| of two numbers, the largest |a - b| of logprobs,
+    |a - b| in the 2-norm over the larger of |a| and |b| of tensors, the largest of its tensors of a file; null where there is
+    nothing to subtract.
+    """
+
+    part: str
+    name: str
+    committed: str | int | float | None
+    replayed: str | int | float | None
+    equal: bool | None
+    close: bool
+    difference: float | None = None
+
+
+class EnvironmentRow(Struct, frozen=True, kw_only=True):
+    """A part of the environment in which the two runs differ. name: dotted, as in the manifest; "" = not recorded."""
+
+    name: str
+    committed: str
+    replayed: str
+
+
+class ReplayReport(Struct, frozen=True, kw_only=True):
+    """environment: empty when the bits must repeat. threads: of torch, those of the committed run. seconds: of the
+    trainer's work. error: why there is nothing to compare (damaged files, a failed step), else ""."""
+
+    rows: tuple[ReplayRow, ...] = ()
+    environment: tuple[EnvironmentRow, ...] = ()
+    threads: int = 0
+    seconds: float = 0.0
+    error: str = ""

@@ -1,0 +1,96 @@
+"""Routes as bytes: the rules that the ids of `Turn.routes` keep, checked alike wherever routes come in.
+
+Owner of no state. The bytes of many tokens are handled as one long integer, a lane of 8 bits for each token and layer,
+because what imports this (schema, the daemon's core, the gateway) has no numpy; 1,000 tokens x 48 layers x top 8 take
+about 2 ms.
+"""
+
+from __future__ import annotations
+
+from .trajectory import RouteShape
+
+CHUNK = 1 << 18
+"""Bytes looked at at once: they stay in the processor's cache."""
+
+
+class BadRoutes(ValueError):
+    """Routes that no router chose. row: the first bad one, counted from the first of these routes."""
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(what)
+        self.row = row
+
+
+def check_routes(data: bytes, shape: RouteShape) -> int:
+    """Rows of `data`, ids [rows, layers, topk] of this shape. Errors: BadRoutes when the ids are no whole rows, all zero,
+    not those of an expert, or not distinct for a token in a layer."""
+    rows, rest = divmod(len(data), shape.row_bytes)
+    if rest:
+        raise BadRoutes(
+            rows, f"{len(data)} bytes are no whole number of rows of {shape.row_bytes} bytes ({_form(shape)})"
+        )
+    if data and data.count(0) == len(data):
+        raise BadRoutes(0, f"every expert id of {rows} tokens is 0: the engine captured nothing")
+    step = max(CHUNK // shape.row_bytes, 1) * shape.row_bytes
+    for at in range(0, len(data), step):
+        part = data[at : at + step]
+        if not _sound(part, shape):
+            raise _fault(part, at // shape.row_bytes, shape)
+    return rows
+
+
+def _sound(part: bytes, shape: RouteShape) -> bool:
+    """Whether every id is an expert's, and no two of a token and layer are equal."""
+    planes = [part] if shape.width == 1 else [part[0::2], part[1::2]]
+    if not (_below(part, shape.experts) if shape.width == 1 else _wide_below(planes[0], planes[1], shape.experts)):
+        return False
+    lanes = len(planes[0]) // shape.topk
+    columns = [[_number(plane[k :: shape.topk]) for plane in planes] for k in range(shape.topk)]
+    low, top = _number(b"\x7f" * lanes), _number(b"\x80" * lanes)
+    differ = top
+    for k, column in enumerate(columns):
+        for other in columns[:k]:
+            change = 0
+            for a, b in zip(column, other, strict=True):
+                change |= a ^ b
+            differ &= ((change & low) + low) | change  # the top bit of a lane stays where any bit of it differs
+    return differ == top
+
+
+def _below(ids: bytes, experts: int) -> bool:
+    return experts > 255 or not ids.translate(None, bytes(range(experts)))
+
+
+def _wide_below(low: bytes, high: bytes, experts: int) -> bool:
+    """The same for u16, given as its low and its high bytes."""
+    edge, rest = divmod(experts, 256)
+    if high.translate(None, bytes(range(min(edge + 1, 256)))):
+        return False
+    at_edge = _number(high.translate(bytes(value == edge for value in range(256))))
+    over = _number(low.translate(bytes(value >= rest for value in range(256))))
+    return not at_edge & over
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "little")
+
+
+def _fault(part: bytes, first_row: int, shape: RouteShape) -> BadRoutes:
+    """The first bad row, found slowly."""
+    width, group = shape.width, shape.topk * shape.width
+    for at in range(0, len(part), group):
+        chosen = part[at : at + group]
+        ids = [int.from_bytes(chosen[i : i + width], "little") for i in range(0, group, width)]
+        row, layer = divmod(at // group, shape.layers)
+        outside = [number for number in ids if number >= shape.experts]
+        if outside:
+            return BadRoutes(
+                first_row + row, f"MoE layer {layer}: expert id {outside[0]}, but there are {shape.experts}"
+            )
+        if len(set(ids)) < len(ids):
+            return BadRoutes(first_row + row, f"MoE layer {layer}: expert ids {ids} are not distinct")
+    raise AssertionError("routes were found bad as a whole and good one by one")
+
+
+def _form(shape: RouteShape) -> str:
+    return f"{shape.layers} MoE layers x top {shape.topk}, {'u8' if shape.width == 1 else 'u16'}"

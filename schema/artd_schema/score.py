@@ -1,0 +1,39 @@
+"""What a scoring process is asked and answers: a folder with `request.json`, `sequences.safetensors`, `scores.safetensors`.
+
+The command line writes the first two, `python -m artd_workers.trainer.score FOLDER` the last. Tensors are little-endian, in
+the order of the sequences; N sequences have T tokens together, of which M are scored: each sequence's tokens from its
+`prompts` on. Temperature 1, natural logarithms.
+
+sequences: `tokens` I32 [T]; `lengths` I32 [N], summing to T; `prompts` I32 [N], 1 <= prompt < length; `candidates` I32 [M, K],
+ids that are scored besides the token itself; with `ScoreRequest.routes` also `routes` U8 or U16 [T, layers, topk], where the
+row of a sequence's last token is ignored (it is nobody's input).
+
+scores: for each pass P, `P.logprobs` F32 [M], `P.candidates` F32 [M, K], `P.top_ids` I32 [M, K] (best first) and
+`P.top_logprobs` F32 [M, K].
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from .spec import RunSpec
+from .trajectory import RouteShape
+from .worker import CheckpointRef
+
+REQUEST, SEQUENCES, SCORES = "request.json", "sequences.safetensors", "scores.safetensors"
+Pass = Literal["live", "replay"]
+LIVE: Pass = "live"
+"""The trainer's own routers choose the experts (there is nothing to choose in a dense model)."""
+REPLAY: Pass = "replay"
+"""Every token goes through the experts that `routes` names."""
+
+
+class ScoreRequest(Struct, frozen=True, kw_only=True):
+    """spec: of the run, which names base model, what is trained, and threads; checkpoint: the committed one whose weights
+    score, None = the weights of step 0; routes: shape of `routes`, None = there are none and only `live` is scored."""
+
+    spec: RunSpec
+    checkpoint: CheckpointRef | None = None
+    routes: RouteShape | None = None

@@ -1,0 +1,180 @@
+"""The real vLLM server under a harness under a fake daemon, and the trainer's end of live pushes; shared by the real tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from artd.runtimes import registry
+from artd_schema import worker as w
+from artd_schema.manifest import CheckpointManifest, WeightTable
+from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
+from artd_schema.trajectory import RouteShape
+from artd_workers.engines.base import Deadline, Fence
+from artd_workers.engines.http import call
+from tests.engine import folders
+from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
+
+HERE = Path(__file__).parent
+TOOL_ENV = {"PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+START_S = 240.0
+
+
+def tool(*argv: str) -> None:
+    """Run a script in the megatron interpreter."""
+    python = str(registry.find("megatron").python)
+    subprocess.run([python, *argv], check=True, env=os.environ | TOOL_ENV, capture_output=True, text=True, timeout=180)
+
+
+def serving_tool(*argv: str) -> subprocess.Popen[str]:
+    """A script in the megatron interpreter that answers on stdout what it is asked on stdin."""
+    python = str(registry.find("megatron").python)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([python, *argv], env=os.environ | TOOL_ENV, **pipes)
+
+
+@dataclass
+class Engine:
+    """A real server under a harness under a fake daemon."""
+
+    daemon: FakeDaemon
+    toys: Path
+    mode: Mode
+    socket: str = ""
+    fences: int = 0
+    scratch: set[str] = field(default_factory=set)
+
+    def push(self, checkpoint: str, **changes: Any) -> w.Push:
+        self.fences += 1
+        folder = self.toys / checkpoint
+        step = int(checkpoint[1:])
+        ref = w.CheckpointRef(run="toy", step=step, epoch=step, lineage=0, sha=folders.sha(folder), dir=str(folder))
+        values = {"push": self.fences, "fence": self.fences, "checkpoint": ref, "mode": self.mode, "source": "disk",
+                  "name": f"toy@{step}", "drain_s": 20.0, "deadline_s": 60.0}  # fmt: skip
+        return w.Push(**(values | changes))
+
+    def live(self, push: w.Push) -> w.Live:
+        self.daemon.send(push)
+        answer = self.daemon.expect((w.Live, w.PushFailed), 120.0)
+        assert isinstance(answer, w.Live), answer
+        assert answer.max_abs <= 1e-5
+        return answer
+
+    def fence(self) -> Fence:
+        self.fences += 1
+        return Fence(INSTANCE, SPAWN, self.fences, self.fences)
+
+    def call(self, route: str, body: Any, timeout_s: float = 60.0) -> Any:
+        return call(self.socket, "POST", route, body, deadline=Deadline(timeout_s))
+
+    def generate(self, prompt: list[int], model: str = "toy", salt: str = "", **sampling: Any) -> dict[str, Any]:
+        """One choice of /inference/v1/generate."""
+        body = {"model": model, "token_ids": prompt, "sampling_params": {"logprobs": 0} | sampling}
+        return self.call("/inference/v1/generate", body | ({"cache_salt": salt} if salt else {}))["choices"][0]
+
+    def manifest(self, checkpoint: str) -> CheckpointManifest:
+        return msgspec.json.decode((self.toys / checkpoint / "manifest.json").read_bytes(), type=CheckpointManifest)
+
+    def pids(self) -> list[int]:
+        """Live processes in the harness's session."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if stat and stat[0] not in "ZX" and int(stat[3]) == self.daemon.process.pid:
+                found.append(int(entry.name))
+        return found
+
+    def listeners(self) -> list[str]:
+        """Addresses (as /proc/net/tcp writes them) that processes of the session listen on by TCP."""
+        held = {os.readlink(fd) for pid in self.pids() for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+        rows = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        ]
+        return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
+
+    def nothing_left(self, within_s: float) -> None:
+        end = time.monotonic() + within_s
+        while self.pids() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert self.pids() == []
+        assert not [path for path in self.scratch if Path(path).exists()]
+
+
+def start(
+    toys: Path, mode: Mode, parameters: Parameters = "lora", routes: RouteShape | None = None, **engine: int
+) -> Iterator[Engine]:
+    """A server of the model `toys/toy`; `engine`: changes of the engine's spec."""
+    python = str(registry.find("vllm").python)
+    with tempfile.TemporaryDirectory(prefix="artd-r-") as name:
+        settings = {"max_model_len": 512, "max_num_seqs": 16, "kv_cache_mib": 64} | engine
+        spec = RunSpec(model=str(toys / "toy"), parameters=parameters, rollout_weights_mode=mode,
+                       lora=LoraSpec(rank=4, alpha=8), engine=EngineSpec(**settings))  # fmt: skip
+        config = w.EngineConfig(
+            run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python, routes=routes
+        )
+        with FakeDaemon(config, python) as daemon:
+            started = Engine(daemon, toys, mode)
+            answer = daemon.expect((w.Ready, w.Down), START_S)
+            assert isinstance(answer, w.Ready), answer
+            started.socket = answer.socket
+            started.scratch = held_scratch(daemon.process.pid)
+            assert started.scratch, "the real server holds files in /dev/shm: the tests no longer see them"
+            yield started
+
+
+def held_scratch(session: int) -> set[str]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                lines = (entry / "maps").read_text().splitlines()
+                found |= {line.split()[-1] for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+class Sender:
+    """The trainer's end of live pushes, in the megatron interpreter."""
+
+    def __init__(self, engine: Engine, rendezvous: str) -> None:
+        self.rendezvous = str(Path(engine.socket).parent / rendezvous)
+        self.table = Path(engine.socket).parent / f"{rendezvous}.json"
+        self.process = serving_tool(str(HERE / "sender.py"), str(engine.toys / "toy"), self.rendezvous)
+        self._folder = engine.toys
+
+    def order(self, checkpoint: str, **changes: Any) -> WeightTable:
+        """Have it send a checkpoint's tensors; returns the table of what it is sending."""
+        assert self.process.stdin is not None
+        order = {"checkpoint": str(self._folder / checkpoint), "table": str(self.table)} | changes
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        self._line("ready")
+        return msgspec.json.decode(self.table.read_bytes(), type=WeightTable)
+
+    def sent(self) -> None:
+        self._line("sent")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _line(self, text: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == text
+
+
+def logprob(choice: dict[str, Any]) -> float:
+    return choice["logprobs"]["content"][0]["logprob"]

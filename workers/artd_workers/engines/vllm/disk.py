@@ -1,0 +1,27 @@
+"""The weights of a committed checkpoint as the engine serves them, read from disk in the order of its weight table.
+
+Purpose: what a push from disk loads: base and adapter merged, or every weight of a full-parameter checkpoint.
+Owner of: no state. Invariant: one rounding, from what the trainer holds to the served dtype, as in the trainer's own push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ...trainer.merge import BaseWeights, Stored, merged_tensors
+from ..checkpoint import ADAPTER, MODEL
+
+
+def served_tensors(
+    base: str | None, checkpoint: Path, scale: float, dtype: str, names: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor of `dtype`) of every weight. base: folder of the base model that the checkpoint's adapter belongs to,
+    scale = alpha / rank; None when the checkpoint holds every weight by itself. names: of the weight table, in its order."""
+    if base is None:
+        return merged_tensors(Stored(checkpoint / MODEL, names), {}, 1.0, getattr(torch, dtype))
+    return merged_tensors(BaseWeights(base), load_file(checkpoint / ADAPTER), scale, getattr(torch, dtype))

@@ -1,0 +1,49 @@
+"""A model folder that appears complete and durable, or not at all.
+
+Owner of: the partial folder beside the target while it is being filled. Invariants: what stands under the target's name
+was fsynced before it got it; of two makers at once the second takes what the first one made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """An empty folder to fill; after the block it is synced and renamed to `out`, after an error nothing of it stays."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        try:
+            partial.rename(out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        _sync(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """With sorted keys, so that the same value gives the same bytes."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,74 @@
+"""Qwen3 mixtures of experts (`Qwen3MoeForCausalLM`): as Qwen3, with routed experts in place of the MLP of sparse layers.
+
+What routing is: softmax of the router's logits, the largest `num_experts_per_tok` of them; with `norm_topk_prob` they are
+scaled to a sum of 1, which is the same as a softmax over the chosen logits alone (Megatron: no "pre-softmax").
+The load-balancing loss of pre-training (`router_aux_loss_coef`) is no part of a policy loss and is left out.
+"""
+
+from __future__ import annotations
+
+from artd_schema.trajectory import RouteShape
+
+from .base import GATED_MLP, HfConfig, Plan, UnsupportedModel, decoder_plan
+from .codec import Row
+
+ROUTER = Row("decoder.layers.{i}.mlp.router.weight", ("model.layers.{i}.mlp.gate.weight",))
+EXPERT = (
+    Row(
+        "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight",
+        ("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "model.layers.{i}.mlp.experts.{e}.up_proj.weight"),
+        "concat",
+        lora=True,
+    ),
+    Row(
+        "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight",
+        ("model.layers.{i}.mlp.experts.{e}.down_proj.weight",),
+        lora=True,
+    ),
+)
+
+
+def plan(config: HfConfig) -> Plan:
+    """Raises UnsupportedModel for shared experts and numbers of experts that are not handled exactly, and as Qwen3 does."""
+    sparse = sparse_layers(config)
+    if not any(sparse):
+        return decoder_plan("qwen3_moe", config, True, [GATED_MLP] * len(sparse))
+    shape = RouteShape(layers=sum(sparse), topk=int(config["num_experts_per_tok"]), experts=experts_of(config))
+    normalised = bool(config.get("norm_topk_prob", False))
+    _refuse(config, shape, normalised)
+    moe = (ROUTER, *(row.of(expert) for expert in range(shape.experts) for row in EXPERT))
+    transformer = {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.topk,
+        "moe_ffn_hidden_size": int(config["moe_intermediate_size"]),
+        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
+        "moe_router_pre_softmax": not normalised,
+    }
+    mlps = [moe if is_sparse else GATED_MLP for is_sparse in sparse]
+    return decoder_plan("qwen3_moe", config, True, mlps, transformer, shape)
+
+
+def experts_of(config: HfConfig) -> int:
+    """Routed experts of a sparse layer: `num_experts`, which transformers 5 writes as `num_local_experts`."""
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def sparse_layers(config: HfConfig) -> list[bool]:
+    """For each layer whether it has experts, as transformers' Qwen3MoeDecoderLayer decides it."""
+    dense, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step", 1))
+    layers = range(int(config["num_hidden_layers"]))
+    return [i not in dense and experts_of(config) > 0 and (i + 1) % step == 0 for i in layers]
+
+
+def _refuse(config: HfConfig, shape: RouteShape, normalised: bool) -> None:
+    if not 1 <= shape.topk <= shape.experts:
+        raise UnsupportedModel(
+            f"config.json: num_experts_per_tok = {shape.topk} is not between 1 and the {shape.experts} experts"
+        )
+    if shape.topk == 1 and normalised:
+        raise UnsupportedModel(
+            "config.json: norm_topk_prob with num_experts_per_tok = 1 gives every expert the weight 1, so its router "
+            "cannot learn; choose another model"
+        )
+    if config.get("shared_expert_intermediate_size"):
+        raise UnsupportedModel("config.json: shared_expert_intermediate_size is not supported; choose another model")

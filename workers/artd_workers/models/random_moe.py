@@ -1,0 +1,102 @@
+"""A small mixture of experts with random weights: a Qwen3-MoE of 0.9 million parameters, as a Hugging Face folder.
+
+Purpose: `python -m artd_workers.models.random_moe OUT_DIR [--seed N] [--std S]` (the megatron runtime): something that
+learns in minutes on two cores and whose routing is as touchy as a real model's. Owner of: OUT_DIR until it has its name.
+Invariants: done once; the same arguments give the same bytes; the vocabulary is words of no meaning, without any special
+token, so that nothing ends a sequence but its length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .folder import appearing, write_json
+
+STD = 0.08
+"""Standard deviation of every matrix. At 0.02, where training usually starts, logits of the router are so small and so
+alike in size that hardly any choice of experts hangs on rounding: there would be nothing to replay."""
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 128,
+    "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.0, "output_router_logits": False,
+    "hidden_act": "silu", "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True,
+    "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(Hugging Face name, shape) of every weight, in order; matrices are [out, in]."""
+    c = CONFIG
+    hidden, head, inner = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
+    q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
+    for layer in range(c["num_hidden_layers"]):
+        stem = f"model.layers.{layer}"
+        for name, size in (("q", q), ("k", kv), ("v", kv)):
+            yield f"{stem}.self_attn.{name}_proj.weight", (size, hidden)
+        yield f"{stem}.self_attn.o_proj.weight", (hidden, q)
+        for name in ("q_norm", "k_norm"):
+            yield f"{stem}.self_attn.{name}.weight", (head,)
+        yield f"{stem}.mlp.gate.weight", (c["num_experts"], hidden)
+        for expert in range(c["num_experts"]):
+            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+                yield f"{stem}.mlp.experts.{expert}.{name}_proj.weight", shape
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{stem}.{name}.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (c["vocab_size"], hidden)
+
+
+def make(out: Path, seed: int = 0, std: float = STD) -> Path:
+    """Write `out` (fp32 safetensors, config, tokenizer) unless it exists; returns it."""
+    if out.exists():
+        return out
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.randn(shape, generator=generator) * std if len(shape) > 1 else torch.ones(shape)
+        for name, shape in shapes()
+    }
+    with appearing(out) as partial:
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        write_json(partial / "config.json", CONFIG | {"initializer_range": std})
+        write_json(partial / "tokenizer.json", _tokenizer())
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
+                    "model_max_length": CONFIG["max_position_embeddings"], "clean_up_tokenization_spaces": False}  # fmt: skip
+        write_json(partial / "tokenizer_config.json", settings)
+    return out
+
+
+def _tokenizer() -> dict[str, Any]:
+    """`tokenizer.json`: words `w0` .. `w511` apart by white space; any other word is `w0`."""
+    words = {f"w{number}": number for number in range(CONFIG["vocab_size"])}
+    unused = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    return unused | {
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m artd_workers.models.random_moe", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--std", type=float, default=STD)
+    args = parser.parse_args()
+    print(make(args.out.absolute(), args.seed, args.std))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

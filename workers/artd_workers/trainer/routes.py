@@ -1,0 +1,194 @@
+"""The replay bundle of a batch as the trainer reads it: verified against its manifest, its batch and its model.
+
+Purpose: turn the bundle into expert ids per packed row, or refuse it. Owner of: no state.
+Invariants: the bundle belongs to this batch (digest of its tokens) and this model (`RouteShape`); every token has routes but
+a sequence's last one, which was never an input of the engine; anything else is a BatchError, which is permanent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from artd_schema.manifest import BatchManifest, ReplayManifest
+from artd_schema.trajectory import RouteShape
+
+
+class BatchError(ValueError):
+    """The batch is not what its manifest or the packer's rules say: training it again would fail again."""
+
+
+@dataclass(frozen=True)
+class ReplayFiles:
+    """Where a replay bundle lies: its tensors (safetensors) and its manifest (JSON)."""
+
+    tensors: Path
+    manifest: Path
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A verified file. routes: uint8 or int32 [layers, rows, S, topk]; covered: bool [rows, S], True where the engine told
+    the routes; batch: what it belongs to."""
+
+    manifest: ReplayManifest
+    batch: BatchManifest
+    routes: Tensor
+    covered: Tensor
+
+    def row(self, index: int, row: dict[str, Tensor], spans: list[tuple[int, int, int]]) -> Tensor:
+        """Routes [layers, s, topk] of one packed row. Raises BatchError, which names trajectory and position.
+
+        row: its columns [s], without padding; spans: (segment, start, end) of its segments.
+        """
+        parents = {int(row["parent_ids"][start]) for segment, start, _ in spans if row["parent_ids"][start] != segment}
+        lasts = {end - 1 for segment, _, end in spans if segment not in parents}
+        routes, covered, size = self.routes[:, index], self.covered[index], len(row["tokens"])
+        where = _namer(row, self.batch)
+        _check_covered(covered, size, lasts, where)
+        _check_ids(routes, covered, self.manifest.shape, where)
+        return routes[:, :size].contiguous()
+
+    def coverage(self, tokens: int) -> float:
+        """Share of the batch's packed tokens whose routes are known. Raises BatchError when the counts differ."""
+        if tokens != self.manifest.tokens:
+            raise BatchError(f"the replay bundle is of {self.manifest.tokens} tokens, and the batch has {tokens}")
+        return self.manifest.covered / tokens
+
+
+def read_bundle(files: ReplayFiles | None, shape: RouteShape | None, batch: BatchManifest) -> Bundle | None:
+    """Read and verify the bundle of a batch; None when the run replays no experts.
+
+    shape: what the model's routes look like (None: it is dense, or expert_replay=false). Raises BatchError; OSError when a
+    file cannot be read.
+    """
+    if shape is None:
+        if files is not None or batch.replay:
+            raise BatchError(
+                "the batch has a replay bundle, but this run replays no experts: it belongs to another run"
+            )
+        return None
+    if files is None or not batch.replay:
+        raise BatchError(
+            "expert_replay is on, and the batch has no replay bundle: its trajectories lack routes; sample them again "
+            "through artd's gateway, or start a run with expert_replay=false"
+        )
+    raw = files.manifest.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != batch.replay:
+        raise BatchError(f"{files.manifest} does not have the sha256 {batch.replay[:16]} that the batch names: damaged")
+    try:
+        described = msgspec.json.decode(raw, type=ReplayManifest)
+        columns = load_file(files.tensors)
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise BatchError(f"replay bundle {batch.replay[:16]} cannot be read: {error}") from None
+    return make_bundle(columns, described, shape, batch)
+
+
+def make_bundle(
+    columns: dict[str, Tensor], described: ReplayManifest, shape: RouteShape, batch: BatchManifest
+) -> Bundle:
+    """Check that a bundle is the one of this batch and this model. Raises BatchError."""
+    _match(described, shape, batch)
+    wide = (torch.uint8, "U8") if shape.width == 1 else (torch.uint16, "U16")
+    size = (batch.rows, batch.row_length)
+    routes = _tensor(columns, described, "routes", *wide, (shape.layers, *size, shape.topk))
+    covered = _tensor(columns, described, "covered", torch.uint8, "U8", size)
+    if int(covered.max()) > 1 or int(covered.sum()) != described.covered:
+        raise BatchError(
+            f"the replay bundle says {described.covered} tokens have routes, its tensor {int(covered.sum())}"
+        )
+    # torch lacks most kernels for uint16.
+    return Bundle(described, batch, routes if shape.width == 1 else routes.to(torch.int32), covered.bool())
+
+
+def _match(described: ReplayManifest, shape: RouteShape, batch: BatchManifest) -> None:
+    wanted = {
+        "version": (described.version, 1),
+        "run": (described.run, batch.run),
+        "step": (described.step, batch.step),
+        "token_digest": (described.token_digest, batch.token_digest),
+        "shape": (described.shape, shape),
+        "rows": (described.rows, batch.rows),
+        "row_length": (described.row_length, batch.row_length),
+    }
+    for name, (found, right) in wanted.items():
+        if found != right:
+            raise BatchError(f"the replay bundle is not of this batch and model: its {name} is {found}, not {right}")
+
+
+def _tensor(
+    columns: dict[str, Tensor],
+    described: ReplayManifest,
+    name: str,
+    dtype: torch.dtype,
+    code: str,
+    size: tuple[int, ...],
+) -> Tensor:
+    info, tensor = described.tensors.get(name), columns.get(name)
+    if info is None or tensor is None:
+        raise BatchError(f"the replay bundle has no tensor {name}")
+    if tensor.dtype != dtype or tuple(tensor.shape) != size or (info.dtype, tuple(info.shape)) != (code, size):
+        raise BatchError(f"{name} of the replay bundle is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {size}")
+    if hashlib.sha256(tensor.contiguous().numpy().data).hexdigest() != info.sha256:
+        raise BatchError(f"{name} of the replay bundle does not have the sha256 of its manifest: the file is damaged")
+    return tensor
+
+
+def _namer(row: dict[str, Tensor], batch: BatchManifest) -> Callable[[int], str]:
+    """Position in a row -> its name in an error."""
+
+    def name(at: int) -> str:
+        if at >= len(row["tokens"]):
+            return f"position {at} (padding)"
+        owner = int(row["trajectory_index"][at])
+        known = 0 <= owner < len(batch.trajectories)
+        whose = f"trajectory {batch.trajectories[owner].id}" if known else "a prefix that trajectories share"
+        return f"position {at} (token {int(row['position_ids'][at])} of {whose})"
+
+    return name
+
+
+def _check_covered(covered: Tensor, size: int, lasts: set[int], where: Callable[[int], str]) -> None:
+    if covered[size:].any():
+        raise BatchError(f"position {size + int(covered[size:].nonzero()[0])} is padding and has routes")
+    for at in (~covered[:size]).nonzero()[:, 0].tolist():
+        if at not in lasts:
+            raise BatchError(f"{where(at)} has no routes, and later tokens depend on it: the capture has a hole there")
+
+
+def _check_ids(routes: Tensor, covered: Tensor, shape: RouteShape, where: Callable[[int], str]) -> None:
+    """routes: [layers, S, topk] with its padding, covered [S]."""
+    ids = routes.to(torch.int32)
+    if (at := _first((ids >= shape.experts).any(-1))) is not None:
+        layer, position = at
+        raise BatchError(
+            f"{where(position)} has the routes {ids[layer, position].tolist()} in MoE layer {layer}: ids lie in "
+            f"[0, {shape.experts})"
+        )
+    ordered = ids.sort(-1).values
+    if (at := _first((ordered[..., 1:] == ordered[..., :-1]).any(-1))) is not None:
+        layer, position = at
+        raise BatchError(
+            f"{where(position)} has the routes {ids[layer, position].tolist()} in MoE layer {layer}: one expert comes twice"
+        )
+    if (at := _first((ids != torch.arange(shape.topk)).any(-1) & ~covered)) is not None:
+        raise BatchError(f"{where(at[1])} is marked as not covered, and has routes in MoE layer {at[0]}")
+    if shape.experts > 1 and covered.any() and not ids[:, covered].any():
+        first = int(covered.nonzero()[0])
+        raise BatchError(f"all routes from {where(first)} on are 0: the engine captured none")
+
+
+def _first(bad: Tensor) -> tuple[int, int] | None:
+    """(layer, position) of the earliest position that is marked in bad [layers, S]."""
+    if not bad.any():
+        return None
+    position, layer = bad.t().nonzero()[0].tolist()
+    return layer, position
