@@ -19,6 +19,9 @@ from artd_schema.trajectory import RouteShape
 
 from .errors import Conflict, Invalid
 
+MOST_EXPERTS = 1 << 16
+"""Of a layer: ids of experts are stored in at most two bytes."""
+
 
 class BaseFile(Struct, frozen=True):
     """One file of the folder; sha256 in hex, mtime in nanoseconds."""
@@ -49,7 +52,7 @@ class ModelConfig(Struct, frozen=True):
     num_experts: int = 0
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
-    decoder_sparse_step: int = 1
+    decoder_sparse_step: Annotated[int, Meta(ge=1)] = 1
     mlp_only_layers: tuple[int, ...] | None = None
 
     def routes(self) -> RouteShape | None:
@@ -87,9 +90,20 @@ def read_config(path: Path) -> ModelConfig:
     if architecture not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise Invalid(f"{path} has architecture {architecture}; artd trains {known}", field="spec.model")
+    _check_routes(path, config.routes())
     if not list(path.glob("*.safetensors")):
         raise Invalid(f"{path} holds no *.safetensors; convert the checkpoint to safetensors first", field="spec.model")
     return config
+
+
+def _check_routes(path: Path, shape: RouteShape | None) -> None:
+    """Errors: Invalid for a number of experts that no router could choose."""
+    if shape is not None and not 1 <= shape.topk <= shape.experts <= MOST_EXPERTS:
+        raise Invalid(
+            f"{path}/config.json: num_experts_per_tok = {shape.topk} of {shape.experts} experts; artd trains 1 to all of at "
+            f"most {MOST_EXPERTS}",
+            field="spec.model",
+        )
 
 
 def check_pinned(folder: str, pinned: BaseModel) -> None:

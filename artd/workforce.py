@@ -31,7 +31,7 @@ from .errors import Conflict
 from .gateway_file import write_gateway_file
 from .rundir import DataDir
 from .store.store import Store, emit, get_meta, set_meta
-from .supervise.environment import Tags, child_environment
+from .supervise.environment import TRAINER_EXTRA, Tags, child_environment
 from .supervise.postmortem import Status
 from .supervise.spawn import Undead
 from .supervise.spec import Info, Launch, Spec
@@ -175,7 +175,7 @@ class Workforce:
             instance=self.boot.instance, boot=self.boot.number, spawn=spawn, worker=kind, build=self.boot.code.name,
             socket=self.boot.endpoint,
         )  # fmt: skip
-        extra = {"TORCH_COMPILE_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"} if kind == "trainer" else {}
+        extra = TRAINER_EXTRA if kind == "trainer" else {}
         env = child_environment(
             os.environ, tags, code=self.boot.code, tmpdir=folder, site_paths=site_paths, extra=extra
         )

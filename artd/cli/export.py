@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         if whole:
             merged = partial.with_name(partial.name + "-merged")
             try:
-                _merge(data, partial, merged, spec)
+                _merge(data, getattr(args, "config", None), partial, merged, spec)
             except BaseException:
                 shutil.rmtree(merged, ignore_errors=True)
                 raise
@@ -139,10 +139,10 @@ def _missing(path: Path) -> CliError:
     return CliError(FAILED, f"{path} is missing: the checkpoint is damaged", "export another step")
 
 
-def _merge(data: Path, trained: Path, out: Path, spec: dict[str, Any]) -> None:
+def _merge(data: Path, config: str | None, trained: Path, out: Path, spec: dict[str, Any]) -> None:
     """Make the Hugging Face folder in the trainer's interpreter. Raises CliError."""
     from . import in_trainer
 
     dtype = spec.get("engine", {}).get("dtype", "float32")
     arguments = ["--base", spec["model"], "--checkpoint", str(trained), "--out", str(out), "--dtype", dtype]
-    in_trainer.call(data, "artd_workers.trainer.export", arguments, "export")
+    in_trainer.call(data, config, "artd_workers.trainer.export", arguments, "export")

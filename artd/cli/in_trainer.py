@@ -19,18 +19,26 @@ _CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """Threads that wait sleep instead of spinning: the engine computes beside this."""
 
 
-def call(data: Path, module: str, arguments: list[str], what: str) -> None:
-    """Run `python -m MODULE ARGUMENTS`. what: a noun for the error. Raises CliError(FAILED), KeyboardInterrupt."""
+def interpreter(data: Path, config: str | None) -> tuple[str, list[str]]:
+    """(python, folders for PYTHONPATH) of the trainer, as the daemon chooses them. Raises CliError(FAILED)."""
     try:
-        own = load(data_dir=str(data)).runtimes.trainer
-        runtime = None if own.python else registry.find("megatron")
+        own = load(config, str(data)).runtimes.trainer
+        if own.python:
+            return own.python, list(own.pythonpath)
+        found = registry.find("megatron")
     except (ConfigError, registry.RuntimeMissing) as error:
         raise CliError(FAILED, str(error)) from None
-    python = str(runtime.python) if runtime else own.python
-    folders = [str(install_code(data)), *(runtime.site_paths if runtime else ()), *own.pythonpath]
+    return str(found.python), [*found.site_paths, *own.pythonpath]
+
+
+def call(data: Path, config: str | None, module: str, arguments: list[str], what: str) -> None:
+    """Run `python -m MODULE ARGUMENTS`, in which paths are absolute. config: as given on the command line; what: a noun for
+    the error. Raises CliError(FAILED), KeyboardInterrupt."""
+    python, folders = interpreter(data, config)
     done = subprocess.run(
         [python, "-m", module, *arguments],
-        env={**os.environ, **_CALM, "PYTHONPATH": os.pathsep.join(folders)},
+        env={**os.environ, **_CALM, "PYTHONPATH": os.pathsep.join([str(install_code(data)), *folders])},
+        cwd="/",  # so that `-m` finds no stray module in the user's folder
         check=False,
     )
     if done.returncode == INTERRUPTED:

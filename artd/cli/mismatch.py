@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     routes = msgspec.json.decode(about["routes"], type=RouteShape) if about["routes"] else None
     prompts = _prompts(args.prompts) if args.prompts else _canary(data / row["dir"], row["sha"])
     samples = _samples(args, data, f"{row['run']}@{row['step']}", prompts, routes, about["vocab_size"])
-    measured = _measure(data, row, spec, samples, routes)
+    measured = _measure(args, data, row, spec, samples, routes)
     _show(args, data, row, samples, measured)
     return OK
 
@@ -105,8 +105,9 @@ def _samples(
 
 
 def _measure(
-    data: Path, row: read.Row, spec: dict[str, Any], samples: list[Sample], routes: RouteShape | None
-) -> dict[str, Mismatch]:
+    args: argparse.Namespace, data: Path, row: read.Row, spec: dict[str, Any], samples: list[Sample],
+    routes: RouteShape | None,
+) -> dict[str, Mismatch]:  # fmt: skip
     """Scoring pass -> what was measured. Raises CliError."""
     from . import in_trainer, mismatch_files
 
@@ -116,7 +117,7 @@ def _measure(
     request = ScoreRequest(spec=msgspec.convert(spec, RunSpec), checkpoint=ref, routes=routes)
     with tempfile.TemporaryDirectory(prefix="artd-mismatch-") as name:
         mismatch_files.write(Path(name), request, samples)
-        in_trainer.call(data, "artd_workers.trainer.score", [name], "scoring")
+        in_trainer.call(data, getattr(args, "config", None), "artd_workers.trainer.score", [name], "scoring")
         try:
             return mismatch_files.compare_all(Path(name), samples)
         except ValueError as error:

@@ -119,30 +119,17 @@ def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: Replay
 def _command(args: argparse.Namespace, data: Path, scratch: Path) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of the trainer's part. Raises CliError(FAILED)."""
     from ..supervise.code import CodeError, install_code
-    from ..supervise.environment import Tags, child_environment
+    from ..supervise.environment import TRAINER_EXTRA, Tags, child_environment
+    from .in_trainer import interpreter
 
-    python, folders = _interpreter(args, data)
+    python, folders = interpreter(data, getattr(args, "config", None))
     try:
         code = install_code(scratch)
     except (CodeError, OSError) as error:
         raise CliError(FAILED, f"the trainer's code cannot be copied to {scratch}: {error}") from None
     # No daemon's instance: whoever reaps his own children must not take this for one.
     tags = Tags(instance="replay-job", boot=0, spawn=0, worker="replay-job", build=code.name, socket="")
-    extra = {"TORCH_COMPILE_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # as artd/workforce.py has it
-    env = child_environment(os.environ, tags, code=code, tmpdir=scratch / "tmp", site_paths=folders, extra=extra)
+    env = child_environment(
+        os.environ, tags, code=code, tmpdir=scratch / "tmp", site_paths=folders, extra=TRAINER_EXTRA
+    )
     return [python, "-m", "artd_workers.trainer.replay_job"], env
-
-
-def _interpreter(args: argparse.Namespace, data: Path) -> tuple[str, list[str]]:
-    """(python, folders for PYTHONPATH) of the trainer, as the daemon chooses them. Raises CliError(FAILED)."""
-    from ..config import ConfigError, load
-    from ..runtimes import RuntimeMissing, find
-
-    try:
-        own = load(getattr(args, "config", None), str(data)).runtimes.trainer
-        if own.python:
-            return own.python, list(own.pythonpath)
-        found = find("megatron")
-    except (ConfigError, RuntimeMissing) as error:
-        raise CliError(FAILED, str(error)) from None
-    return str(found.python), [*found.site_paths, *own.pythonpath]

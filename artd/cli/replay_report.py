@@ -6,7 +6,6 @@ saying how much.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Literal
@@ -41,11 +40,10 @@ def good(row: ReplayRow, tolerant: bool) -> bool:
 
 
 def document(data: Path, row: show.Row, report: ReplayReport, keep: Path | None) -> None:
-    head = show.stamped({"schema": "artd.replay-job/1", "at": show.now_ms()}) | {"data_dir": str(data)}
     job = {key: row[key] for key in ("id", "run", "kind", "step", "epoch", "fence")}
     content = {"job": job, "verdict": verdict(report), "kept": str(keep) if keep else None}
     content |= {key: value for key, value in msgspec.to_builtins(report).items() if key != "error"}
-    print(json.dumps(head | content, indent=1, ensure_ascii=False))
+    show.print_document("artd.replay-job/1", data, content)
 
 
 def tell(row: show.Row, report: ReplayReport, keep: Path | None) -> None:

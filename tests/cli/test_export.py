@@ -86,7 +86,7 @@ def test_every_weight(
 ) -> None:
     """The trainer's program gets the weights and their table, checked, and makes the folder."""
 
-    def call(_data: Path, module: str, arguments: list[str], _what: str) -> None:
+    def call(_data: Path, _config: str | None, module: str, arguments: list[str], _what: str) -> None:
         assert module == "artd_workers.trainer.export"
         given = dict(zip(arguments[::2], arguments[1::2], strict=True))
         assert (given["--base"], given["--dtype"]) == ("/models/toy", "float32")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,17 +22,6 @@ SPEC = {
     "engine": {"max_model_len": 128, "kv_cache_mib": 64, "max_num_seqs": 16},
 }
 EXACT = 1e-5  # nats, fp32
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path / "data")
-    made.start()
-    try:
-        yield made
-    finally:
-        with contextlib.suppress(AssertionError):
-            made.stop()
 
 
 async def one_step(run: Run, step: int):

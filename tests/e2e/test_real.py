@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +21,6 @@ SPEC = {
     "optimizer": {"lr": 1e-2},
     "engine": {"max_model_len": 128, "kv_cache_mib": 64, "max_num_seqs": 16},
 }
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path / "data")
-    made.start()
-    try:
-        yield made
-    finally:
-        with contextlib.suppress(AssertionError):
-            made.stop()
 
 
 async def ask(openai, model: str, prompt: str, seed: int, **options):

@@ -21,6 +21,7 @@ from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, Fence
 from artd_workers.engines.http import call
+from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
 
@@ -178,3 +179,17 @@ class Sender:
 
 def logprob(choice: dict[str, Any]) -> float:
     return choice["logprobs"]["content"][0]["logprob"]
+
+
+def load(adapter: VllmAdapter, engine: Engine, sender: Sender, checkpoint: str, **order: Any) -> None:
+    """A live transfer without the harness and its canary, of possibly disturbed weights with honest hashes."""
+    deadline = Deadline(60)
+    fence = engine.fence()
+    adapter.pause(5.0, deadline)
+    adapter.begin(fence, deadline)
+    table = sender.order(checkpoint, **order)
+    adapter.join(sender.rendezvous, deadline)
+    adapter.receive(fence, table.tensors, deadline)
+    sender.sent()
+    adapter.finish("test", deadline)
+    adapter.resume(deadline)

@@ -2,7 +2,7 @@
 
 {"checkpoint": DIR, "perturb": NAME or "", "table": PATH}: merge, disturb one matrix by 1 % noise (relative to its own
 root mean square), write the weight table of what will be sent to PATH, print "ready", and broadcast.
-{"checkpoint": DIR, ..., "die_after": N}: end the process after N tensors.
+{"checkpoint": DIR, ..., "die_after": N}: end the process after N tensors. "leave_out": NAME is not sent.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         weights = weights_of(Path(base), Path(order["checkpoint"]))
+        weights.pop(order.get("leave_out"), None)
         if order.get("perturb"):
             weights[order["perturb"]] = disturb(weights[order["perturb"]])
         table = WeightTable(mode="merged", tensors=tuple(entry(name, tensor) for name, tensor in weights.items()))

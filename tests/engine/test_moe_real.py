@@ -22,7 +22,7 @@ import pytest
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
 from artd_workers.engines.vllm.adapter import VllmAdapter
-from tests.engine.real import HERE, Engine, Sender, serving_tool, start
+from tests.engine.real import HERE, Engine, Sender, load, serving_tool, start
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 SHAPE = RouteShape(layers=2, topk=2, experts=8)
@@ -154,6 +154,21 @@ def test_another_shape_is_refused(engine: Engine) -> None:
     ):
         with pytest.raises(EngineError, match=said):
             adapter.capture_routes(shape, Deadline(10))
+
+
+def test_one_matrix_of_one_expert_that_does_not_come_is_missed(engine: Engine) -> None:
+    """vLLM would take the layer as it is, with anything in the gap. The engine is lost after this."""
+    sender = Sender(engine, "second")
+    try:
+        with pytest.raises(
+            EngineError, match=r"only some of their weights, the first is model\.layers\.2\.mlp\.experts"
+        ):
+            load(
+                VllmAdapter(Path(engine.socket), Deadline(5)), engine, sender, "f1",
+                leave_out="model.layers.2.mlp.experts.5.up_proj.weight",
+            )  # fmt: skip
+    finally:
+        sender.close()
 
 
 def generate(engine: Engine, request: str, prompt: list[int], **sampling: Any) -> list[Json]:

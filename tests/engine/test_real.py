@@ -24,7 +24,7 @@ from artd_workers.engines.base import Deadline, EngineError, Fence
 from artd_workers.engines.http import StatusError
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN
-from tests.engine.real import HERE, Engine, Sender, logprob, start, tool
+from tests.engine.real import HERE, Engine, Sender, load, logprob, start, tool
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 V6_LOOPBACK = "00000000000000000000000001000000"
@@ -217,17 +217,3 @@ def refused(engine: Engine, model: str) -> bool:
 
 def sender_table(engine: Engine, checkpoint: str) -> WeightTable:
     return msgspec.json.decode((engine.toys / checkpoint / "weights.json").read_bytes(), type=WeightTable)
-
-
-def load(adapter: VllmAdapter, engine: Engine, sender: Sender, checkpoint: str, **order: Any) -> None:
-    """A live transfer without the harness and its canary, of possibly disturbed weights with honest hashes."""
-    deadline = Deadline(60)
-    fence = engine.fence()
-    adapter.pause(5.0, deadline)
-    adapter.begin(fence, deadline)
-    table = sender.order(checkpoint, **order)
-    adapter.join(sender.rendezvous, deadline)
-    adapter.receive(fence, table.tensors, deadline)
-    sender.sent()
-    adapter.finish("test", deadline)
-    adapter.resume(deadline)

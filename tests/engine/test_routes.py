@@ -41,7 +41,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def book(clock: Clock) -> RouteBook:
-    return RouteBook(SHAPE, clock=clock)
+    return RouteBook(SHAPE, held_s=60.0, clock=clock)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,16 @@ def test_a_sequence_that_ended_is_held_for_a_while(book: RouteBook, clock: Clock
     assert book.bytes == 0
 
 
+def test_a_choice_waits_for_a_slow_sibling(clock: Clock) -> None:
+    book = RouteBook(SHAPE, clock=clock)
+    for choice in (0, 1):
+        book.add(name("r", choice, many=True), 0, rows(0, 4))
+    book.end([name("r", 0, many=True)])
+    clock.now += 1800
+    book.end([name("r", 1, many=True)])
+    assert sorted(book.take(["r"])) == ["r#0", "r#1"]
+
+
 def test_a_running_sequence_is_held_as_long_as_it_runs(book: RouteBook, clock: Clock) -> None:
     book.add(name("r"), 0, rows(0, 4))
     clock.now += 1e6
@@ -219,19 +229,19 @@ def test_nothing_is_held_of_a_thousand_aborted_requests(book: RouteBook) -> None
     assert (book.held, book.bytes, book.known) == (0, 0, 0)
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=12), st.lists(st.integers(0, 30), max_size=4), st.integers(1, 16)
-)
-def test_any_history_of_chunks_and_preemptions_ends_alike(steps: list[int], lost: list[int], chunk: int) -> None:
-    """steps: tokens computed, one after the other; lost: after so many tokens the cache is lost, and all comes in chunks."""
+@given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=12), st.integers(1, 16))
+def test_any_history_of_chunks_and_preemptions_ends_alike(steps: list[tuple[int, bool]], chunk: int) -> None:
+    """steps: tokens computed one after the other, and whether the cache is lost then, so that all comes again in chunks,
+    and one token more."""
     book, done, again = RouteBook(SHAPE), 0, 0
-    for count in steps:
+    for count, lost in steps:
         book.add(name("r"), done, rows(done, count))
         done += count
-        if done in lost:
-            for first in range(0, done, chunk):
-                book.add(name("r"), first, rows(first, min(chunk, done - first), salt=1))
-            again = done
+        if lost:
+            everything = np.concatenate([rows(0, done, salt=1), rows(done, 1)])
+            for first in range(0, done + 1, chunk):
+                book.add(name("r"), first, everything[first : first + chunk])
+            done, again = done + 1, done
     taken = book.take(["r"])["r#0"]
     np.testing.assert_array_equal(taken.rows, rows(0, done))
     assert taken.recomputed == (((0, again),) if again else ())

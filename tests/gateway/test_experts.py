@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import io
+import threading
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import pytest_asyncio
 
 from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape, Turn
+from artd_workers.gateway import experts
 from tests.fakes.routes import SHAPE, WIDE, layer_rows, put, rows_of
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, lora, merged
@@ -129,9 +131,18 @@ async def test_in_lora_mode_too(rig: Rig) -> None:
 
 
 async def test_many_routes_are_checked_away_from_the_event_loop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("artd_workers.gateway.experts._IN_THREAD", 1)
+    check, threads = experts.captures_of, []
+
+    def seen(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return check(*given)
+
+    monkeypatch.setattr(experts, "captures_of", seen)
     engine = await moe(rig)
     assert (await rig.chat()).status_code == 200
+    monkeypatch.setattr(experts, "_IN_THREAD", 1)
+    assert (await rig.chat()).status_code == 200
+    assert threads[0] is threading.current_thread() is not threads[1]
     assert the_turn(rig).routes == rows_of(SHAPE, 0, PROMPT + 5)
     engine.damage = lambda told: told.update(start=2)
     rig.daemon.ledger.clear()

@@ -9,6 +9,7 @@ import pytest
 
 from artd.base_model import check_pinned, pin
 from artd.errors import Conflict, Invalid
+from artd_schema.trajectory import RouteShape
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 99}
 
@@ -70,6 +71,24 @@ def test_a_vocabulary_that_is_none(model, vocab):
 def test_no_vocabulary(model):
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     refused(model, "vocab_size")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0 of 8 experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 8 experts"),
+        ({"num_experts": 1 << 17}, "num_experts_per_tok = 2 of 131072 experts"),
+    ],
+)
+def test_experts_that_no_router_could_choose(model, changes, text):
+    good = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 3, "num_experts": 8}
+    good |= {"num_experts_per_tok": 2, "decoder_sparse_step": 2}
+    (model / "config.json").write_text(json.dumps(good))
+    assert pin(str(model)).routes == RouteShape(layers=1, topk=2, experts=8)
+    (model / "config.json").write_text(json.dumps(good | changes))
+    refused(model, text)
 
 
 def test_not_safetensors(model):

@@ -11,6 +11,7 @@ every layer told of every token; tokens stand in the step in the order of the ru
 from __future__ import annotations
 
 import base64
+import logging
 import threading
 import time
 from collections.abc import Iterable
@@ -21,11 +22,13 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.platforms import current_platform
 
 from artd_schema.trajectory import RouteShape
 
 from .routes import RouteBook, Rows
 
+log = logging.getLogger(__name__)
 _SWEEP_S = 5.0
 
 
@@ -95,6 +98,7 @@ class RouteCapture:
     def _store(self, scheduled: Any) -> None:
         batch, total = self._runner.input_batch, scheduled.total_num_scheduled_tokens
         if (self._told < total).any():
+            log.warning("routes of a step with %d tokens are lost, the layers told of %s", total, self._told.tolist())
             for worker_id in batch.req_ids:
                 self._book.lose(worker_id)
             return
@@ -115,6 +119,8 @@ class RouteCapture:
 def _check_runner(runner: Any) -> None:
     if getattr(runner.execute_model, "__func__", None) is RouteCapture._capture:
         raise CaptureError("routes are captured already")
+    if not current_platform.is_cpu():
+        raise CaptureError("routes are captured by hooks on the CPU only: set expert_replay=false")
     config = runner.vllm_config
     if config.cache_config.enable_prefix_caching:
         raise CaptureError("prefix caching is on: tokens of a cached prefix are never routed, start without it")

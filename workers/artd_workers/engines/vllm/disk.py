@@ -21,7 +21,8 @@ def served_tensors(
     base: str | None, checkpoint: Path, scale: float, dtype: str, names: Sequence[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor of `dtype`) of every weight. base: folder of the base model that the checkpoint's adapter belongs to,
-    scale = alpha / rank; None when the checkpoint holds every weight by itself. names: of the weight table, in its order."""
+    scale = alpha / rank; None when the checkpoint holds every weight by itself. names: of the weight table, in its order.
+    Raises ValueError when what is stored has other names."""
     if base is None:
         return merged_tensors(Stored(checkpoint / MODEL, names), {}, 1.0, getattr(torch, dtype))
     return merged_tensors(BaseWeights(base), load_file(checkpoint / ADAPTER), scale, getattr(torch, dtype))

@@ -2,8 +2,8 @@
 
 Purpose: what the stock server cannot do. vLLM imports this module before it builds the model, and mixes `Extension` into
 its worker class, so its methods are reachable by /collective_rpc.
-Owner of: the worker's `Session` (fence gate) and its `RouteCapture`. Invariants: every write of weights happens between `artd_begin` and
-`artd_finish`; when the harness dies, however it dies, this process group dies.
+Owner of: the worker's `Session` (fence gate) and its `RouteCapture`. Invariants: every write of weights happens between
+`artd_begin` and `artd_finish`; when the harness dies, however it dies, this process group dies.
 Why the thread is here: the API server dies with the harness by PR_SET_PDEATHSIG, but EngineCore and this worker would live
 on as orphans, inherit no pipe of the harness, and only this one runs code of artd. It ends the group for all three. A
 harness killed before this module is imported is noticed when it is.

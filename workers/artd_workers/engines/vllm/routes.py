@@ -21,8 +21,10 @@ import numpy.typing as npt
 from artd_schema.trajectory import RouteShape
 
 Rows = npt.NDArray[Any]
-HELD_S = 60.0
+HELD_S = 3600.0
 HELD_BYTES = 1 << 30
+"""The gateway takes a response's rows when its last choice is done, and drops what it does not want; the slowest choice may be
+long behind the first. The limits are for a gateway that died."""
 _LEAST_ROWS = 64
 _WORKER_ID = re.compile(r"(?:(\d+)_)?generate-tokens-(.+)-[0-9a-f]{8}")
 """vLLM 0.32: `/inference/v1/generate` puts its prefix before the id that it is given, the engine adds 8 random hex digits,

@@ -120,6 +120,8 @@ def environment(config: EngineConfig, scratch: Path) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "auto",
         # vLLM compiles one small function of its logprobs at the first request even when eager: 21 s of C++ on two cores.
         "TORCHDYNAMO_DISABLE": "1",
+        # Routes are kept by the worker's names of requests, which `routes.owner_of` reads.
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
