@@ -29,7 +29,7 @@ from .core.fields import InvalidField
 from .core.validate import check_turns, epoch_range
 from .errors import Invalid, NotFound, RequestError
 from .intake import Answer, Intake, Parcel, RunFacts, seal_group
-from .store.blobs import Blobs
+from .store.blobs import Blobs, add_row
 from .store.store import Store, emit
 from .views import route_shape
 
@@ -40,7 +40,7 @@ DUE = "SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ?"
 class Ingest:
     """submit, seal, flush for clients; exchanges for the gateway; `run` seals groups at their deadline.
 
-    max_inline: bytes of a body kept in its row; admit: raises Busy when nothing more may be taken.
+    max_inline: bytes of a body, or of a turn of the ledger, kept in its row; admit: raises Busy when nothing more may be taken.
     """
 
     def __init__(self, store: Store, blobs: Blobs, max_inline: int, admit: Callable[[], None] = lambda: None) -> None:
@@ -124,18 +124,8 @@ class Ingest:
             raise Invalid("no turn has a sampled token", field="turns")
         sha = digest(body)
         return Parcel(
-            op,
-            run,
-            op.key or sha,
-            _content(op, sha),
-            sha,
-            body,
-            None,
-            len(body),
-            tokens,
-            epoch_range(turns),
-            _extra(op),
-        )
+            op, run, op.key or sha, _content(op, sha), sha, body, None, len(body), tokens, epoch_range(turns), _extra(op)
+        )  # fmt: skip
 
     async def _by_reference(self, op: api.Submit, run: RunFacts) -> api.Submitted:
         key = op.key or digest(to_json(op.refs))
@@ -144,17 +134,17 @@ class Ingest:
         problem: RequestError | None = None
         try:
             exchanges = await references.read_exchanges(self._store, op, run)
-            if sum(len(row["turn"]) for row in exchanges) > self._max_inline:
+            if any(row["blob"] for row in exchanges) or sum(len(row["turn"]) for row in exchanges) > self._max_inline:
                 parcel = await anyio.to_thread.run_sync(self._compose_large, parcel, exchanges)
             else:
-                parcel = references.compose(parcel, exchanges)
+                parcel = references.compose(parcel, exchanges, self._blobs)
         except RequestError as error:
             problem = error
         now = self._store.clock.now_ms
         return await self._store.write(lambda c: references.insert(c, now(), parcel, exchanges, problem))
 
     def _compose_large(self, parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
-        return self._to_blob(references.compose(parcel, exchanges))
+        return self._to_blob(references.compose(parcel, exchanges, self._blobs))
 
     # ---- groups -------------------------------------------------------------------------------------------------------
 
@@ -218,21 +208,35 @@ class Ingest:
             return w.ExchangeAck(
                 response_id=message.response_id, error=f"{len(bulk)} turns for {message.choices} choices"
             )
+        stored = await self._stored(bulk)
         now = self._store.clock.now_ms()
         rows = [
-            (run.id, message.response_id, choice, message.model, message.split, turn, now)
-            for choice, turn in enumerate(bulk)
+            (run.id, message.response_id, choice, message.model, message.split, turn, blob, now)
+            for choice, (turn, blob) in enumerate(stored)
         ]
 
         def write(c: sqlite3.Connection) -> None:
+            for turn, (_, blob) in zip(bulk, stored, strict=True):
+                if blob:
+                    add_row(c, blob, len(turn), "exchange", now)
             c.executemany(
-                "INSERT INTO exchange (run_id, response_id, choice, model, split, turn, created) VALUES (?, ?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (run_id, response_id, choice) DO NOTHING",
+                "INSERT INTO exchange (run_id, response_id, choice, model, split, turn, blob, created)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (run_id, response_id, choice) DO NOTHING",
                 rows,
             )
 
         await self._store.write(write)
         return w.ExchangeAck(response_id=message.response_id)
+
+    async def _stored(self, bulk: list[bytes]) -> list[tuple[bytes | None, str | None]]:
+        """Of each turn what goes into its row: itself, or the blob that it is in now."""
+
+        def put() -> list[tuple[bytes | None, str | None]]:
+            return [(None, self._blobs.put(turn)) if len(turn) > self._max_inline else (turn, None) for turn in bulk]
+
+        if any(len(turn) > self._max_inline for turn in bulk):
+            return await anyio.to_thread.run_sync(put)
+        return [(turn, None) for turn in bulk]
 
 
 def _check_header(op: api.Submit) -> None:

@@ -47,14 +47,7 @@ async def recover(store: Store, data: DataDir) -> None:
     await _adopt_finished(store, data)
 
     def write(c: sqlite3.Connection) -> list[str]:
-        now = store.clock.now_ms()
-        for job in c.execute("SELECT * FROM job WHERE state = 'running'").fetchall():
-            end_attempt(c, now, job, "killed", "the daemon went down while it ran")
-        forget_engine(c, now, "the daemon went down", counted=False)
-        c.execute(
-            "UPDATE process SET state = 'stopped', pid = NULL, ticks = NULL, session = NULL, address = '', since = ?",
-            (now,),
-        )
+        interrupt(c, store.clock.now_ms(), "the daemon went down")
         return sweep(c, data)
 
     for folder in await store.write(write):
@@ -62,6 +55,17 @@ async def recover(store: Store, data: DataDir) -> None:
         fs.remove_tree(data.root / folder)
     for path in data.tmp.iterdir():
         fs.remove_tree(path) if path.is_dir() else path.unlink()
+
+
+def interrupt(c: sqlite3.Connection, now: int, why: str) -> None:
+    """Take back everything that was under way: no worker lives any more."""
+    for job in c.execute("SELECT * FROM job WHERE state = 'running'").fetchall():
+        end_attempt(c, now, job, "killed", f"{why} while it ran")
+    forget_engine(c, now, why, counted=False)
+    c.execute(
+        "UPDATE process SET state = 'stopped', pid = NULL, ticks = NULL, session = NULL, address = '', since = ?",
+        (now,),
+    )
 
 
 async def _adopt_finished(store: Store, data: DataDir) -> None:

@@ -1,8 +1,8 @@
 """Trajectories by reference: turns of the gateway's ledger become a parcel, and their exchanges are used up.
 
-Owner of: exchange.trajectory_id. Invariants: an exchange's choice belongs to at most one trajectory; the routes of each
-token of a sequence are stored once; turns are read, checked and encoded outside the writer, which only looks whether the
-exchanges are still unused.
+Owner of: exchange.trajectory_id. Invariants: an exchange's choice belongs to at most one trajectory, whose body is from
+then on the only place that holds its turn; a trajectory's body has the routes of each token of a sequence once; turns are
+read, checked and encoded outside the writer, which only looks whether the exchanges are still unused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .core.routes import trim_routes
 from .core.validate import check_turns, epoch_range
 from .errors import Conflict, Invalid, NotFound, RequestError
 from .intake import Parcel, RunFacts, insert_many
+from .store.blobs import Blobs
 from .store.store import Store
 
 _turn = msgspec.msgpack.Decoder(Turn)
 READ = (
     "WITH ref (response_id, choice) AS (VALUES {})"
-    " SELECT e.id, e.response_id, e.choice, e.turn, e.split, e.trajectory_id, r.next_epoch FROM ref"
+    " SELECT e.id, e.response_id, e.choice, e.turn, e.blob, e.split, e.trajectory_id, r.next_epoch FROM ref"
     " CROSS JOIN exchange e ON e.run_id = ? AND e.response_id = ref.response_id AND e.choice = ref.choice"
     " JOIN run r ON r.id = e.run_id"
 )
@@ -40,16 +41,17 @@ async def read_exchanges(store: Store, op: api.Submit, run: RunFacts) -> list[sq
     return [_take(op, index, known.get(ref)) for index, ref in enumerate(op.refs)]
 
 
-def compose(parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
-    """The parcel with the turns of these rows as its body. Errors: Invalid."""
+def compose(parcel: Parcel, exchanges: list[sqlite3.Row], blobs: Blobs) -> Parcel:
+    """The parcel with the turns of these rows as its body. Errors: Invalid; RequestError when a file of theirs is damaged."""
     op, run = parcel.op, parcel.run
-    turns = [_turn.decode(row["turn"]) for row in exchanges]
+    raw = [row["turn"] if row["blob"] is None else _read(blobs, row) for row in exchanges]
+    turns = [_turn.decode(turn) for turn in raw]
     try:
         tokens = check_turns(turns, run.vocab_size, op.split == "train", exchanges[0]["next_epoch"], run.routes)
     except InvalidField as error:
         raise Invalid(str(error), field=error.field) from None
     if run.routes is None:
-        body = msgspec.msgpack.encode([msgspec.Raw(row["turn"]) for row in exchanges])
+        body = msgspec.msgpack.encode([msgspec.Raw(turn) for turn in raw])
     else:
         body = msgspec.msgpack.encode(trim_routes(turns, run.routes))
     return parcel._replace(digest=digest(body), body=body, size=len(body), tokens=tokens, epochs=epoch_range(turns))
@@ -58,7 +60,7 @@ def compose(parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
 def insert(
     c: sqlite3.Connection, now: int, parcel: Parcel, exchanges: list[sqlite3.Row], problem: RequestError | None
 ) -> api.Submitted:
-    """Insert one trajectory and mark its exchanges as used. problem: why there is no body; a key that is known gets its
+    """Insert one trajectory and use its exchanges up: they keep their names, not their turns. problem: why there is no body; a key that is known gets its
     first answer all the same, as its references were used by then. Errors: RequestError."""
     known = c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (parcel.run.id, parcel.key)).fetchone()
     if known is None:
@@ -71,8 +73,24 @@ def insert(
         raise outcome
     if known is None:
         used = [(outcome.trajectory, row["id"]) for row in exchanges]
-        c.executemany("UPDATE exchange SET trajectory_id = ? WHERE id = ?", used)
+        c.executemany("UPDATE exchange SET trajectory_id = ?, turn = NULL, blob = NULL WHERE id = ?", used)
     return outcome
+
+
+def _read(blobs: Blobs, row: sqlite3.Row) -> bytes:
+    """Errors: RequestError when the file is not what was written: its turn would be trained on as it is."""
+    try:
+        turn = blobs.path(row["blob"]).read_bytes()
+    except OSError as error:
+        what = error.strerror
+    else:
+        if digest(turn) == row["blob"]:
+            return turn
+        what = "its bytes have changed"
+    raise RequestError(
+        f"response {row['response_id']!r} choice {row['choice']}: the ledger's file {blobs.path(row['blob'])} cannot be "
+        f"read: {what}; leave this response out, and run artd check"
+    )
 
 
 def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:

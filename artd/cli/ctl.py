@@ -21,6 +21,7 @@ VERBS = {
     "events": "events",
     **dict.fromkeys(("cancel", "retry", "pause", "resume", "finish"), "act"),
     "export": "export",
+    "backup": "backup",
     "mismatch": "mismatch",
 }
 """Verb -> module that registers it."""

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import check, doctor, replay_job, runtime, start, stop
+from . import check, doctor, replay_job, restore, runtime, start, stop
 from .outcome import OK, Parser, arguments, guarded, shared
 
-VERBS = (start, stop, check, replay_job, runtime, doctor)
+VERBS = (start, stop, check, restore, replay_job, runtime, doctor)
 EPILOG = """exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 5 not found, 6 conflict, 7 timed out,
 130 interrupted"""
 

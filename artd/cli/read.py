@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from artd_schema.paths import DATABASE
 
+from ..store.readonly import open_readonly
 from .outcome import FAILED, NOT_FOUND, NOT_RUNNING, CliError, near
 from .probe import start_command
 
@@ -93,16 +93,10 @@ class Database:
             raise CliError(
                 NOT_RUNNING, f"there is no database {path}: no daemon has run on {data} yet", start_command(data)
             )
-        uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
         self._path = path
         try:
-            try:
-                self._connection = _opened(uri)
-            except sqlite3.OperationalError:
-                # WAL needs its -shm file; where that can neither be opened nor made, and there is no WAL, nobody writes.
-                if Path(f"{path}-wal").exists():
-                    raise
-                self._connection = _opened(uri + "&immutable=1")
+            self._connection = open_readonly(path, 1.0)
+            self._connection.execute("PRAGMA query_only = 1")
         except sqlite3.DatabaseError as error:
             raise CliError(FAILED, f"{path} cannot be read: {error}", "run artctl as the daemon's user") from None
 
@@ -127,14 +121,6 @@ class Database:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _opened(uri: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(uri, uri=True, timeout=1.0)
-    connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA query_only = 1")
-    connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    return connection
 
 
 def _decoded(row: sqlite3.Row) -> Row:

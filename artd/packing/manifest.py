@@ -20,7 +20,7 @@ from .replay import fill_routes
 from .spec import PackError, PackSpec, Source
 from .tensors import Filler, Tensors, describe
 
-PACKER = "artd-tree/1"
+PACKER = "artd-tree/2"
 """Version of the packer: raised by every change that alters the bytes of a batch."""
 
 

@@ -2,7 +2,7 @@
 
 Owner of: no state. Invariants: strict: every token of a sequence but its last has routes, from one turn: the first that
 captured it; a token of a turn has the same position in its sequence, because the turn's prompt repeats the sequence from
-its start.
+its start; equal choices are equal bytes, because the ids of each token and layer ascend.
 """
 
 from __future__ import annotations
@@ -55,14 +55,31 @@ class Captured:
             self.covered = turn.routes_start + rows
 
     def ids(self) -> Ids:
-        """[covered, layers, topk], checked. Raises AssemblyError."""
+        """[covered, layers, topk], checked; those of a token and layer ascend. Raises AssemblyError."""
         data = b"".join(self.pieces)
         try:
             rows = check_routes(data, self.shape)
         except BadRoutes as error:
             turn = max(turn for first, turn in self.begins if first <= error.row)
             raise AssemblyError(name(turn, error.row), f"{error}; {REMEDY}") from None
-        return np.frombuffer(data, id_type(self.shape)).reshape(rows, self.shape.layers, self.shape.topk)
+        return ascending(np.frombuffer(data, id_type(self.shape)).reshape(rows, self.shape.layers, self.shape.topk))
+
+
+def ascending(ids: Ids) -> Ids:
+    """The same choices [..., topk], the ids of each sorted: engines tell them in any order, by weight or by id.
+
+    Odd-even transposition by whole columns: np.sort sorts one choice after another, which takes five times as long for
+    top 8.
+    """
+    columns = [np.ascontiguousarray(ids[..., k]) for k in range(ids.shape[-1])]
+    for turn in range(len(columns)):
+        for k in range(turn % 2, len(columns) - 1, 2):
+            one, other = columns[k : k + 2]
+            columns[k : k + 2] = np.minimum(one, other), np.maximum(one, other)
+    ordered = np.empty_like(ids)
+    for k, column in enumerate(columns):
+        ordered[..., k] = column
+    return ordered
 
 
 def id_type(shape: RouteShape) -> np.dtype[Any]:

@@ -12,6 +12,9 @@ from .trajectory import RouteShape
 CHUNK = 1 << 18
 """Bytes looked at at once: they stay in the processor's cache."""
 
+FEW = 64
+"""Choices (of a token in a layer): with one expert each, up to so many may all be expert 0."""
+
 
 class BadRoutes(ValueError):
     """Routes that no router chose. row: the first bad one, counted from the first of these routes."""
@@ -22,14 +25,14 @@ class BadRoutes(ValueError):
 
 
 def check_routes(data: bytes, shape: RouteShape) -> int:
-    """Rows of `data`, ids [rows, layers, topk] of this shape. Errors: BadRoutes when the ids are no whole rows, all zero,
-    not those of an expert, or not distinct for a token in a layer."""
+    """Rows of `data`, ids [rows, layers, topk] of this shape. Errors: BadRoutes when the ids are no whole rows, those of a
+    capture that never was (all zero), not those of an expert, or not distinct for a token in a layer."""
     rows, rest = divmod(len(data), shape.row_bytes)
     if rest:
         raise BadRoutes(
             rows, f"{len(data)} bytes are no whole number of rows of {shape.row_bytes} bytes ({_form(shape)})"
         )
-    if data and data.count(0) == len(data):
+    if _nothing(data, shape):
         raise BadRoutes(0, f"every expert id of {rows} tokens is 0: the engine captured nothing")
     step = max(CHUNK // shape.row_bytes, 1) * shape.row_bytes
     for at in range(0, len(data), step):
@@ -37,6 +40,15 @@ def check_routes(data: bytes, shape: RouteShape) -> int:
         if not _sound(part, shape):
             raise _fault(part, at // shape.row_bytes, shape)
     return rows
+
+
+def _nothing(data: bytes, shape: RouteShape) -> bool:
+    """Whether all ids are zero where no router can have chosen so."""
+    # With one expert a token, zeros are expert 0: a choice like any other, and the only one where there is one expert. A
+    # few tokens, such as what ingest keeps of a short turn, may all go there; many in all layers mean an empty buffer.
+    if shape.topk == 1 and (shape.experts == 1 or len(data) <= FEW * shape.width):
+        return False
+    return len(data) > 0 and data.count(0) == len(data)
 
 
 def _sound(part: bytes, shape: RouteShape) -> bool:

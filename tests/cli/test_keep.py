@@ -16,6 +16,7 @@ import pytest
 from artd import lock
 from artd.cli import check as verb
 from artd.cli import ctl, main
+from artd.store import fs
 from artd_schema import paths
 from tests.fakes.world import copy
 
@@ -24,7 +25,9 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def world(data: Path) -> Path:
+def world(data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(fs, "fsync_file", lambda path: None)  # no test pulls the plug, and disks are slow
+    monkeypatch.setattr(fs, "fsync_dir", lambda path: None)
     return copy(data)
 
 

@@ -126,6 +126,12 @@ class Rig:
         self.assert_nothing_lives()
         return code
 
+    def move(self, data: Path) -> None:
+        """Work on another data folder from now on."""
+        assert self.process is None or self.process.poll() is not None
+        shutil.rmtree(runtime_dir(self.data, create=False), ignore_errors=True)
+        self.data = data
+
     def restart(self) -> None:
         self.kill()
         self.start()
@@ -135,6 +141,13 @@ class Rig:
         while left := self.living():
             assert time.monotonic() < end, f"still alive {within_s} s later: {left}"
             time.sleep(0.02)
+        if (self.data / "artd.db").exists():
+            self.assert_whole()  # before any recovery
+
+    def assert_whole(self) -> None:
+        """Every invariant holds, whatever was running or has just died."""
+        report = check(self.data, deep=True, live=True)
+        assert report.clean, report.broken
 
     def living(self) -> list[str]:
         """Processes with this rig's folder in their environment or command line: daemon, packer, workers."""
@@ -205,8 +218,7 @@ class Rig:
         for (folder,) in self.rows("SELECT dir FROM checkpoint WHERE state = 'committed'"):
             assert (self.data / folder / "manifest.json").is_file(), folder
         assert self.rows("PRAGMA integrity_check") == [("ok",)] and self.rows("PRAGMA foreign_key_check") == []
-        report = check(self.data, deep=True, live=True)
-        assert report.clean, report.broken
+        self.assert_whole()
         committed = self.rows("SELECT kind, ref FROM event WHERE kind = 'step.committed' ORDER BY id")
         assert [ref for _, ref in committed] == [str(number) for number in range(step + 1)]
 

@@ -34,7 +34,7 @@ async def test_the_trainer_gets_the_routes_that_were_submitted(rig):
     for found in bundles(rig).values():
         assert found["covered"].tolist()[0][:11] == [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0]
         assert found["routes"][:, 0, 0].tolist() == [[0, 1], [2, 3]]
-        assert found["routes"][:, 0, 1].tolist() == found["routes"][:, 0, 8].tolist() == [[3, 0], [1, 2]]
+        assert found["routes"][:, 0, 1].tolist() == found["routes"][:, 0, 8].tolist() == [[0, 3], [1, 2]]
         assert (found["routes"][:, 0, 9:] == [0, 1]).all()
     rig.check(4)
 

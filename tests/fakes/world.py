@@ -5,8 +5,13 @@ Purpose: what `artd check` finds clean, and what its tests then break. Owner of:
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import functools
 import shutil
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 
@@ -14,6 +19,7 @@ from artd.base_model import BaseModel
 from artd.commit import cancel_job
 from artd.dispatch import TRAINER
 from artd.ingest import Ingest
+from artd.packing import child, service
 from artd.push import ENGINE, Pusher
 from artd.recover import identify
 from artd.requests import set_run_state
@@ -128,6 +134,25 @@ class World:
             shutil.rmtree(self.data.root / folder)
 
 
+@functools.cache
+def template() -> Path:
+    """A world that was made once for all tests of this process; they copy it before they change anything."""
+    root = Path(tempfile.mkdtemp(prefix="artd-world."))
+    atexit.register(shutil.rmtree, root)
+    asyncio.run(make(root))
+    return root
+
+
+def copy(target: Path) -> Path:
+    """A world of one's own."""
+    return Path(shutil.copytree(template(), target))
+
+
+async def pack_here(request: child.PackRequest) -> child.PackResult:
+    """What the packing child does, without its start."""
+    return child.run(request)
+
+
 async def make(root: Path) -> None:
     """A finished dense run of two steps, and an active mixture at step 2 whose third train job runs, once failed.
 
@@ -136,30 +161,37 @@ async def make(root: Path) -> None:
     """
     data = data_dir(root)
     async with open_store(root) as store:
-        await store.write(lambda c: identify(c, data, store.clock.now_ms()))
-        world = World(store, data)
-        await world.begin("old", BASE, keep_checkpoints=1)
-        for step in (1, 2):
-            await world.submit(f"s{step}", 0.0, 1.0, turns=step)
-            await world.step()
-        await world.retire()
-        await store.write(lambda c: set_run_state(c, 0, world.number, "finished", ""))
-        await world.begin("r", MIXTURE)
-        await world.refer("s1", 0.0, 1.0)
+        with mock.patch.object(service, "run_child", pack_here):
+            await fill(store, data)
+
+
+async def fill(store: Store, data: DataDir) -> None:
+    """The rows and files of `make`."""
+    await store.write(lambda c: identify(c, data, store.clock.now_ms()))
+    world = World(store, data)
+    await world.begin("old", BASE, keep_checkpoints=1)
+    for step in (1, 2):
+        await world.submit(f"s{step}", 0.0, 1.0, turns=step)
         await world.step()
-        await world.submit("s2", 0.0, 1.0, turns=2)
-        assert await pack(store, data)
-        await world.cancel()
-        await world.step()
-        await world.submit("flat", 1.0, 1.0)
-        await world.submit("held", 0.5, split="eval")
-        await world.submit("s3", 0.0, 1.0)
-        await world.submit("s4", 0.0, 1.0)
-        await world.submit("open", 0.0)
-        await world.exchange("unused", world.turns(0, 1)[0])
-        assert await pack(store, data)
-        order, wire = await world.order()
-        failed = w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="the disk was full")
-        await make_dispatch(store, data, wire).failed(failed)
-        await add_worker(store, TRAINER, 1, "ready")
-        await world.order()
+    await world.retire()
+    await store.write(lambda c: set_run_state(c, 0, world.number, "finished", ""))
+    await world.begin("r", MIXTURE)
+    await world.refer("s1", 0.0, 1.0)
+    await world.step()
+    await world.submit("s2", 0.0, 1.0, turns=2)
+    assert await pack(store, data)
+    await world.cancel()
+    await world.step()
+    await world.submit("flat", 1.0, 1.0)
+    await world.submit("held", 0.5, split="eval")
+    await world.submit("s3", 0.0, 1.0)
+    await world.submit("s4", 0.0, 1.0)
+    await world.submit("open", 0.0)
+    await world.exchange("unused", world.turns(0, 1)[0])
+    await world.exchange("large", msgspec.structs.replace(world.turns(0, 1)[0], raw=b"x" * INLINE))
+    assert await pack(store, data)
+    order, wire = await world.order()
+    failed = w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="the disk was full")
+    await make_dispatch(store, data, wire).failed(failed)
+    await add_worker(store, TRAINER, 1, "ready")
+    await world.order()

@@ -7,6 +7,7 @@ import base64
 import gc
 import io
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ import pytest_asyncio
 
 from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape, Turn
-from artd_workers.gateway import experts
+from artd_workers.gateway import deliver, experts
+from artd_workers.gateway import engine as engine_module
 from tests.fakes.routes import SHAPE, WIDE, layer_rows, put, rows_of
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, lora, merged
@@ -147,6 +149,40 @@ async def test_many_routes_are_checked_away_from_the_event_loop(rig: Rig, monkey
     engine.damage = lambda told: told.update(start=2)
     rig.daemon.ledger.clear()
     refused(rig, await rig.chat(), "rows from token 2")
+
+
+async def test_large_replies_are_read_and_written_away_from_the_event_loop(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, list[threading.Thread]] = {"read_taken": [], "encode_reply": []}
+
+    def watch(module: Any, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given: (threads[name].append(threading.current_thread()), real(*given))[1]
+        )
+
+    watch(experts, "read_taken")
+    watch(deliver, "encode_reply")
+    await moe(rig)
+    small = (await rig.chat(return_token_ids=True, n=2)).json()
+    for module in (engine_module, deliver):
+        monkeypatch.setattr(module, "IN_THREAD", 100)
+    large = (await rig.chat(return_token_ids=True, n=2)).json()
+    for seen in threads.values():
+        assert seen[0] is threading.current_thread() is not seen[1]
+    assert [choice["message"] for choice in large["choices"]] == [choice["message"] for choice in small["choices"]]
+    assert large.keys() == small.keys() and large["usage"] == small["usage"]
+
+
+@pytest.mark.parametrize("large", [True, False])
+async def test_an_unreadable_reply_is_a_502_however_large(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "IN_THREAD", 1 if large else 1 << 20)
+    engine = await moe(rig)
+    engine.damage = lambda told: told.update(rows="many")
+    refused(rig, await rig.chat(), "another form")
 
 
 async def test_a_dense_model_asks_for_nothing_and_its_engines_field_is_not_kept(rig: Rig) -> None:
@@ -341,11 +377,20 @@ async def test_a_dense_engine_is_not_asked_to_drop(rig: Rig) -> None:
 # ---- the field that vLLM puts into its reply -----------------------------------------------------------------------------
 
 
-def npy(rows: int, layers: list[int], count: int = 5, dtype: type = np.uint8, shape: RouteShape = SHAPE) -> str:
-    """A reply's field: `layers` of `count` have the routes, the others are zero."""
+def npy(
+    rows: int,
+    layers: list[int],
+    count: int = 5,
+    dtype: type = np.uint8,
+    shape: RouteShape = SHAPE,
+    idle: Sequence[int] = (),
+) -> str:
+    """A reply's field: `layers` of `count` have the routes, the others are zero, and so are the MoE layers `idle`."""
     ids = np.zeros((rows, count, shape.topk), dtype)
     if layers:
-        ids[:, layers] = np.array(layer_rows(shape, rows_of(shape, 0, rows)), dtype)
+        told = np.array(layer_rows(shape, rows_of(shape, 0, rows)), dtype)
+        told[:, list(idle)] = 0
+        ids[:, layers] = told
     file = io.BytesIO()
     np.save(file, ids)
     return base64.b64encode(file.getvalue()).decode()
@@ -394,6 +439,27 @@ async def test_the_stock_field_of_many_experts_and_a_later_start(rig: Rig) -> No
 async def test_a_stock_field_that_does_not_fit_is_a_502(rig: Rig, engine: FakeEngine, value: Any, words: str) -> None:
     engine.edit = field(value)
     refused(rig, await rig.chat(), words)
+
+
+TOP1 = RouteShape(layers=3, topk=1, experts=8)
+
+
+@pytest.mark.parametrize(("idle", "count", "layers"), [((), 5, [0, 2, 4]), ((1,), 3, [0, 1, 2])])
+async def test_the_stock_field_of_top_1(rig: Rig, idle: tuple[int, ...], count: int, layers: list[int]) -> None:
+    """A layer may have chosen expert 0 throughout; without dense layers that is no question."""
+    engine = await moe(rig, TOP1)
+    engine.edit = field(npy(N, layers, count, shape=TOP1, idle=idle))
+    assert (await rig.chat()).status_code == 200
+    ids = np.array(layer_rows(TOP1, rows_of(TOP1, 0, N)), np.uint8)
+    ids[:, list(idle)] = 0
+    assert the_turn(rig).routes == ids.tobytes()
+
+
+@pytest.mark.parametrize(("idle", "zero"), [((1,), 3), ((0, 1, 2), 5)])
+async def test_with_top_1_dense_layers_are_not_guessed(rig: Rig, idle: tuple[int, ...], zero: int) -> None:
+    engine = await moe(rig, TOP1)
+    engine.edit = field(npy(N, [0, 2, 4], 5, shape=TOP1, idle=idle))
+    refused(rig, await rig.chat(), f"{zero} of 5 layers are all zero, where 2 have no experts", "worker extension")
 
 
 # ---- shown to the client -------------------------------------------------------------------------------------------------

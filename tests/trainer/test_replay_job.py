@@ -87,10 +87,11 @@ def test_a_fresh_process_repeats_every_bit(sparse: Past, tmp_path: Path) -> None
 
 
 def test_a_step_of_lora_is_repeated(past: Past, tmp_path: Path, replay: Callable[..., ReplayReport]) -> None:
-    """On a machine of more cores: with the threads that it was trained with."""
+    """On a machine of more cores, with the threads that it was trained with; by another instance, after a restore."""
+    order = msgspec.structs.replace(past.request(2, tmp_path).run, instance="restored")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-        report = replay(2)
+        report = replay(2, run=order)
     assert torch.get_num_threads() == 1
     repeated(report, Path(past.refs[2].dir), tmp_path / "replayed")
 

@@ -87,7 +87,7 @@ def prefix_routes(row: PackedRow) -> Tensor:
     found = []
     for at in range(len(row.tokens)):
         seen = (~row.hidden_from[at]).nonzero()[:, 0]
-        found.append(routes_after(row.tokens[seen])[-1])
+        found.append(routes_after(row.tokens[seen])[-1].sort(-1).values)  # as packed
     return torch.stack(found, 1)
 
 

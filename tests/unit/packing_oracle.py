@@ -33,9 +33,9 @@ def encode_routes(rows: list[list[list[int]]], shape: RouteShape) -> bytes:
 
 
 def decode_routes(data: bytes, shape: RouteShape) -> list[tuple[tuple[int, ...], ...]]:
-    """Of each row, of each layer, the ids."""
+    """Of each row, of each layer, the ids, which mean the same in any order."""
     numbers = [int.from_bytes(data[i : i + shape.width], "little") for i in range(0, len(data), shape.width)]
-    layers = [tuple(numbers[i : i + shape.topk]) for i in range(0, len(numbers), shape.topk)]
+    layers = [tuple(sorted(numbers[i : i + shape.topk])) for i in range(0, len(numbers), shape.topk)]
     return [tuple(layers[i : i + shape.layers]) for i in range(0, len(layers), shape.layers)]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import threading
 
 import msgspec
 import pytest
 
-from artd.errors import Conflict, Invalid, NotFound
+from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.runs import set_run_state
 from artd_schema import client_api as api
 from artd_schema import worker as w
@@ -385,3 +387,76 @@ async def test_the_ledger_takes_a_response_once(tmp_path):
         assert answer.error == "1 turns for 3 choices" and await count(store, "exchange") == 1
         with pytest.raises(NotFound):
             await exchange(ingest, run="nope")
+
+
+async def held(store):
+    """Of each choice in the ledger: (bytes in its row, name of its file)."""
+    return [tuple(r) for r in await store.read("SELECT length(turn), blob FROM exchange ORDER BY response_id, choice")]
+
+
+async def test_large_turns_of_the_ledger_are_files_and_small_ones_are_not(tmp_path, monkeypatch):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        data = data_dir(tmp_path)
+        ingest = make_ingest(store, data, max_inline=400)
+        put, threads = ingest._blobs.put, []
+        monkeypatch.setattr(
+            ingest._blobs, "put", lambda turn: (threads.append(threading.current_thread()), put(turn))[1]
+        )
+        turns = [turn(choice=0), turn(choice=1, raw=b"x" * 400), turn(choice=2, raw=b"y" * 400)]
+        raw = [msgspec.msgpack.encode(t) for t in turns]
+        assert len(raw[0]) <= 400
+        assert (await exchange(ingest, turns=turns)).error == "" == (await exchange(ingest, turns=turns)).error
+        assert await held(store) == [(len(raw[0]), None), (None, digest(raw[1])), (None, digest(raw[2]))]
+        assert await count(store, "blob", "kind = 'exchange'") == await count(store, "blob") == 2
+        assert {path.read_bytes() for path in data.blobs.glob("*/*")} == set(raw[1:])
+        assert not {threading.main_thread(), store._writer._thread} & set(threads)
+
+
+@pytest.mark.parametrize("max_inline", [65536, 100])
+async def test_a_used_turn_is_held_by_its_trajectory_alone(tmp_path, max_inline):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        data = data_dir(tmp_path)
+        ingest = make_ingest(store, data, max_inline)
+        turns = [turn(choice=i, raw=b"x" * 300, policy_epoch=((0, 0),)) for i in range(2)]
+        await exchange(ingest, "one", turns=turns)
+        first = await ingest.submit(by_reference(("one", 1)), [])
+        (row,) = await store.read("SELECT body, blob, digest FROM trajectory")
+        stored = row["body"] if row["blob"] is None else (data.blobs / row["blob"][:2] / row["blob"]).read_bytes()
+        assert (
+            stored == body(turns[1]) and digest(stored) == row["digest"] and (row["blob"] is None) == (max_inline > 100)
+        )
+        unused, used = await held(store)
+        assert used == (None, None) != unused
+        assert await ingest.submit(by_reference(("one", 1)), []) == msgspec.structs.replace(first, duplicate=True)
+        text = f"part of trajectory {first.trajectory} already"
+        await refused(Conflict, "refs[0]", text, ingest.submit(by_reference(("one", 1), key="other"), []))
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1] + b"z")]
+)
+async def test_a_damaged_file_of_the_ledger_is_refused_by_name(tmp_path, harm):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        data = data_dir(tmp_path)
+        ingest = make_ingest(store, data, max_inline=100)
+        await exchange(ingest, "big", turns=[turn(raw=b"x" * 300)])
+        (path,) = data.blobs.glob("*/*")
+        harm(path)
+        await refused(RequestError, "", f"response 'big' choice 0: the ledger's file {path}",
+                      ingest.submit(by_reference(("big", 0)), []))  # fmt: skip
+        assert await count(store, "trajectory") == 0 and await count(store, "exchange", "trajectory_id IS NULL") == 1
+
+
+@pytest.mark.parametrize("values", ["NULL, NULL, NULL", "x'00', 'sha', NULL", "x'00', NULL, 1", "NULL, 'sha', 1"])
+async def test_a_choice_is_held_in_one_place(tmp_path, values):
+    """By its row or its file while it is unused, then by its trajectory."""
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        await submit(make_ingest(store, data_dir(tmp_path)))
+        write = "INSERT INTO exchange (run_id, response_id, choice, model, split, turn, blob, trajectory_id, created) VALUES"
+        await store.write(lambda c: c.execute("INSERT INTO blob VALUES ('sha', 1, 'exchange', 0)"))
+        with pytest.raises(sqlite3.IntegrityError, match="CHECK"):
+            await store.write(lambda c: c.execute(f"{write} (1, 'a', 0, 'm', 'train', {values}, 0)"))

@@ -182,41 +182,36 @@ async def test_large_bodies_are_checked_neither_in_the_event_loop_nor_in_the_wri
         assert thread is not threading.main_thread() and thread is not store._writer._thread
 
 
-async def test_of_two_submits_at_once_one_gets_the_response(tmp_path):
+def submitted_meanwhile(ingest, monkeypatch, key):
+    """Have another submit of response "a" come, with this key, while the next one has read the ledger but not written."""
+    read = ingest_module.references.read_exchanges
+
+    async def meanwhile(*given):
+        found = await read(*given)
+        monkeypatch.setattr(ingest_module.references, "read_exchanges", read)
+        await ingest.submit(refer("a", key=key), [])
+        return found
+
+    monkeypatch.setattr(ingest_module.references, "read_exchanges", meanwhile)
+
+
+async def test_of_two_submits_at_once_one_gets_the_response(tmp_path, monkeypatch):
     """Both read it while it is unused; the writer decides."""
     async with open_store(tmp_path) as store:
         await add_moe_run(store)
         ingest = make_ingest(store, data_dir(tmp_path))
         await record(ingest, "a", turn(*FIRST))
-        read = ingest_module.references.read_exchanges
-
-        async def meanwhile(*given):
-            found = await read(*given)
-            monkeypatch.undo()
-            await ingest.submit(refer("a", key="quick"), [])
-            return found
-
-        monkeypatch = pytest.MonkeyPatch()
-        monkeypatch.setattr(ingest_module.references, "read_exchanges", meanwhile)
+        submitted_meanwhile(ingest, monkeypatch, "quick")
         await refused(Conflict, "refs[0]", "part of trajectory 1 already", ingest.submit(refer("a", key="slow"), []))
         assert await count(store, "trajectory") == 1
 
 
-async def test_the_same_submit_twice_at_once_is_one_trajectory(tmp_path):
+async def test_the_same_submit_twice_at_once_is_one_trajectory(tmp_path, monkeypatch):
     async with open_store(tmp_path) as store:
         await add_moe_run(store)
         ingest = make_ingest(store, data_dir(tmp_path))
         await record(ingest, "a", turn(*FIRST))
-        read = ingest_module.references.read_exchanges
-
-        async def meanwhile(*given):
-            found = await read(*given)
-            monkeypatch.undo()
-            await ingest.submit(refer("a", key="k"), [])
-            return found
-
-        monkeypatch = pytest.MonkeyPatch()
-        monkeypatch.setattr(ingest_module.references, "read_exchanges", meanwhile)
+        submitted_meanwhile(ingest, monkeypatch, "k")
         answer = await ingest.submit(refer("a", key="k"), [])
         assert (answer.trajectory, answer.duplicate) == (1, True) and await count(store, "trajectory") == 1
 

@@ -163,6 +163,29 @@ def test_one_other_expert_in_any_layer_is_enough(layer):
     assert (manifest.logical_tokens - manifest.physical_tokens, manifest.unshared_tokens) == (80, 19)
 
 
+@pytest.mark.parametrize("shape", [NARROW, WIDE, RouteShape(layers=2, topk=8, experts=128)], ids=str)
+def test_the_order_of_a_token_s_experts_means_nothing(shape):
+    """The stock field has them by weight: a swap is no other choice, so nothing stops being shared."""
+    rng, rows = random.Random(5), [chosen(shape, position) for position in range(101)]
+    turns_of = {}
+    for number in range(1, 5):
+        swapped = [[rng.sample(ids, len(ids)) for ids in row] for row in rows]
+        turns_of[number] = [turn(range(100), [5, number], routes=encode_routes(swapped, shape))]
+    sources = [source(number, 1, float(number), turns) for number, turns in turns_of.items()]
+    packed = pack(msgspec.structs.replace(SPEC, routes=shape), sources)
+    manifest = packed.manifest
+    assert (manifest.logical_tokens - manifest.physical_tokens, manifest.unshared_tokens) == (3 * 99, 0)
+    ids = packed.replay.tensors["routes"]
+    assert (np.diff(ids.astype(int)) > 0).all(), "ids that do not ascend"
+    check_batch(packed.tensors, manifest, {n: plain_sequences(t, shape) for n, t in turns_of.items()}, packed.replay)
+
+
+@pytest.mark.parametrize("topk", range(1, 12))
+def test_experts_ascend_as_numpy_sorts_them(topk):
+    ids = np.random.default_rng(topk).integers(0, 60000, (50, 3, topk)).astype("<u2")
+    assert np.array_equal(routes.ascending(ids), np.sort(ids, axis=-1))
+
+
 def test_tokens_unshared_are_counted_in_the_rows_that_there_are():
     sources, _ = siblings(NARROW, flip=0, count=8)
     _, manifest, _ = pack(msgspec.structs.replace(SPEC, row_length=512), sources)
@@ -178,7 +201,9 @@ def test_the_last_sampled_token_of_a_turn_is_covered_by_the_next():
     packed = pack(SPEC, [source(n, 1, float(n), turns) for n, turns in turns_of.items()])
     (sequence,) = plain_sequences(turns_of[1], NARROW)
     key = [("a", p, t) for p, t in enumerate([*range(10), 1, 2])] + [("b", 12, 3), ("b", 13, 4), ("b", 14, 5)]
-    assert [entry[5] for entry in sequence] == [tuple(map(tuple, chosen(NARROW, *k))) for k in key] + [None]
+    assert [entry[5] for entry in sequence] == [
+        tuple(tuple(sorted(ids)) for ids in chosen(NARROW, *k)) for k in key
+    ] + [None]
     check_batch(packed.tensors, packed.manifest, {1: [sequence], 2: [sequence]}, packed.replay)
     assert packed.replay.manifest.tokens - packed.replay.manifest.covered == 2
 
@@ -217,7 +242,7 @@ def test_the_bundle_s_bytes_are_pinned():
     for shape in (NARROW, WIDE):
         packed = pack(msgspec.structs.replace(SPEC, routes=shape), siblings(shape, 70)[0])
         found.append(digest(serialise(packed.replay.tensors))[:16])
-    assert found == ["f626731e75161119", "474a0013ab28f8b1"]
+    assert found == ["99adb6d3f8505867", "6ed5d8e6ab7afb64"]
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -282,7 +307,7 @@ def test_routes_that_no_engine_captured_are_refused_by_name(turns, position, say
 
 def test_nothing_captured_is_seen_with_one_expert_a_token_too():
     shape = RouteShape(layers=2, topk=1, experts=4)
-    turns = [changed(routed(shape, range(10), [1, 2]), routes=bytes(11 * 2))]
+    turns = [changed(routed(shape, range(40), [1, 2]), routes=bytes(41 * 2))]
     position, message = refused(turns, msgspec.structs.replace(SPEC, routes=shape))
     assert position == "turns[0].routes[0]" and "captured nothing" in message
 

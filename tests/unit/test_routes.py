@@ -72,10 +72,24 @@ def test_two_bad_rows_name_the_first():
     assert caught.value.row == 3
 
 
-@pytest.mark.parametrize("shape", [SHAPE, WIDE, RouteShape(layers=1, topk=1, experts=4)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, WIDE, RouteShape(layers=3, topk=1, experts=4)], ids=str)
 def test_all_zero_is_no_capture(shape):
     with pytest.raises(BadRoutes, match="captured nothing"):
-        check_routes(bytes(4 * shape.row_bytes), shape)
+        check_routes(bytes(22 * shape.row_bytes), shape)
+
+
+@pytest.mark.parametrize("experts", [4, 300])
+def test_with_one_expert_a_token_a_few_may_all_be_expert_0(experts):
+    shape = RouteShape(layers=4, topk=1, experts=experts)
+    assert check_routes(bytes(16 * shape.row_bytes), shape) == 16
+    with pytest.raises(BadRoutes, match="captured nothing"):
+        check_routes(bytes(17 * shape.row_bytes), shape)
+    assert check_routes(put(shape, bytes(17 * shape.row_bytes), 16, 3, 0, 1), shape) == 17
+
+
+def test_the_only_expert_is_expert_0():
+    shape = RouteShape(layers=2, topk=1, experts=1)
+    assert check_routes(bytes(1000 * shape.row_bytes), shape) == 1000
 
 
 def test_half_a_row_and_none():

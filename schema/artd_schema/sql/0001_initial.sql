@@ -42,7 +42,7 @@ CREATE INDEX group_sealed ON trajectory_group (run_id, id) WHERE state = 'sealed
 CREATE TABLE blob (
   sha TEXT PRIMARY KEY,
   bytes INTEGER NOT NULL,
-  kind TEXT NOT NULL CHECK (kind IN ('trajectory', 'batch', 'manifest', 'replay')),
+  kind TEXT NOT NULL CHECK (kind IN ('trajectory', 'batch', 'manifest', 'replay', 'exchange')),
   created INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
@@ -209,10 +209,12 @@ CREATE TABLE exchange (
   choice INTEGER NOT NULL,
   model TEXT NOT NULL,
   split TEXT NOT NULL CHECK (split IN ('train', 'eval')),
-  turn BLOB NOT NULL,                        -- msgpack Turn
+  turn BLOB,                                 -- msgpack Turn, up to 64 KiB
+  blob TEXT REFERENCES blob,                 -- or in a file; neither once a trajectory's body holds it
   trajectory_id INTEGER REFERENCES trajectory,
   created INTEGER NOT NULL,
-  UNIQUE (run_id, response_id, choice)
+  UNIQUE (run_id, response_id, choice),
+  CHECK ((turn IS NOT NULL) + (blob IS NOT NULL) = (trajectory_id IS NULL))
 ) STRICT;
 CREATE INDEX exchange_trajectory ON exchange (trajectory_id) WHERE trajectory_id IS NOT NULL;
 

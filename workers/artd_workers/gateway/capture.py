@@ -124,9 +124,14 @@ def _moe_layers(field: Any, shape: RouteShape) -> bytes:
         raise ValueError(f"top {ids.topk} of {ids.width} bytes, where the model has top {shape.topk} of {shape.width}")
     if ids.layers == shape.layers:
         return ids.data
-    if not any(ids.data):
+    if ids.topk > 1 and not any(ids.data):
         raise ValueError("every expert id is 0: the engine captured nothing")
     kept = [layer for layer in range(ids.layers) if not _is_zero(ids, layer)]
+    if ids.topk == 1 and len(kept) < shape.layers:  # zeros may be expert 0 as well: a layer is dense only if all fit
+        raise ValueError(
+            f"{ids.layers - len(kept)} of {ids.layers} layers are all zero, where {ids.layers - shape.layers} have no "
+            "experts: with top 1 the others chose expert 0 or were not captured; ask through artd's worker extension"
+        )
     if len(kept) != shape.layers:
         raise ValueError(
             f"{len(kept)} of {ids.layers} layers have routes, where the model has {shape.layers} MoE layers"

@@ -6,6 +6,7 @@ weights it came from, or the request fails.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from artd_schema.worker import Exchange, Served
 
 from . import reply, turns
 from .capture import Capture
+from .engine import IN_THREAD
 from .errors import EngineFailure, aborted
 from .kinds import Kind
 from .ledger import Ledger
@@ -72,13 +74,14 @@ async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits)
     samples = [await _sample(made, table, limits, *source) for source in _choices(made)]
     used = max((sample.served for sample in samples), key=lambda served: served.epoch)
     head = _head(made, samples, used.name)
+    with_ids = bool(job.body.get("return_token_ids"))
     columns: list[Turn] = []
     choices: list[Json] = []
     for sample in samples:
         shown = made.shown["choices"][sample.index]
         shown = reply.finish_choice(job.kind, shown, sample.choice, sample.params, sample.index)
         columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
-        if job.body.get("return_token_ids"):
+        if with_ids:
             logprobs = turns.logprobs_of(engine, sample.choice)
             reply.add_ids(job.kind, shown, sample.request, sample.choice, logprobs)
             if sample.capture is not None and made.place.engine.routes is not None:
@@ -90,7 +93,17 @@ async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits)
         completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds,
     )  # fmt: skip
     await ledger.record(exchange, columns)
-    return msgspec.json.encode(head | {"choices": choices})
+    shown_bytes = sum(len(sample.capture.routes) for sample in samples if sample.capture) if with_ids else 0
+    if shown_bytes <= IN_THREAD:
+        return encode_reply(head, choices)
+    return await asyncio.to_thread(encode_reply, head, choices)
+
+
+def encode_reply(head: Json, choices: list[Json]) -> bytes:
+    """JSON of the response. Choice by choice: msgspec keeps the GIL for the whole of a call, and the event loop is to run
+    in between when this is done in a thread."""
+    shown = b",".join([msgspec.json.encode(choice) for choice in choices])
+    return b"".join((msgspec.json.encode(head)[:-1], b',"choices":[', shown, b"]}"))
 
 
 def _choices(made: Generated) -> list[tuple[int, Json, Json, Json]]:

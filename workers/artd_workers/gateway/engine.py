@@ -7,6 +7,8 @@ broken connection and an unreadable reply are `EngineFailure`, its 4xx an `ApiEr
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,6 +17,9 @@ import msgspec
 from .errors import ApiError, EngineFailure
 from .limits import Limits
 
+Read = Callable[[bytes], Any]
+IN_THREAD = 1 << 20
+"""Bytes of JSON above which they are read and written away from the event loop: some milliseconds' work."""
 _OVERFLOW = {
     "context length": "",
     "max_tokens must be at least 1, got 0": "the prompt fills the model's whole context length: ",
@@ -36,12 +41,17 @@ class EngineClient:
         transport = httpx.AsyncHTTPTransport(uds=socket, verify=False, trust_env=False, limits=pool)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://engine", trust_env=False)
 
-    async def post(self, path: str, body: dict[str, Any], *, unbounded: bool = False, form: Any = Any) -> Any:
-        """POST JSON, return the reply decoded as the type `form`. unbounded: no read deadline. Errors: EngineFailure,
-        ApiError 400."""
+    async def post(
+        self, path: str, body: dict[str, Any], *, unbounded: bool = False, read: Read = msgspec.json.decode
+    ) -> Any:
+        """POST JSON, return what `read` makes of the reply's bytes, in a thread if they are many; its msgspec errors are
+        the engine's failures. unbounded: no read deadline. Errors: EngineFailure, ApiError 400."""
         self.active += 1
         try:
-            return _decode(self.name, path, await self._send(path, body, unbounded), form)
+            response = await self._send(path, body, unbounded)
+            if len(response.content) <= IN_THREAD:
+                return _decode(self.name, path, response, read)
+            return await asyncio.to_thread(_decode, self.name, path, response, read)
         finally:
             self.active -= 1
             if self.retired:
@@ -82,11 +92,11 @@ class Engines:
             await client.close_if_idle()
 
 
-def _decode(engine: str, path: str, response: httpx.Response, form: Any) -> Any:
+def _decode(engine: str, path: str, response: httpx.Response, read: Read) -> Any:
     if response.status_code != 200:
         raise _error(engine, path, response)
     try:
-        return msgspec.json.decode(response.content, type=form)
+        return read(response.content)
     except msgspec.ValidationError as error:
         raise EngineFailure(engine, f"{path} answered 200 with JSON of another form: {error}") from error
     except msgspec.DecodeError as error:

@@ -32,7 +32,11 @@ _IN_THREAD = 1 << 18
 class _Reply(msgspec.Struct):
     """Of `/collective_rpc`: one result for each worker of the engine, all alike."""
 
-    results: list[dict[str, Taken]]
+    results: list[dict[str, msgspec.Raw]]
+
+
+_reply = msgspec.json.Decoder(_Reply)
+_choice = msgspec.json.Decoder(Taken)
 
 
 class Experts:
@@ -83,7 +87,9 @@ class Experts:
 
     async def _ask(self, client: EngineClient, requests: Sequence[Json], needed: bool) -> dict[str, Taken]:
         try:
-            reply = await client.post(PATH, self._call("artd_take_routes", _ids(requests)), form=_Reply)
+            taken: dict[str, Taken] = await client.post(
+                PATH, self._call("artd_take_routes", _ids(requests)), read=read_taken
+            )
         except (EngineFailure, ApiError) as error:
             if needed:
                 raise EngineFailure(
@@ -91,7 +97,7 @@ class Experts:
                 ) from error
             log.warning("engine %s: its routed experts cannot be had: %s", client.name, error)
             return {}
-        return reply.results[0] if reply.results else {}
+        return taken
 
     async def _drop(self, client: EngineClient, ids: list[str]) -> None:
         try:
@@ -101,6 +107,13 @@ class Experts:
 
     def _call(self, method: str, ids: list[str]) -> Json:
         return {"method": method, "args": [], "kwargs": {"request_ids": ids}, "timeout": self._limits.call_s}
+
+
+def read_taken(content: bytes) -> dict[str, Taken]:
+    """The reply to `artd_take_routes`. Choice by choice: msgspec keeps the GIL for the whole of a call, and the event loop
+    is to run in between when this is done in a thread. Errors: msgspec.DecodeError."""
+    results = _reply.decode(content).results
+    return {key: _choice.decode(raw) for key, raw in results[0].items()} if results else {}
 
 
 def _ids(requests: Sequence[Json]) -> list[str]:

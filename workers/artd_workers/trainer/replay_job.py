@@ -39,6 +39,8 @@ def replay(request: ReplayRequest) -> ReplayReport:
 
     started = time.perf_counter()
     committed = check_checkpoint(request.committed)
+    # A restored folder is another instance than the one that did the job.
+    request = msgspec.structs.replace(request, run=msgspec.structs.replace(request.run, instance=committed.instance))
     rows = list(check_batch(request.run))
     threads = _train(request, committed.environment)
     ours, theirs = Path(request.committed.dir), Path(request.run.dir)

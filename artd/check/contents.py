@@ -1,0 +1,68 @@
+"""With `deep`: every body has its digest and can be read, and by-reference trajectories hold exactly their exchanges.
+
+Owner of: nothing. Invariants: bodies are read in short transactions, so that a running daemon's WAL can be folded in.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from artd_schema.codec import digest
+from artd_schema.trajectory import Turn
+
+from ..rundir import DataDir
+from .report import Violation
+
+PAGE = 500
+BODIES = "SELECT id, digest, body, blob, tokens FROM trajectory WHERE id > ? ORDER BY id LIMIT ?"
+EXCHANGES = "SELECT response_id, choice FROM exchange WHERE trajectory_id = ?"
+LEDGER = "SELECT id, turn, blob FROM exchange WHERE id > ? AND trajectory_id IS NULL ORDER BY id LIMIT ?"
+_turns = msgspec.msgpack.Decoder(list[Turn])
+_turn = msgspec.msgpack.Decoder(Turn)
+
+
+def bodies(data: DataDir, c: sqlite3.Connection) -> Iterator[Violation]:
+    """`trajectory.body`: sha256, readable, as many sampled tokens as the row says, made of its exchanges."""
+    for row in _pages(c, BODIES):
+        if row["body"] is None and row["blob"] is None:
+            continue  # its payload has expired
+        for text in _body(data, c, row):
+            yield Violation(f"trajectory {row['id']}", text)
+
+
+def ledger(data: DataDir, c: sqlite3.Connection) -> Iterator[Violation]:
+    """`exchange.turn`: what waits in the ledger can be read."""
+    for row in _pages(c, LEDGER):
+        try:
+            _turn.decode(row["turn"] if row["blob"] is None else Path(data.blob(row["blob"])).read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            yield Violation(f"exchange {row['id']}", f"its turn cannot be read: {error}")
+
+
+def _pages(c: sqlite3.Connection, sql: str) -> Iterator[sqlite3.Row]:
+    last = 0
+    while rows := c.execute(sql, (last, PAGE)).fetchall():
+        yield from rows
+        last = rows[-1]["id"]
+
+
+def _body(data: DataDir, c: sqlite3.Connection, row: sqlite3.Row) -> Iterator[str]:
+    try:
+        raw = row["body"] if row["body"] is not None else Path(data.blob(row["blob"])).read_bytes()
+        if digest(raw) != row["digest"]:
+            yield f"its body has sha256 {digest(raw)}, its row says {row['digest']}"
+            return
+        turns = _turns.decode(raw)
+    except (OSError, msgspec.DecodeError) as error:
+        yield f"its body cannot be read: {error}"
+        return
+    if (sampled := sum(len(turn.token_ids) for turn in turns) // 4) != row["tokens"]:
+        yield f"its body has {sampled} sampled tokens, its row says {row['tokens']}"
+    used = Counter((found["response_id"], found["choice"]) for found in c.execute(EXCHANGES, (row["id"],)))
+    if used and used != Counter((turn.response_id, turn.choice) for turn in turns):
+        yield "its turns are not those of the exchanges that name it"

@@ -1,0 +1,135 @@
+"""Files against rows: every blob and every committed checkpoint folder is there and whole; the rest is noted.
+
+Owner of: nothing. Invariants: without `deep` only sizes are looked at, and the sha256 of what has to be read anyway (manifests);
+with it the sha256 of everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from artd_schema.codec import digest
+from artd_schema.manifest import CheckpointManifest
+
+from .. import commit
+from ..rundir import DataDir
+from ..store.blobs import hash_file
+from .listing import Listing
+from .report import Note, Violation
+
+THREADS = 2
+NAMED = 5
+
+
+def found_blobs(data: DataDir) -> dict[str, int]:
+    """Path below `blobs` -> bytes of every file there."""
+    found: dict[str, int] = {}
+    for folder in _entries(data.blobs):
+        if not folder.is_dir(follow_symlinks=False):
+            found[folder.name] = folder.stat(follow_symlinks=False).st_size
+            continue
+        for entry in _entries(folder.path):
+            try:
+                found[f"{folder.name}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
+            except FileNotFoundError:
+                continue  # removed between the two looks
+    return found
+
+
+def blobs(data: DataDir, listing: Listing, found: dict[str, int], deep: bool) -> Iterator[Violation]:
+    """`blob.file`: every blob has its file, with its size; deep: with its sha256."""
+    whole: list[str] = []
+    for sha, size in listing.blobs.items():
+        name = _name(sha)
+        if name not in found:
+            yield Violation(f"blobs/{name}", "is missing, but has a row")
+        elif found[name] != size:
+            yield Violation(f"blobs/{name}", f"has {found[name]} bytes, its row says {size}")
+        else:
+            whole.append(sha)
+    if deep:
+        with ThreadPoolExecutor(THREADS) as pool:
+            for sha, text in zip(whole, pool.map(lambda sha: _damage(data, sha), whole), strict=True):
+                if text:
+                    yield Violation(f"blobs/{_name(sha)}", text)
+
+
+def _damage(data: DataDir, sha: str) -> str:
+    """What is wrong with a blob's bytes, "" for nothing."""
+    try:
+        real, _ = hash_file(Path(data.blob(sha)))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "" if real == sha else f"has sha256 {real}: it is damaged"
+
+
+def checkpoints(data: DataDir, listing: Listing, deep: bool) -> Iterator[Violation]:
+    """`checkpoint.files`: the folder holds exactly the files of its manifest, with their sizes; deep: and sha256."""
+    for row in listing.checkpoints:
+        for text in _whole(data.root / row["dir"], row["sha"], row["bytes"], deep):
+            yield Violation(row["dir"], text)
+
+
+def _whole(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
+    try:
+        raw = (folder / commit.MANIFEST).read_bytes()
+        manifest = msgspec.json.decode(raw, type=CheckpointManifest)
+        present = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
+    except (OSError, msgspec.DecodeError) as error:
+        yield f"its manifest.json cannot be read: {error}"
+        return
+    if digest(raw) != sha:
+        yield f"its manifest.json has sha256 {digest(raw)}, its row says {sha}"
+    if (total := sum(entry.bytes for entry in manifest.files)) != size:
+        yield f"its files have {total} bytes by the manifest, {size} by the row"
+    expected = {entry.name: entry.bytes for entry in manifest.files} | {commit.MANIFEST: len(raw)}
+    wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
+    if wrong:
+        yield f"missing, too many or of another size: {', '.join(wrong)}"
+    elif deep:
+        try:
+            commit.verify(folder)
+        except (commit.BadResult, OSError) as error:
+            yield str(error)
+
+
+# ---- what is no violation -------------------------------------------------------------------------------------------
+
+
+def notes(data: DataDir, listing: Listing, found: dict[str, int]) -> tuple[Note, ...]:
+    """Files that nothing refers to, and rows of files that nothing refers to."""
+    rows = {_name(sha) for sha in listing.blobs}
+    known = {row["dir"] for row in listing.checkpoints}
+    folders = [
+        f"checkpoints/{run.name}/{entry.name}" for run in _entries(data.checkpoints) for entry in _entries(run.path)
+    ]
+    loose = {
+        "blobs without a row": ("files that no row knows; they are written again when they are needed",
+                                sorted(f"blobs/{name}" for name in found if name not in rows)),
+        "blobs that nothing refers to": ("rows and files that no trajectory and no batch needs",
+                                         sorted(f"blobs/{_name(sha)}" for sha in listing.blobs if sha not in listing.used)),
+        "retired checkpoints": ("their files go soon, or at the next start", sorted(listing.retired.intersection(folders))),
+        "checkpoint folders without a row": ("published but not committed; the next start commits or removes them",
+                                             sorted(set(folders) - known - listing.retired)),
+        "staged": ("work under way, or left by a crash; removed at the next start",
+                   sorted(f"tmp/{entry.name}" for entry in _entries(data.tmp))),
+    }  # fmt: skip
+    return tuple(Note(name, text, len(names), tuple(names[:NAMED])) for name, (text, names) in loose.items() if names)
+
+
+def _entries(folder: str | Path) -> Iterable[os.DirEntry[str]]:
+    """Entries of a folder; none when it is not there or not a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _name(sha: str) -> str:
+    return f"{sha[:2]}/{sha}"

@@ -1,0 +1,111 @@
+"""Manifests against rows: what was trained is what the rows say, and the files prove it without the database.
+
+Owner of: nothing. Invariants: a manifest is read once and its sha256 compared; what is missing or unreadable is told by
+`files`, with its size or sha256, and left out here.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from artd_schema.codec import digest, to_json
+from artd_schema.manifest import BatchManifest, CheckpointManifest, ReplayManifest
+
+from .. import commit
+from ..rundir import DataDir
+from .listing import Listing
+from .report import Violation
+
+T = TypeVar("T", BatchManifest, CheckpointManifest, ReplayManifest)
+MEMBERS = "SELECT id FROM narrow WHERE batch_id = ?"
+MEMBER = "SELECT digest, group_id, reward FROM narrow WHERE id = ?"
+
+
+def checkpoint_manifests(data: DataDir, listing: Listing) -> Iterator[Violation]:
+    """`checkpoint.manifest`: run, step, epoch, lineage, parent, batch, base, job and fence are those of the rows."""
+    for row in listing.checkpoints:
+        manifest = _read(data.root / row["dir"] / commit.MANIFEST, CheckpointManifest)
+        if manifest is not None:
+            names = ("run", "step", "epoch", "lineage", "parent", "batch", "base_digest", "job", "fence", "parameters")
+            for text in _differences(manifest, {name: row[name] for name in names}):
+                yield Violation(row["dir"], text)
+
+
+def batch_manifests(data: DataDir, listing: Listing, c: sqlite3.Connection) -> Iterator[Violation]:
+    """`batch.manifest`: numbers and names are those of the row, the members those of the trajectories, and the replay
+    bundle belongs to this batch. c: has `narrow`."""
+    for row in listing.batches:
+        manifest = _read(Path(data.blob(row["manifest"])), BatchManifest)
+        if manifest is None:
+            yield Violation(f"batch {row['id']}", "its manifest cannot be read, or is not the one of its row")
+            continue
+        for text in (*_batch(row, manifest), *_members(row, manifest, c), *_bundle(data, row, manifest)):
+            yield Violation(f"batch {row['id']}", text)
+
+
+def _batch(row: sqlite3.Row, manifest: BatchManifest) -> Iterator[str]:
+    expected = {"run": row["run"], "step": row["step"], "base_digest": row["base_digest"],
+                "physical_tokens": row["tokens"], "replay": row["replay_manifest"] or ""}  # fmt: skip
+    yield from _differences(manifest, expected)
+    if len(manifest.trajectories) != row["trajectories"]:
+        yield f"its manifest lists {len(manifest.trajectories)} trajectories, its row {row['trajectories']}"
+    fill = manifest.physical_tokens / (manifest.rows * manifest.row_length)
+    if abs(fill - row["fill"]) > 1e-9:
+        yield f"its manifest's fill is {fill}, its row's {row['fill']}"
+
+
+def _members(row: sqlite3.Row, manifest: BatchManifest, c: sqlite3.Connection) -> Iterator[str]:
+    """An abandoned batch's trajectories may be in another one by now; what they are stays what it was."""
+    packed = [entry.id for entry in manifest.trajectories if entry.rows]
+    if row["state"] != "abandoned":
+        members = {found[0] for found in c.execute(MEMBERS, (row["id"],))}
+        if odd := sorted(members ^ set(packed)):
+            yield f"trajectories {_listed(odd)} are in its manifest or among its rows, but not in both"
+    if len(set(packed)) != len(packed):
+        yield "a trajectory is listed twice in its manifest"
+    for entry in manifest.trajectories:
+        found = c.execute(MEMBER, (entry.id,)).fetchone()
+        if found is None:
+            yield f"trajectory {entry.id} of its manifest does not exist"
+        elif tuple(found) != (entry.digest, entry.group, entry.reward):
+            yield f"trajectory {entry.id} has another digest, group or reward than in its manifest"
+
+
+def _bundle(data: DataDir, row: sqlite3.Row, manifest: BatchManifest) -> Iterator[str]:
+    if not row["replay_manifest"]:
+        return
+    replay = _read(Path(data.blob(row["replay_manifest"])), ReplayManifest)
+    if replay is None:
+        yield "the manifest of its replay bundle cannot be read, or is not the one of its row"
+        return
+    expected = {"run": row["run"], "step": row["step"], "token_digest": manifest.token_digest, "rows": manifest.rows,
+                "row_length": manifest.row_length, "tokens": row["tokens"], "covered": row["covered"]}  # fmt: skip
+    yield from (f"replay bundle: {text}" for text in _differences(replay, expected))
+    if to_json(replay.shape) != row["routes"]:
+        yield "replay bundle: its shape is not the run's"
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """The manifest in a blob or a folder; a blob's bytes must be those of its name. None when there is none."""
+    try:
+        raw = path.read_bytes()
+        if path.name != commit.MANIFEST and digest(raw) != path.name:
+            return None
+        return msgspec.json.decode(raw, type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _differences(manifest: object, expected: dict[str, Any]) -> Iterator[str]:
+    for name, value in expected.items():
+        if (found := getattr(manifest, name)) != value:
+            yield f"its manifest's {name} is {found!r}, the rows' {value!r}"
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")

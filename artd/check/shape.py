@@ -1,0 +1,83 @@
+"""Is it artd's database at all: SQLite's own checks, the schema, and the documents that every reader decodes.
+
+Owner of: nothing. Invariants: what the schema itself enforces (CHECK, UNIQUE, NOT NULL) is not asked again elsewhere:
+SQLite's check proves that the rows obey it, `schema` that it is there.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+
+import msgspec
+
+from artd_schema.spec import RunSpec
+from artd_schema.trajectory import RouteShape
+
+from ..base_model import BaseModel
+from ..store.migrate import migrate
+from .report import Outcome, Violation
+
+OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"
+
+
+def sound(c: sqlite3.Connection, deep: bool) -> Outcome:
+    """SQLite's quick_check, or with `deep` its integrity_check, which compares every index with its table."""
+    pragma = "integrity_check" if deep else "quick_check"
+    return Outcome.of(f"sqlite.{pragma}", "SQLite finds the file sound", _sound(c, pragma))
+
+
+def _sound(c: sqlite3.Connection, pragma: str) -> Iterator[Violation]:
+    try:
+        for (text,) in c.execute(f"PRAGMA {pragma}"):
+            if text != "ok":
+                yield Violation("artd.db", text)
+    except sqlite3.DatabaseError as error:
+        yield Violation("artd.db", f"it cannot be checked: {error}")
+
+
+def foreign_keys(c: sqlite3.Connection) -> Outcome:
+    return Outcome.of("sqlite.foreign_keys", "every reference has its row", _foreign_keys(c))
+
+
+def _foreign_keys(c: sqlite3.Connection) -> Iterator[Violation]:
+    try:
+        for table, row, parent, number in c.execute("PRAGMA foreign_key_check"):
+            column = next(key[3] for key in c.execute(f"PRAGMA foreign_key_list({table})") if key[0] == number)
+            where = table if row is None else f"{table} {row}"
+            yield Violation(where, f"its {column} is not a row of {parent}")
+    except sqlite3.DatabaseError as error:
+        yield Violation("artd.db", f"it cannot be checked: {error}")
+
+
+def schema(c: sqlite3.Connection) -> Outcome:
+    return Outcome.of("schema", "tables, constraints and indexes are those of this artd", _schema(c))
+
+
+def _schema(c: sqlite3.Connection) -> Iterator[Violation]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
+        migrate(fresh)
+        expected = dict(fresh.execute(OBJECTS).fetchall())
+    found = {row[0]: row[1] for row in c.execute(OBJECTS)}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = "is missing" if name not in found else "is not of artd" if name not in expected else "is another one"
+            yield Violation(name, what)
+
+
+def runs(c: sqlite3.Connection) -> Outcome:
+    return Outcome.of("run.spec", "spec, base model and routes of every run can be read", _runs(c))
+
+
+def _runs(c: sqlite3.Connection) -> Iterator[Violation]:
+    try:
+        for row in c.execute("SELECT id AS run, name, spec, base_manifest, routes FROM run"):
+            for column, kind in (("spec", RunSpec), ("base_manifest", BaseModel), ("routes", RouteShape)):
+                try:
+                    if column != "routes" or row[column]:
+                        msgspec.json.decode(row[column], type=kind)
+                except msgspec.DecodeError as error:
+                    yield Violation(f"run {row['run']}", f"{column}: {error}")
+    except sqlite3.DatabaseError as error:
+        yield Violation("artd.db", f"the rows cannot be read: {error}")
