@@ -18,7 +18,7 @@ PYTEST_TORCH = $(TORCH_ENV) -m pytest -p no:cacheprovider
 # Without byte code every process of a new runtime compiles Megatron-Core or vLLM again: 20 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv runtimes demo check format quick test test-slow clean
+.PHONY: help venv runtimes demo demo-moe check format quick test test-slow clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -35,6 +35,9 @@ runtimes: venv ## trainer and engine runtimes in the XDG data folder (re-used wh
 
 demo: venv runtimes ## train SmolLM2-135M on capitals; STEPS=n SEED=n ARGS=...
 	@$(BIN)/python examples/capitals.py $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+demo-moe: venv runtimes ## train a small random mixture of experts with expert replay; STEPS=n SEED=n ARGS=...
+	@$(BIN)/python examples/moe.py $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: venv ## ruff, format, types, import rules
 	@$(BIN)/ruff check .

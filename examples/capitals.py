@@ -13,10 +13,12 @@ import asyncio
 import random
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import bases
 import demo
 
-from artd_client import Client, Stalled
+from artd_client import Client
 
 PROMPT = "What is the capital of {country}? Answer with the city name only."
 CAPITALS = """
@@ -30,6 +32,9 @@ Jamaica:Kingston Finland:Helsinki Israel:Jerusalem Czechia:Prague Portugal:Lisbo
 COUNTRIES = dict(pair.split(":") for pair in CAPITALS.split())
 HELD_OUT = 16
 GROUPS, SAMPLES, MAX_TOKENS = 8, 8, 24
+LEARNING_STEPS = 8
+GAIN = 0.2
+MAE_GATE, MAX_GATE, TOKENS_GATE = 2e-5, 3e-4, 1000
 
 
 def reward(answer: str, city: str) -> float:
@@ -105,30 +110,46 @@ async def train(art: Client, args: argparse.Namespace) -> demo.Outcome:
     openai = run.openai()
     outcome = demo.Outcome(before=await evaluate(run, openai, task, seed=10_000 + args.seed))
     demo.show_start(outcome.before)
-    count = 0
-    for number in range(1, args.steps + 1):
-        rewards: list[list[float]] = []
-        while True:
-            batch = enumerate(task.groups(count), count)
-            rewards += await asyncio.gather(*(rollout(run, openai, country, i, args.seed) for i, country in batch))
-            count += GROUPS
-            try:
-                step = await run.wait(number)
-                break
-            except Stalled as stalled:  # too few groups had any variance: take further ones
-                demo.show_stalled(stalled)
-        outcome.add(step, rewards)
-        demo.show_step(outcome)
+
+    async def groups(count: int) -> list[list[float]]:
+        batch = enumerate(task.groups(count), count)
+        return await asyncio.gather(*(rollout(run, openai, country, i, args.seed) for i, country in batch))
+
+    await demo.learn(run, args.steps, groups, outcome)
     outcome.after = await evaluate(run, openai, task, seed=10_000 + args.seed)
     return outcome
 
 
+def gates(outcome: demo.Outcome, steps: int) -> dict[str, bool]:
+    """What has to hold; the learning gates need 8 steps."""
+    assert outcome.after is not None
+    mae, largest, tokens = outcome.mismatch()
+    out = {
+        f"mismatch MAE {mae:.1e} <= {MAE_GATE:.0e}": mae <= MAE_GATE,
+        f"mismatch max {largest:.1e} <= {MAX_GATE:.0e}": largest <= MAX_GATE,
+        f"{tokens} generated tokens >= {TOKENS_GATE}": tokens >= TOKENS_GATE,
+        f"base reward {outcome.before.mean:.2f} in 0.05 .. 0.5": 0.05 <= outcome.before.mean <= 0.5,
+    }
+    if steps >= LEARNING_STEPS:
+        before, after = outcome.before, outcome.after
+        gain, varied = after.mean - before.mean, outcome.varied(4)
+        out[f"groups with variance in the first four steps {varied:.0%} >= 60 %"] = varied >= 0.6
+        out[f"held-out reward rose by {gain:.2f} >= {GAIN}"] = gain >= GAIN
+        out["95 % intervals apart"] = after.mean - after.half_width > before.mean + before.half_width
+    return out
+
+
 async def main(args: argparse.Namespace) -> int:
-    args.model = args.model or demo.smollm2()
+    args.model = args.model or bases.smollm2()
     async with demo.daemon(args) as data_dir, Client(data_dir=data_dir) as art:
         outcome = await train(art, args)
-        demo.report(outcome, args, data_dir)
-    return demo.verdict(outcome, args)
+        mae, largest, tokens = outcome.mismatch()
+        told = "mismatch (unmerged trainer against merged engine, logprobs in nats)\n"
+        told += f"  tokens {tokens}   MAE {mae:.2e} (gate {MAE_GATE:.0e})   max {largest:.2e} (gate {MAX_GATE:.0e})"
+        demo.report(outcome, told, data_dir)
+        measured = {"mismatch_mae": mae, "mismatch_max": largest, "tokens": tokens}
+        demo.save(outcome, Path(args.out), "SmolLM2-135M: answer with the city only", measured)
+    return demo.verdict(gates(outcome, args.steps))
 
 
 if __name__ == "__main__":

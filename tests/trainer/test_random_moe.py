@@ -40,16 +40,16 @@ def test_hugging_face_finds_every_weight_and_the_words(made: Path) -> None:
 
     model, told = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
-    assert sum(parameter.numel() for parameter in model.parameters()) == 872_512 and model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in model.parameters()) == 953_088 and model.dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(made)
-    assert tokenizer("w5 w300 what")["input_ids"] == [5, 300, 0] and tokenizer.decode([511, 7]) == "w511 w7"
+    assert tokenizer("w5 w200 what")["input_ids"] == [5, 200, 0] and tokenizer.decode([255, 7]) == "w255 w7"
     assert tokenizer.eos_token_id is None, "nothing but its length ends a sequence"
 
 
 def test_the_trainer_takes_it(made: Path) -> None:
     plan = plan_for(read_config(made))
     assert plan.routes is not None
-    assert (plan.routes.layers, plan.routes.topk, plan.routes.experts) == (3, 2, 8)
+    assert (plan.routes.layers, plan.routes.topk, plan.routes.experts) == (2, 2, 8)
 
 
 def test_it_is_made_once(made: Path) -> None:

@@ -30,7 +30,7 @@ from artd_workers.trainer.model import Policy, build
 from . import rig, routes_rig
 
 pytestmark = pytest.mark.torch
-SHAPE = RouteShape(layers=3, topk=2, experts=8)
+SHAPE = RouteShape(layers=2, topk=2, experts=8)
 LENGTHS, PROMPTS, TOP = (9, 14, 6), (4, 1, 5), 20
 SCORED = [length - prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
 
@@ -131,7 +131,7 @@ def test_a_dense_base_scores_as_hugging_face_does(toy_folders: dict[str, Path], 
 
 
 def test_replay_uses_the_given_experts_token_by_token(moe: Path, tmp_path: Path) -> None:
-    asked, ids = columns(512), routes()
+    asked, ids = columns(256), routes()
     found = ask(tmp_path, asked | {"routes": ids}, full(moe), shape=SHAPE)
     policy = base_policy(moe)
     assert torch.allclose(found["replay.logprobs"], scored(policy, asked, ids), atol=1e-6)
@@ -140,7 +140,7 @@ def test_replay_uses_the_given_experts_token_by_token(moe: Path, tmp_path: Path)
 
 
 def test_the_last_tokens_routes_do_not_matter_and_the_others_do(moe: Path, tmp_path: Path) -> None:
-    asked, ids = columns(512), routes()
+    asked, ids = columns(256), routes()
     first = ask(tmp_path / "a", asked | {"routes": ids}, full(moe), shape=SHAPE)
     last = ids.clone()
     last[[sum(LENGTHS[: i + 1]) - 1 for i in range(3)]] = torch.tensor([0, 1], dtype=torch.uint8)
@@ -156,7 +156,7 @@ def test_a_full_checkpoint_scores_and_not_its_base(moe: Path, tmp_path: Path) ->
     generator = torch.Generator().manual_seed(7)
     weights = {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in BaseWeights(moe).items()}
     ref = commit(tmp_path / "checkpoint", checkpoint.MODEL, weights)
-    asked, ids = columns(512), routes()
+    asked, ids = columns(256), routes()
     found = ask(tmp_path / "ask", asked | {"routes": ids}, full(moe), ref, SHAPE)
     plan = plan_for(read_config(moe))
     assert torch.allclose(
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_scores_nothing(moe: Path, tmp_path: Path, damage: 
         data[-1] ^= 1
         path.write_bytes(data)
     with pytest.raises(checkpoint.CheckpointError, match=path.name):
-        ask(tmp_path / "ask", columns(512), full(moe), ref)
+        ask(tmp_path / "ask", columns(256), full(moe), ref)
     assert not (tmp_path / "ask" / SCORES).exists()
 
 
@@ -216,9 +216,9 @@ BAD = {
     "a prompt is empty": change("prompts", with_first(0)),
     "nothing comes after it": change("prompts", with_first(9)),
     "candidates": change("candidates", lambda column: column[1:]),
-    "outside the vocabulary of 512": change("tokens", with_first(512)),
+    "outside the vocabulary of 256": change("tokens", with_first(256)),
     "an id lies outside": change("candidates", with_first(-1)),
-    "routes (28, 3, 2) are not (29, 3, 2)": change("routes", lambda column: column[1:]),
+    "routes (28, 2, 2) are not (29, 2, 2)": change("routes", lambda column: column[1:]),
     "2 different experts of 8": change("routes", with_first(8)),
     "routes are not 2 different": change("routes", lambda column: torch.zeros_like(column)),
     "'lengths'": lambda asked: asked.pop("lengths"),
@@ -227,7 +227,7 @@ BAD = {
 
 @pytest.mark.parametrize("says", BAD)
 def test_columns_that_do_not_fit_are_refused(moe: Path, tmp_path: Path, says: str) -> None:
-    asked = columns(512) | {"routes": routes()}
+    asked = columns(256) | {"routes": routes()}
     BAD[says](asked)
     with pytest.raises(score.ScoreError) as refused:
         ask(tmp_path, asked, full(moe), shape=SHAPE)
@@ -236,7 +236,7 @@ def test_columns_that_do_not_fit_are_refused(moe: Path, tmp_path: Path, says: st
 
 
 def test_the_process_answers_in_its_folder_or_says_why_not(moe: Path, tmp_path: Path) -> None:
-    save_file(columns(512) | {"routes": routes()}, tmp_path / SEQUENCES)
+    save_file(columns(256) | {"routes": routes()}, tmp_path / SEQUENCES)
     (tmp_path / REQUEST).write_bytes(to_json(ScoreRequest(spec=full(moe), routes=SHAPE)))
     command = [sys.executable, "-m", "artd_workers.trainer.score", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

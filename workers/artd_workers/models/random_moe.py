@@ -1,4 +1,4 @@
-"""A small mixture of experts with random weights: a Qwen3-MoE of 0.9 million parameters, as a Hugging Face folder.
+"""A small mixture of experts with random weights: a Qwen3-MoE of a million parameters, as a Hugging Face folder.
 
 Purpose: `python -m artd_workers.models.random_moe OUT_DIR [--seed N] [--std S]` (the megatron runtime): something that
 learns in minutes on two cores and whose routing is as touchy as a real model's. Owner of: OUT_DIR until it has its name.
@@ -17,11 +17,11 @@ from typing import Any
 from .folder import appearing, write_json
 
 STD = 0.08
-"""Standard deviation of every matrix. At 0.02, where training usually starts, logits of the router are so small and so
-alike in size that hardly any choice of experts hangs on rounding: there would be nothing to replay."""
+"""Standard deviation of every matrix. At 0.02, where training usually starts, experts add so little that a token which takes
+another one hardly shows it: there would be nothing to replay for."""
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 128,
-    "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 128,
+    "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.0, "output_router_logits": False,
     "hidden_act": "silu", "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
@@ -77,7 +77,7 @@ def make(out: Path, seed: int = 0, std: float = STD) -> Path:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """`tokenizer.json`: words `w0` .. `w511` apart by white space; any other word is `w0`."""
+    """`tokenizer.json`: words `w0` .. `w255` apart by white space; any other word is `w0`."""
     words = {f"w{number}": number for number in range(CONFIG["vocab_size"])}
     unused = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     return unused | {
