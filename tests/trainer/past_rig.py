@@ -22,7 +22,11 @@ from artd_workers.trainer.trainer import Trainer
 
 from . import rig, routes_rig
 
-SHAPE = RouteShape(layers=3, topk=2, experts=8)
+SHAPE = RouteShape(
+    layers=random_moe.CONFIG["num_hidden_layers"],
+    topk=random_moe.CONFIG["num_experts_per_tok"],
+    experts=random_moe.CONFIG["num_experts"],
+)
 Files = dict[str, str]
 """Fields of `Run` that name a batch."""
 

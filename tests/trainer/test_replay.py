@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from artd_schema.trajectory import RouteShape
 from artd_workers.trainer.model import Policy
-from artd_workers.trainer.replay import ALLOWED, Replay, ReplayError, chunk
+from artd_workers.trainer.parallel import chunk
+from artd_workers.trainer.replay import ALLOWED, Replay, ReplayError
 
 from . import moe_rig, routes_rig
 from .moe_rig import FOREIGN, ROWS, SHAPE, Gradients, gradients, ids, loss, trained
@@ -379,6 +380,7 @@ def test_nothing_stays_after_an_exception(policies: dict[str, Policy], place: st
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(routers(policy)[1], "routing", fail)
                 value.backward()
+        assert place == "between", "nothing was raised"
         fail()
     policy.model.zero_grad(set_to_none=True)
     assert untouched(policy)

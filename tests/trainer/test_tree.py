@@ -11,6 +11,7 @@ from torch import Tensor
 
 from artd_workers.trainer.model import Policy
 from artd_workers.trainer.packed import BatchError, PackedRow, tree_mask
+from artd_workers.trainer.tree import chain
 
 from . import rig
 from .rig import Piece
@@ -71,15 +72,9 @@ def test_packed_equals_separate(folder: Path) -> None:
     assert max(rig.relative(found[name], wanted[name]) for name in wanted) <= 1e-5
 
 
-def _off_by_one_mask(row: PackedRow) -> PackedRow:
-    mask = row.hidden_from.clone()
-    mask[1:, :-1] |= torch.eye(len(mask) - 1, dtype=torch.bool)
-    return replace(row, hidden_from=mask)
-
-
 BREAKS = {
-    "plain causal mask": lambda r: replace(r, hidden_from=torch.ones_like(r.hidden_from).triu(1)),
-    "no look at the token before": _off_by_one_mask,
+    "plain causal mask": lambda r: replace(r, until=chain(len(r.until))),
+    "no look at the segment above": lambda r: replace(r, until=torch.cat((torch.arange(1, 21), r.until[20:]))),
     "positions of the row": lambda r: replace(r, positions=torch.arange(len(r.positions))),
     "temperature 1": lambda r: replace(r, temperatures=torch.ones_like(r.temperatures)),
     "logits one token late": lambda r: replace(r, at=r.at + 1),
@@ -129,6 +124,10 @@ BAD = {
     "advantages of a trained token is not finite": lambda c: _set(c, "advantages", 22, float("inf")),
     "vocabulary": lambda c: _set(c, "tokens", 3, 1024),
     "positions of segment 1": lambda c: _set(c, "position_ids", 21, 5),
+    "preorder": lambda c: [
+        c["parent_ids"].__setitem__(slice(36, 48), 1),
+        c["position_ids"].__setitem__(slice(36, 48), torch.arange(29, 41).int()),
+    ],
     "not one run": lambda c: _set(c, "segment_ids", 25, 0),
     "more than one parent": lambda c: _set(c, "parent_ids", 22, 1),
     "does not come before": lambda c: c["parent_ids"].__setitem__(slice(20, 29), 4),

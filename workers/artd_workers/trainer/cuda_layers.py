@@ -24,36 +24,62 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from . import tree
 from .grouped import GroupedExperts
-from .layers import Kit, MaskedAttention
-from .lora import Adapted
+from .layers import Kit, MaskedAttention, RmsNorm
+from .lora import Adapted, LoraColumnLinear, LoraRowLinear
 
 SETTINGS: dict[str, Any] = {
     "bias_activation_fusion": True,
     "apply_rope_fusion": True,
     "persist_layer_norm": True,
+}
+EXPERTS: dict[str, Any] = {
     "moe_grouped_gemm": True,
     "moe_permute_fusion": True,
     "moe_token_dispatcher_type": "alltoall",
 }
-"""What differs from the CPU's TransformerConfig."""
 
 
-class LoraColumn(Adapted, TEColumnParallelLinear):
+def settings(sparse: bool) -> dict[str, Any]:
+    """What differs from the CPU's TransformerConfig. sparse: the model has experts."""
+    return SETTINGS | (EXPERTS if sparse else {})
+
+
+class Beside(Adapted):
+    """An adapter that is no submodule: Transformer Engine refuses a linear that holds parameters of another dtype."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "adapter":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def adapted(self, out: Tensor, x: Tensor) -> Tensor:
+        """All parts in two products, the second of which adds: the outputs are large, the adapters small."""
+        if self.adapter is None:
+            return out
+        a, b = self.adapter.joined(x.dtype)
+        product = x.flatten(0, -2) @ a.t()
+        return torch.addmm(out.flatten(0, -2), product, b.t(), alpha=self.adapter.scale).view_as(out)
+
+
+class LoraColumn(Beside, TEColumnParallelLinear):
     """Transformer Engine's column-parallel linear that adds an adapter's product, once one is attached."""
 
 
-class LoraRow(Adapted, TERowParallelLinear):
+class LoraRow(Beside, TERowParallelLinear):
     """Transformer Engine's row-parallel linear that adds an adapter's product, once one is attached."""
 
 
 @lru_cache(1)
 def _compiled() -> Any:
-    return torch.compile(flex_attention)
+    # One kernel for each padded length (`tree.padding` keeps them few): those for any length are slower.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 class RowAttention(MegatronModule):
@@ -91,9 +117,10 @@ class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
     has; grouped products read that on the device.
     """
 
+    tokens_per_expert: Tensor
+
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        counts, self.tokens_per_expert = self.tokens_per_expert, None
-        return global_input_tokens, counts, global_probs
+        return global_input_tokens, self.tokens_per_expert, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -107,31 +134,16 @@ class GroupedMoE(MoELayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        stock = self.token_dispatcher
-        if stock.ep_size == stock.tp_size == 1:
-            self.token_dispatcher = OneRankDispatcher(
-                self.num_local_experts,
-                self.local_expert_indices,
-                self.config,
-                kwargs.get("pg_collection"),
+        groups = kwargs["pg_collection"]
+        if groups.ep.size() == groups.expt_tp.size() == 1:
+            self.token_dispatcher: OneRankDispatcher = OneRankDispatcher(
+                self.num_local_experts, self.local_expert_indices, self.config, groups
             )
 
 
-def experts() -> Any:
-    """Builder of a sparse layer's MLP."""
-    return partial(GroupedMoE, submodules=MoESubmodules(experts=GroupedExperts, router=TopKRouter))
-
-
-def kit() -> Kit:
-    """The parts of a layer."""
-    return Kit(norm=TENorm, column=LoraColumn, row=LoraRow, attention=RowAttention, experts=experts())
-
-
-def want_gradient(model: nn.Module) -> None:
-    """Let gradients reach the first layer although the embedding is frozen: Megatron recomputes a layer only for an input
-    with a gradient."""
-
-    def mark(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return output.requires_grad_() if torch.is_grad_enabled() else output
-
-    model.embedding.register_forward_hook(mark)
+def kit(dtype: torch.dtype) -> Kit:
+    """The parts of a layer. Transformer Engine multiplies fp32 numbers as TF32: with fp32, torch's own linears and norms."""
+    sparse = partial(GroupedMoE, submodules=MoESubmodules(experts=GroupedExperts, router=TopKRouter))
+    if dtype == torch.float32:
+        return Kit(RmsNorm, LoraColumnLinear, LoraRowLinear, RowAttention, sparse)
+    return Kit(TENorm, LoraColumn, LoraRow, RowAttention, sparse)

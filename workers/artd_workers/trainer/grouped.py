@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from ..models.codec import Row, peft_names
 
 EXPERT = re.compile(r"\.local_experts\.\d+(?=\.)")
+ALIGNED = 8
+"""Numbers: grouped products of bf16 want rows of 16 bytes, so a small rank gets zeros beside it."""
 
 
 class GroupedLinear(nn.Module):
@@ -80,9 +82,12 @@ class GroupedAdapter(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [T, in] -> addition [T, out], scaled."""
-        a = self.a.flatten(1, 2).to(x.dtype)
+        a = self.a.flatten(1, 2)
         # Block-diagonal over the parts: one product instead of one for each part and a copy that joins them.
-        b = (self.b[:, :, :, None, :] * self._apart).flatten(3, 4).flatten(1, 2).to(x.dtype)
+        b = (self.b[:, :, :, None, :] * self._apart).flatten(3, 4).flatten(1, 2)
+        if extra := -a.shape[1] % ALIGNED:
+            a, b = F.pad(a, (0, 0, 0, extra)), F.pad(b, (0, extra))
+        a, b = a.to(x.dtype), b.to(x.dtype)
         return F.grouped_mm(F.grouped_mm(x, a.transpose(1, 2), offs=ends), b.transpose(1, 2), offs=ends)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:

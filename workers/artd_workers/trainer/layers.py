@@ -1,14 +1,16 @@
 """The layers of our GPTModels: Megatron-Core's own modules, with the few that need CUDA replaced through its specs.
 
-Purpose: what `model.build` hands to Megatron: TransformerConfig settings and one layer spec per layer, dense or sparse.
-Owner of: no state. Invariants: no patch of any library; every fusion is off (each needs CUDA or a compiler); experts are
-computed one after the other, so that a batch gives the same bits again; nothing here balances load, drops or jitters tokens.
+Purpose: what `model.build` hands to Megatron: TransformerConfig settings and one layer spec per layer, dense or sparse,
+from the parts (`Kit`) of a placement. Owner of: no state.
+Invariants: no patch of any library; on the CPU every fusion is off (each needs CUDA or a compiler) and experts are computed
+one after the other, so that a batch gives the same bits again; nothing here balances load, drops or jitters tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,8 +30,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..models.base import Plan
+from .grouped import GroupedExperts
 from .lora import LoraColumnLinear, LoraRowLinear
 from .parallel import Parallel
+from .placement import Placement
 
 CPU: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -50,7 +54,7 @@ CPU: dict[str, Any] = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""TransformerConfig of every model here."""
+"""TransformerConfig of every model here, before its placement has its say."""
 CPU_EXPERTS: dict[str, Any] = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
@@ -133,35 +137,59 @@ class RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def config_of(plan: Plan, parallel: Parallel) -> TransformerConfig:
+@dataclass(frozen=True)
+class Kit:
+    """The modules that a layer is put together from. experts: builder of a sparse layer's MLP; the others are classes."""
+
+    norm: Any
+    column: Any
+    row: Any
+    attention: Any
+    experts: Any
+
+    def linears(self) -> MLPSubmodules:
+        return MLPSubmodules(linear_fc1=self.column, linear_fc2=self.row)
+
+
+def kit_of(placement: Placement) -> Kit:
+    """The parts for a placement."""
+    if placement.cuda:
+        from . import cuda_layers
+
+        return cuda_layers.kit(placement.dtype)
+    linears = MLPSubmodules(linear_fc1=LoraColumnLinear, linear_fc2=LoraRowLinear)
+    experts = GroupedExperts if placement.grouped else partial(SequentialMLP, submodules=linears)
+    sparse = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=CpuRouter))
+    return Kit(RmsNorm, LoraColumnLinear, LoraRowLinear, MaskedAttention, sparse)
+
+
+def config_of(plan: Plan, parallel: Parallel, placement: Placement) -> TransformerConfig:
     """Megatron's configuration of a plan. Raises ValueError when the process groups have other sizes than `parallel`."""
-    experts = CPU_EXPERTS if plan.routes is not None else {}
-    return TransformerConfig(**(CPU | experts | plan.transformer | parallel.settings()))
+    settings = CPU | (CPU_EXPERTS if plan.routes is not None else {})
+    if placement.cuda:
+        from . import cuda_layers
+
+        settings |= cuda_layers.settings(plan.routes is not None)
+    return TransformerConfig(**(settings | placement.settings() | plan.transformer | parallel.settings()))
 
 
-def block_spec(plan: Plan) -> TransformerBlockSubmodules:
+def block_spec(plan: Plan, kit: Kit) -> TransformerBlockSubmodules:
     """The specs of all layers, each dense or sparse as the plan's `moe_layer_freq` says, and of the final norm."""
     pattern = plan.transformer.get("moe_layer_freq", [0] * plan.layers)
-    dense, sparse = _layer_spec(plan.qk_norm), _layer_spec(plan.qk_norm)
-    sparse.submodules.mlp = partial(
-        MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=_linears()), router=CpuRouter)
-    )
+    dense, sparse = _layer_spec(plan.qk_norm, kit), _layer_spec(plan.qk_norm, kit)
+    sparse.submodules.mlp = kit.experts
     return TransformerBlockSubmodules(
-        layer_specs=[sparse if is_sparse else dense for is_sparse in pattern], layer_norm=RmsNorm
+        layer_specs=[sparse if is_sparse else dense for is_sparse in pattern], layer_norm=kit.norm
     )
 
 
-def _linears() -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=LoraColumnLinear, linear_fc2=LoraRowLinear)
-
-
-def _layer_spec(qk_norm: bool) -> ModuleSpec:
+def _layer_spec(qk_norm: bool, kit: Kit) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RmsNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = kit.norm
     attention = spec.submodules.self_attention.submodules
     if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
-    attention.core_attention = MaskedAttention
-    attention.linear_qkv, attention.linear_proj = LoraColumnLinear, LoraRowLinear
-    spec.submodules.mlp.keywords["submodules"] = _linears()
+        attention.q_layernorm = attention.k_layernorm = kit.norm
+    attention.core_attention = kit.attention
+    attention.linear_qkv, attention.linear_proj = kit.column, kit.row
+    spec.submodules.mlp.keywords["submodules"] = kit.linears()
     return spec

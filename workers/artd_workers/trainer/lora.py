@@ -2,7 +2,8 @@
 
 Purpose: each Hugging Face linear has its own A [r, in] and B [out, r]; a fused Megatron linear adds its parts' products in
 Megatron's layout, by the codec table. Owner of: the adapter's fp32 master parameters.
-Invariants: parameters iterate in table order (the order of optimizer state on disk); A depends on (seed, name) alone.
+Invariants: parameters iterate in table order (the order of optimizer state on disk), and what is on disk has PEFT's names
+and shapes however the parameters are stored; A depends on (seed, name) alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from ..models.codec import Codec, Row, peft_names
+from .grouped import EXPERT, GroupedAdapter
 
 Adapter = dict[str, Tensor]
 """Adapter tensors in PEFT names, fp32."""
@@ -30,105 +33,134 @@ class FusedAdapter(nn.Module):
         self, codec: Codec, row: Row, sizes: tuple[int, ...], in_features: int, rank: int, scale: float
     ) -> None:
         super().__init__()
-        self._codec, self.row, self._scale = codec, row, scale
+        self._codec, self.row, self.scale = codec, row, scale
         self.a = nn.ParameterList(nn.Parameter(torch.empty(rank, in_features)) for _ in sizes)
         self.b = nn.ParameterList(nn.Parameter(torch.zeros(size, rank)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [(x @ a.t()) @ b.t() for a, b in zip(self.a, self.b, strict=True)]
-        return self._codec.fuse(self.row, parts, -1) * self._scale
+        parts = [(x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() for a, b in zip(self.a, self.b, strict=True)]
+        return self._codec.fuse(self.row, parts, -1) * self.scale
+
+    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The adapters of all parts as one: A [parts * r, in] and B [out, parts * r] in Megatron's layout, not scaled."""
+        rank, count = self.a[0].shape[0], len(self.a)
+        apart = [F.pad(b, (i * rank, (count - 1 - i) * rank)) for i, b in enumerate(self.b)]
+        return torch.cat(list(self.a)).to(dtype), self._codec.fuse(self.row, apart).to(dtype)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(PEFT name, parameter): A then B of each part."""
+        for part, a, b in zip(self.row.parts, self.a, self.b, strict=True):
+            name_a, name_b = peft_names(part)
+            yield name_a, a
+            yield name_b, b
+
+    def slots(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(PEFT name, tensor) of tensors by own name, which here is the same."""
+        return ((name, own[name]) for name, _ in self.named())
 
 
-class LoraColumnLinear(ColumnParallelLinear):
+class Adapted(nn.Module):
+    """Put before a linear's class: adds an adapter's product to what it gives, once one is attached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter: FusedAdapter | None = None
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(input_, *args, **kwargs)
+        return self.adapted(out, input_), bias
+
+    def adapted(self, out: Tensor, x: Tensor) -> Tensor:
+        """What the linear gave [..., out], with its adapter's product of x [..., in] added."""
+        return out if self.adapter is None else out + self.adapter(x)
+
+
+class LoraColumnLinear(Adapted, ColumnParallelLinear):
     """Megatron's column-parallel linear that adds an adapter's product, once one is attached."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.adapter: FusedAdapter | None = None
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        out, bias = super().forward(input_, *args, **kwargs)
-        return (out if self.adapter is None else out + self.adapter(input_)), bias
-
-
-class LoraRowLinear(RowParallelLinear):
+class LoraRowLinear(Adapted, RowParallelLinear):
     """Megatron's row-parallel linear that adds an adapter's product, once one is attached."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.adapter: FusedAdapter | None = None
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        out, bias = super().forward(input_, *args, **kwargs)
-        return (out if self.adapter is None else out + self.adapter(input_)), bias
 
 
 class Lora:
     """All adapters of a model. scale: alpha / rank."""
 
-    def __init__(self, codec: Codec, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int) -> None:
-        """shapes: Hugging Face weight name -> (out, in) of every adapted weight."""
+    def __init__(
+        self, codec: Codec, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool = False
+    ) -> None:
+        """shapes: Hugging Face weight name -> (out, in) of every adapted weight; grouped: a layer's experts are one
+        parameter, as their weights are."""
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
-        self._fused: dict[str, FusedAdapter] = {}
+        rows: dict[str, list[Row]] = {}
         for row in codec.lora_rows():
-            sizes = tuple(shapes[part][0] for part in row.parts)
-            adapter = FusedAdapter(codec, row, sizes, shapes[row.parts[0]][1], rank, self.scale)
-            self._fused[row.megatron.removesuffix(".weight")] = adapter
+            path = row.megatron.removesuffix(".weight")
+            rows.setdefault(EXPERT.sub("", path) if grouped else path, []).append(row)
+        self._adapters: dict[str, FusedAdapter | GroupedAdapter] = {}
+        for path, here in rows.items():
+            sizes, size_in = tuple(shapes[part][0] for part in here[0].parts), shapes[here[0].parts[0]][1]
+            if grouped and EXPERT.search(here[0].megatron):
+                self._adapters[path] = GroupedAdapter(path, here, sizes, size_in, rank, self.scale)
+            else:
+                self._adapters[path] = FusedAdapter(codec, here[0], sizes, size_in, rank, self.scale)
+        self._names = tuple(name for row in codec.lora_rows() for part in row.parts for name in peft_names(part))
 
     def attach(self, model: GPTModel) -> None:
-        """Hang the adapters into their linears."""
-        for path, adapter in self._fused.items():
-            model.get_submodule(path).adapter = adapter
+        """Hang the adapters into their linears, on the model's device."""
+        device = next(model.parameters()).device
+        for path, adapter in self._adapters.items():
+            model.get_submodule(path).adapter = adapter.to(device)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(PEFT name, parameter): A then B of each weight, in table order."""
-        for adapter in self._fused.values():
-            for part, a, b in zip(adapter.row.parts, adapter.a, adapter.b, strict=True):
-                name_a, name_b = peft_names(part)
-                yield name_a, a
-                yield name_b, b
+        """(own name, parameter), in table order; own names are PEFT's but for grouped experts."""
+        for adapter in self._adapters.values():
+            yield from adapter.named()
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named()]
 
     def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by PEFT name, which is what is on disk."""
-        return dict(own)
+        """Tensors by PEFT name, which is what is on disk, in table order; parts of the given ones, not copies."""
+        found = {name: tensor for adapter in self._adapters.values() for name, tensor in adapter.slots(own)}
+        return {name: found[name] for name in self._names}
 
     def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same; raises ValueError when the names are not exactly this adapter's."""
+        """Tensors by own name; raises ValueError when the names are not exactly this adapter's."""
         self._check_names(stored)
-        return dict(stored)
+        own = {name: torch.empty_like(parameter) for name, parameter in self.named()}
+        for name, slot in self.outward(own).items():
+            slot.copy_(stored[name])
+        return own
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """A: kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)), as PEFT; B: zero."""
-        for name, parameter in self.named():
+        for name, slot in self.state().items():
             if ".lora_B." in name:
-                parameter.zero_()
+                slot.zero_()
                 continue
             word = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
             generator = torch.Generator().manual_seed(int.from_bytes(word, "little") >> 1)
-            bound = 1 / math.sqrt(parameter.shape[1])
-            parameter.uniform_(-bound, bound, generator=generator)
+            bound = 1 / math.sqrt(slot.shape[1])
+            slot.copy_(torch.empty(slot.shape).uniform_(-bound, bound, generator=generator))
 
     def state(self) -> Adapter:
-        """The live parameters without gradient (not copies), in table order."""
-        return {name: parameter.detach() for name, parameter in self.named()}
+        """The live parameters without gradient (not copies) by PEFT name, in table order."""
+        return self.outward({name: parameter.detach() for name, parameter in self.named()})
 
     @torch.no_grad()
     def load(self, adapter: Mapping[str, Tensor]) -> None:
         """Copy tensors in PEFT names in. Raises ValueError when names, shapes or dtypes differ."""
         self._check_names(adapter)
-        for name, parameter in self.named():
-            if adapter[name].shape != parameter.shape or adapter[name].dtype != torch.float32:
+        for name, slot in self.state().items():
+            if adapter[name].shape != slot.shape or adapter[name].dtype != torch.float32:
                 raise ValueError(
-                    f"{name} is {tuple(adapter[name].shape)} {adapter[name].dtype}, not {tuple(parameter.shape)} fp32"
+                    f"{name} is {tuple(adapter[name].shape)} {adapter[name].dtype}, not {tuple(slot.shape)} fp32"
                 )
-            parameter.copy_(adapter[name])
+            slot.copy_(adapter[name])
 
     def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
-        if odd := sorted({name for name, _ in self.named()} ^ set(tensors)):
+        if odd := sorted(set(self._names) ^ set(tensors)):
             raise ValueError(f"the adapter and this model differ in {len(odd)} tensors, the first is {odd[0]}")
 
 

@@ -62,9 +62,9 @@ class Measures:
 
     def metrics(self, clip_high: float, epoch: int) -> dict[str, float]:
         """epoch: policy epoch of the weights that were trained; tokens sampled by exactly these measure the mismatch."""
-        new = torch.cat(self._logprobs)
-        old = torch.cat([row.old_logprobs for row in self._rows]).double()
-        epochs = torch.cat([row.epochs for row in self._rows])
+        new = torch.cat(self._logprobs).cpu()
+        old = torch.cat([row.old_logprobs for row in self._rows]).double().cpu()
+        epochs = torch.cat([row.epochs for row in self._rows]).cpu()
         ratios = ratio(new, old)
         out = {
             "ratio_mean": float(ratios.mean()),

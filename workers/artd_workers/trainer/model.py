@@ -1,9 +1,10 @@
-"""Megatron-Core's GPTModel on CPU: built from a plan, with any mask, any positions and LoRA, and no patch of any library.
+"""Megatron-Core's GPTModel: built from a plan, with any mask, any positions and LoRA, and no patch of any library.
 
-Purpose: `build` makes the module; `Policy` computes logprobs of chosen tokens. Owner of: the process-wide gloo group of one
+Purpose: `build` makes the module; `Policy` computes logprobs of chosen tokens. Owner of: the process-wide group of one
 rank that Megatron asks for (rendezvous in memory: no port of ours listens beyond loopback).
-Invariants: weights and arithmetic are float32 whatever the checkpoint stores (a bf16 checkpoint is widened, exactly);
-base weights never require a gradient unless a test asks; no dropout, so a forward draws no random numbers.
+Invariants: on the CPU weights and arithmetic are float32 whatever the checkpoint stores (a bf16 checkpoint is widened,
+exactly), on a GPU they are the placement's; base weights never require a gradient unless a test asks; no dropout, so a
+forward draws no random numbers.
 """
 
 from __future__ import annotations
@@ -16,49 +17,64 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models.base import Plan
-from .layers import ExplicitRotary, block_spec, config_of
+from . import head, tree
+from .grouped import slots
+from .layers import ExplicitRotary, block_spec, config_of, kit_of
 from .lora import Lora
 from .parallel import Parallel, padded, part
+from .placement import CPU, Placement
 from .replay import Replay, Step
 
 ALONE = Parallel()
 
 
-def start_distributed() -> None:
-    """Make the one-rank gloo group that Megatron needs. Idempotent."""
+def start_distributed(cuda: bool = False) -> None:
+    """Make the one-rank group that Megatron needs. Idempotent."""
     if dist.is_initialized():
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 
 
-def build(plan: Plan, weights: Mapping[str, Tensor], parallel: Parallel = ALONE) -> GPTModel:
-    """A GPTModel with these base weights (Hugging Face names), frozen, in eval mode. Raises ValueError if they misfit.
+def build(
+    plan: Plan, weights: Mapping[str, Tensor], parallel: Parallel = ALONE, placement: Placement = CPU
+) -> GPTModel:
+    """A GPTModel with these base weights (Hugging Face names), frozen; in eval mode, or in train mode if layers are to be
+    recomputed, which Megatron only does then (nothing else hangs on it). Raises ValueError if the weights misfit.
 
     parallel: this process holds one part of it, and Megatron's process groups exist.
     """
-    start_distributed()
+    start_distributed(placement.cuda)
     # Routers enter themselves into a process-wide list, which would keep every model before this one alive.
     RouterReplay.clear_global_router_replay_instances()
-    config = config_of(plan, parallel)
-    model = GPTModel(config, block_spec(plan), position_embedding_type="rope", **plan.model)
+    config = config_of(plan, parallel, placement)
+    model = GPTModel(config, block_spec(plan, kit_of(placement)), position_embedding_type="rope", **plan.model)
     rope = {name: value for name, value in plan.model.items() if name.startswith(("rotary_", "rope_"))}
-    model.rotary_pos_emb = ExplicitRotary(config.kv_channels, 1.0, use_cpu_initialization=True, **rope)
+    model.rotary_pos_emb = ExplicitRotary(config.kv_channels, 1.0, use_cpu_initialization=not placement.cuda, **rope)
+    model.to(placement.device)
     load_base(model, plan, weights, parallel)
-    return model.requires_grad_(False).eval()
+    if placement.recompute:
+        model.embedding.register_forward_hook(_want_gradient)
+    return model.requires_grad_(False).train(placement.recompute > 0)
+
+
+def _want_gradient(_embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """Megatron recomputes a layer only for an input with a gradient, which a frozen embedding does not give."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 @torch.no_grad()
 def load_base(model: GPTModel, plan: Plan, weights: Mapping[str, Tensor], parallel: Parallel = ALONE) -> None:
     """Copy base weights in. Raises ValueError when names or shapes are not the plan's."""
-    parameters = dict(model.named_parameters())
+    parameters = slots(model)
     experts = plan.routes.experts if plan.routes is not None else 0
     for name, whole in plan.codec.to_megatron(weights):
         own = parallel.own_name(name, experts)
@@ -89,6 +105,7 @@ class Policy:
     def __init__(self, plan: Plan, model: GPTModel, lora: Lora | None) -> None:
         self.plan, self.model, self.lora = plan, model, lora
         self._replay = Replay(model, plan.routes) if plan.routes is not None else None
+        self.device = next(model.parameters()).device
         if lora is not None:
             sizes = model.config.tensor_model_parallel_size, model.config.expert_model_parallel_size
             if sizes != (1, 1):
@@ -108,10 +125,12 @@ class Policy:
     ) -> Tensor:
         """Logits [n, vocab] at `rows` [n] of one packed row.
 
-        tokens, positions: int64 [s]; hidden_from: bool [s, s], True where query q (first) must not see key k. Only `rows`
-        go through the language-model head. routes: expert ids [MoE layers, s, topk] to replay instead of the live router's
+        tokens, positions: int64 [s], any device; hidden_from: `until` int64 [s] of a row in preorder (see `tree`; on the
+        CPU), or bool [s, s], True where query q (first) must not see key k. Only `rows` go through the language-model head. routes: expert ids [MoE layers, s, topk] to replay instead of the live router's
         (with gradients only inside `replaying`); None routes live.
         """
+
+        rows = rows.to(self.device)
 
         def project(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
             shared = self.model.config.sequence_parallel  # then the head itself gathers the tokens
@@ -120,17 +139,30 @@ class Policy:
             return logits[rows, 0] if shared else logits[:, 0]
 
         def forward() -> Tensor:
-            config = self.model.config
-            multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-            ids, at, mask = padded(tokens, positions, hidden_from, multiple)
+            ids, at, mask = self._inputs(tokens, positions, hidden_from)
             self.model.rotary_pos_emb.positions = at[None]
-            return self.model(ids[None], at[None], mask[None, None], output_processor=project)
+            return self.model(ids[None], at[None], mask, output_processor=project)
 
         if self._replay is None:
             if routes is not None:
                 raise ValueError("a dense model has no experts to replay")
             return forward()
         return self._replay.forward(forward, routes)
+
+    def _inputs(self, tokens: Tensor, positions: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A row as the layers take it: token ids and positions [s'], mask as `layers` or `cuda_layers` has it."""
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if seen.ndim == 1 and self.device.type == "cpu":
+            seen = tree.hidden(seen)
+        if seen.ndim == 2:
+            ids, at, mask = padded(tokens, positions, seen, multiple)
+            return ids.to(self.device), at.to(self.device), mask.to(self.device)[None, None]
+        extra = -len(tokens) % multiple
+        ids, at = (F.pad(x.to(self.device), (0, extra)) for x in (tokens, positions))
+        # Padding behind a chain may see the chain: nothing sees the padding.
+        until = None if tree.is_chain(seen) else tree.fill(seen, extra).to(self.device)[None, None, None]
+        return ids, at, until
 
     def score(
         self,
@@ -143,17 +175,13 @@ class Policy:
         routes: Tensor | None = None,
     ) -> Scores:
         """Logprobs of `targets` [n] as predicted at `rows` [n], each at its temperature [n] (> 0). routes: as there."""
-        logits = self.hidden_logits(tokens, positions, hidden_from, rows, routes).float() / temperatures[:, None]
-        logprobs = logits.log_softmax(-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return Scores(logprobs.gather(-1, targets[:, None])[:, 0], entropy)
+        targets, temperatures = targets.to(self.device), temperatures.to(self.device)
+        logits = self.hidden_logits(tokens, positions, hidden_from, rows, routes)
+        return Scores(*head.scores(logits, targets, temperatures))
 
     def score_sequence(self, tokens: Tensor, temperature: float = 1.0, routes: Tensor | None = None) -> Tensor:
         """Logprobs [s - 1] of tokens 1.. of a plain sequence [s], without gradient. routes: as in `hidden_logits`."""
         size = len(tokens)
-        hidden_from = torch.ones(size, size, dtype=torch.bool).triu(1)
-        rows = torch.arange(size - 1)
+        until, rows, heat = tree.chain(size), torch.arange(size - 1), torch.full((size - 1,), temperature)
         with torch.no_grad():
-            temperatures = torch.full((size - 1,), temperature)
-            return self.score(tokens, torch.arange(size), hidden_from, rows, tokens[1:], temperatures, routes).logprobs
+            return self.score(tokens, torch.arange(size), until, rows, tokens[1:], heat, routes).logprobs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from artd_schema.manifest import BatchManifest
 from artd_schema.trajectory import RouteShape
 
 from .routes import BatchError, Bundle, ReplayFiles, read_bundle
+from .tree import hidden
 
 DTYPES = {
     "tokens": torch.int32,
@@ -42,7 +43,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row without its padding. Per token [s]: tokens, positions int64; hidden_from bool [s, s] (query, key).
+    """One row without its padding. Per token [s]: tokens, positions int64; until int64, who may see it (see `tree`).
 
     Per trained token [n], in row order: at = index of its predictor, targets, old_logprobs, advantages, weights,
     temperatures, epochs (-1 unknown), trajectories (index in the manifest). routes: expert ids [MoE layers, s, topk] to
@@ -51,7 +52,7 @@ class PackedRow:
 
     tokens: Tensor
     positions: Tensor
-    hidden_from: Tensor
+    until: Tensor
     at: Tensor
     targets: Tensor
     old_logprobs: Tensor
@@ -61,6 +62,19 @@ class PackedRow:
     epochs: Tensor
     trajectories: Tensor
     routes: Tensor | None = None
+
+    @property
+    def hidden_from(self) -> Tensor:
+        """The mask written out: bool [s, s] (query, key)."""
+        return hidden(self.until)
+
+    def to(self, device: torch.device) -> PackedRow:
+        """The row on a device, all but `until`, which the model looks at before it sends it there."""
+        if device.type == "cpu":
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in values.items() if value is not None}
+        return replace(self, **(moved | {"until": self.until}))
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ def _row(row: dict[str, Tensor], vocab_size: int, trajectories: int, routes: Cal
     if size and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
         raise BatchError(f"a token id lies outside the vocabulary of {vocab_size}")
     spans = list(_spans(segments.tolist()))
-    hidden_from = tree_mask(segments, _ancestors(row, spans))
+    until = subtree_ends(spans, _ancestors(row, spans))
     trained = row["loss_mask"].bool().nonzero()[:, 0]
     at = trained - 1
     if len(trained) and (int(at.min()) < 0 or (segments[at] != segments[trained]).any()):
@@ -154,7 +168,7 @@ def _row(row: dict[str, Tensor], vocab_size: int, trajectories: int, routes: Cal
     scored = {name: row[name][trained] for name in ("old_logprobs", "advantages", "weights", "temperatures")}
     _check_scored(scored, row["trajectory_index"][trained], trajectories)
     return PackedRow(
-        tokens, positions, hidden_from, at, tokens[trained], scored["old_logprobs"], scored["advantages"],
+        tokens, positions, until, at, tokens[trained], scored["old_logprobs"], scored["advantages"],
         scored["weights"], scored["temperatures"], row["policy_epochs"][trained].long(), row["trajectory_index"][trained].long(),
         routes(row, spans) if routes else None,
     )  # fmt: skip
@@ -204,6 +218,21 @@ def _ancestors(row: dict[str, Tensor], spans: list[tuple[int, int, int]]) -> dic
         known[segment] = {segment} | (set() if parent == segment else known[parent])
         ends[segment] = first + end - start
     return known
+
+
+def subtree_ends(spans: list[tuple[int, int, int]], ancestors: dict[int, set[int]]) -> Tensor:
+    """`until` int64 [s] of a row's (segment, start, end) runs. Raises BatchError when they are not in preorder."""
+    ends: dict[int, int] = {}
+    for segment, start, end in spans:
+        for above in ancestors[segment] - {segment}:
+            if ends[above] != start:
+                raise BatchError(
+                    f"segment {segment} does not follow what else is below segment {above}: not in preorder"
+                )
+            ends[above] = end
+        ends[segment] = end
+    lengths = torch.tensor([end - start for _, start, end in spans], dtype=torch.int64)
+    return torch.tensor([ends[segment] for segment, _, _ in spans], dtype=torch.int64).repeat_interleave(lengths)
 
 
 def tree_mask(segments: Tensor, ancestors: dict[int, set[int]]) -> Tensor:

@@ -1,7 +1,8 @@
 """How one model is spread over processes: sizes, and the part of each weight that a rank holds.
 
-Purpose: `Parallel` cuts whole weights (in Megatron's names and layout) for this process, and pads rows so that their tokens
-can be shared out. Owner of: no state; the process groups are Megatron's (`parallel_state`), made before a model is built.
+Purpose: `Parallel` cuts whole weights (in Megatron's names and layout) for this process; `padded` and `chunk` share a row's
+tokens, and their routes, out. Owner of: no state; the process groups are Megatron's (`parallel_state`), made before a model
+is built.
 Invariants: whatever the layout, a model is built from the same whole weights; ranks hold disjoint parts of a split weight
 and equal copies of every other. On the CPU artd trains in one process; more are for machines with several GPUs.
 """
@@ -84,3 +85,15 @@ def padded(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: int
     mask = ~torch.eye(size + extra, dtype=torch.bool)
     mask[:size, :size] = hidden_from
     return F.pad(tokens, (0, extra)), F.pad(positions, (0, extra)), mask
+
+
+def chunk(routes: Tensor, rank: int, size: int) -> Tensor:
+    """Routes [layers, ceil(T / size), topk] of one sequence-parallel rank: its contiguous part of [layers, T, topk].
+
+    What lies beyond T is padding and has the ids 0 .. topk-1.
+    """
+    layers, tokens, topk = routes.shape
+    each = -(-tokens // size)
+    own = routes[:, rank * each : (rank + 1) * each]
+    padding = torch.arange(topk, dtype=routes.dtype).expand(layers, each - own.shape[1], topk)
+    return torch.cat((own, padding.to(routes.device)), 1)

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from artd_schema.trajectory import RouteShape
 
+from .parallel import chunk
+
 
 class ReplayError(ValueError):
     """A model that cannot replay routes, or a step that did not replay what it was given: trying again would not help."""
@@ -239,15 +241,3 @@ def clear(router: nn.Module) -> None:
     """Take target, action and Megatron's FIFO from a router."""
     router.router_replay.clear_indices()
     router.router_replay.clear_router_replay_action()
-
-
-def chunk(routes: Tensor, rank: int, size: int) -> Tensor:
-    """Routes [layers, ceil(T / size), topk] of one sequence-parallel rank: its contiguous part of [layers, T, topk].
-
-    What lies beyond T is padding and has the ids 0 .. topk-1.
-    """
-    layers, tokens, topk = routes.shape
-    each = -(-tokens // size)
-    part = routes[:, rank * each : (rank + 1) * each]
-    padding = torch.arange(topk, dtype=routes.dtype).expand(layers, each - part.shape[1], topk)
-    return torch.cat((part, padding.to(routes.device)), 1)

@@ -60,10 +60,11 @@ class Optimizer:
     @classmethod
     def make(cls, parameters: ParameterSet, spec: OptimizerSpec) -> Optimizer:
         """Fresh: no step taken."""
+        own = [parameter for _, parameter in parameters.named()]
         # torch wants a tuple of floats and no decay of a zero kind: exactly the spec's numbers.
         adamw = torch.optim.AdamW(
-            [parameter for _, parameter in parameters.named()], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps,
-            weight_decay=spec.weight_decay, foreach=False, fused=False,
+            own, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=spec.weight_decay, foreach=False,
+            fused=own[0].is_cuda,
         )  # fmt: skip
         return cls(spec, parameters, adamw)
 
@@ -92,8 +93,10 @@ class Optimizer:
             return
         moments = {key: self.set.inward(_of_kind(state, key)) for key in MOMENTS}
         for name, parameter in self.set.named():
-            own = {key: moments[key][name].clone() for key in MOMENTS}
-            self.torch.state[parameter] = {"step": torch.tensor(step)} | own
+            own = {key: moments[key][name].to(parameter.device, copy=True) for key in MOMENTS}
+            # torch's fused kernel reads the count where the parameter lies.
+            counted = torch.tensor(step, device=parameter.device)
+            self.torch.state[parameter] = {"step": counted} | own
 
 
 def _of_kind(state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
@@ -117,7 +120,7 @@ def train_step(
     """
     started = time.perf_counter()
     parameters = optimizer.parameters
-    measures, share, total = Measures(), shares(batch, loss.normalise), 0.0
+    measures, share, total = Measures(), shares(batch, loss.normalise).to(policy.device), 0.0
     optimizer.torch.zero_grad(set_to_none=True)
     try:
         with policy.replaying(batch.coverage is not None) as replay:
@@ -126,8 +129,9 @@ def train_step(
                     raise Cancelled(f"cancelled after {index} of {len(batch.rows)} rows")
                 total += _train_row(policy, row, loss, share, measures, index)
                 progress(index + 1, len(batch.rows))
+            # The norm first: it waits for the device, and what `finish` reads is there then.
+            norm = gradient_norm(parameters)
             calls = replay.finish() if replay else 0
-        norm = gradient_norm(parameters)
         if not math.isfinite(norm):
             raise NonFinite(f"the gradient norm is {norm}: look at the batch's advantages and at the learning rate")
         if cancelled():
@@ -145,7 +149,8 @@ def train_step(
 
 def _train_row(policy: Policy, row: PackedRow, loss: LossSpec, share: Tensor, measures: Measures, index: int) -> float:
     """Add a row's gradients; returns its part of the loss. Raises NonFinite before it adds any."""
-    scores = policy.score(row.tokens, row.positions, row.hidden_from, row.at, row.targets, row.temperatures, row.routes)
+    row = row.to(policy.device)
+    scores = policy.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
     part = row_loss(loss, row, scores.logprobs, share)
     if not torch.isfinite(part):
         raise NonFinite(
@@ -158,7 +163,9 @@ def _train_row(policy: Policy, row: PackedRow, loss: LossSpec, share: Tensor, me
 
 def gradient_norm(parameters: list[nn.Parameter]) -> float:
     """Global 2-norm, each tensor's sum of squares in fp64, added up in parameter order."""
-    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None))
+    squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
+    # Read at once: on a GPU each would wait for the device.
+    return math.sqrt(sum(torch.stack(squares).tolist())) if squares else 0.0
 
 
 def clip(parameters: list[nn.Parameter], norm: float, limit: float) -> None:

@@ -17,6 +17,10 @@ BLOCK = 128
 """Queries and keys of one block of FlexAttention's mask."""
 
 
+COARSE = 1024
+"""Rows longer than this are padded to a multiple of it, so that they have few lengths: each costs a compilation."""
+
+
 def chain(size: int) -> Tensor:
     """`until` int64 [size] of a row that is one sequence."""
     return torch.full((size,), size)
@@ -56,7 +60,7 @@ def block_mask(until: Tensor) -> BlockMask:
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Bool [q blocks, k blocks] -> how many each q block has, and their numbers first in each list; int32 [1, 1, ...]."""
-    order = blocks.to(torch.int8).argsort(-1, descending=True, stable=True)
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
@@ -73,23 +77,26 @@ class RowMask:
     """
 
     def __init__(self) -> None:
+        self._key: tuple[int, torch.Size, int] | None = None
         self._until: Tensor | None = None
         self._mask: BlockMask | None = None
 
     def of(self, until: Tensor) -> BlockMask:
-        """The block mask of a row [s], padded to a multiple of BLOCK."""
-        if self._mask is None or not _same(self._until, until):
+        """The block mask of a row [s] and its padding."""
+        key = (until.data_ptr(), until.shape, until._version)
+        if self._mask is None or key != self._key:
             # Holding the tensor keeps its memory from becoming another row's.
-            self._until = until
-            self._mask = block_mask(fill(until, -len(until) % BLOCK))
+            self._key, self._until = key, until
+            self._mask = block_mask(fill(until, padding(len(until))))
         return self._mask
 
 
-def _same(one: Tensor | None, two: Tensor) -> bool:
-    return one is not None and (one.data_ptr(), one.shape, one._version) == (two.data_ptr(), two.shape, two._version)
+def padding(size: int) -> int:
+    """Tokens to put behind a row of `size` before FlexAttention."""
+    return -size % (BLOCK if size <= COARSE else COARSE)
 
 
 def pad_rows(tensor: Tensor) -> Tensor:
-    """[b, heads, s, d] with zeros behind, up to a multiple of BLOCK tokens."""
-    extra = -tensor.shape[2] % BLOCK
+    """[b, heads, s, d] with zeros behind, as many as `padding` says."""
+    extra = padding(tensor.shape[2])
     return F.pad(tensor, (0, 0, 0, extra)) if extra else tensor

@@ -1,0 +1,87 @@
+"""The model that the GPU scripts train: Qwen3-30B-A3B's layers, as many as asked for, with seeded random weights.
+
+Owner of: no state. Invariants: a weight depends on its name alone, so any number of layers and any process draw the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from artd_workers.models.base import Plan
+
+STD = 0.02
+
+
+def config(layers: int, tiny: bool = False) -> dict[str, Any]:
+    """A Hugging Face config. tiny: a model of the same kind for a CPU."""
+    shape = {
+        "vocab_size": 512 if tiny else 151_936, "hidden_size": 64 if tiny else 2048,
+        "intermediate_size": 96 if tiny else 6144, "moe_intermediate_size": 32 if tiny else 768,
+        "num_attention_heads": 4 if tiny else 32, "num_key_value_heads": 2 if tiny else 4,
+        "head_dim": 32 if tiny else 128, "num_experts": 8 if tiny else 128, "num_experts_per_tok": 2 if tiny else 8,
+    }  # fmt: skip
+    return shape | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": layers,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu",
+        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "attention_bias": False,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """The plan's weights in Hugging Face names, drawn when asked for: N(0, STD), norms 1; bf16 numbers in `dtype`."""
+
+    def __init__(self, plan: Plan, shape: Mapping[str, Any], device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._names = tuple(part for row in plan.codec.rows for part in row.parts)
+        self._known, self._shape, self._device, self._dtype = set(self._names), shape, device, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known:
+            raise KeyError(name)
+        size = size_of(name, self._shape)
+        if len(size) == 1:
+            return torch.ones(size, dtype=self._dtype, device=self._device)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+        generator = torch.Generator(self._device).manual_seed(seed)
+        drawn = torch.empty(size, dtype=torch.bfloat16, device=self._device).normal_(0, STD, generator=generator)
+        return drawn.to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def size_of(name: str, shape: Mapping[str, Any]) -> tuple[int, ...]:
+    """Shape of a weight."""
+    hidden, inner, head = shape["hidden_size"], shape["moe_intermediate_size"], shape["head_dim"]
+    heads, groups = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    vocab = (shape["vocab_size"], hidden)
+    sizes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": vocab, "lm_head": vocab, "q_proj": (heads, hidden), "k_proj": (groups, hidden),
+        "v_proj": (groups, hidden), "o_proj": (hidden, heads), "gate": (shape["num_experts"], hidden),
+        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner), "q_norm": (head,),
+        "k_norm": (head,),
+    }  # fmt: skip
+    return sizes.get(name.removesuffix(".weight").rpartition(".")[2], (hidden,))
+
+
+def flop_per_token(shape: Mapping[str, Any], trained: float, pairs: float) -> float:
+    """What the MFU counts for one packed token: 4 x active weights (forward, and backward through frozen ones) and the
+    attention of the mask (4 x head size x heads for each pair forward, twice that backward).
+
+    trained: share of tokens that go through the head; pairs: visible (query, key) pairs for each token. What is recomputed
+    and the adapter's own products do not count.
+    """
+    hidden, head = shape["hidden_size"], shape["head_dim"]
+    heads, groups = shape["num_attention_heads"], shape["num_key_value_heads"]
+    attention = hidden * head * (2 * heads + 2 * groups)
+    experts = 3 * shape["num_experts_per_tok"] * hidden * shape["moe_intermediate_size"] + hidden * shape["num_experts"]
+    layer = 4 * (attention + experts) + 12 * heads * head * pairs
+    return shape["num_hidden_layers"] * layer + 4 * trained * hidden * shape["vocab_size"]

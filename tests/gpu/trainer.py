@@ -1,0 +1,167 @@
+"""The trainer on one GPU, measured: `python -m tests.gpu.trainer [--items step,parity,...] [--out DIR] [--tiny]`.
+
+Purpose: one JSON line for each item, appended to DIR/trainer.jsonl as soon as it is known, the most valuable first; each item
+in a process of its own, so that none can spoil another. `--tiny`: the same on a CPU, in small, to try the script.
+Needs Megatron-Core, and on a GPU Transformer Engine, and this repository's packages on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+os.environ |= OFF | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+import torch  # noqa: E402
+
+from artd_schema.spec import LossSpec, OptimizerSpec  # noqa: E402
+from artd_workers.trainer.packed import Batch  # noqa: E402
+from artd_workers.trainer.placement import CPU  # noqa: E402
+from artd_workers.trainer.step import Optimizer, train_step  # noqa: E402
+from tests.gpu import rows  # noqa: E402
+from tests.gpu.policies import dense, errors, gradient, made, made_like, on, scored, until  # noqa: E402
+from tests.gpu.timing import Item, profile, replay_cost, speed  # noqa: E402
+
+LIMIT = 240
+"""Seconds for one item."""
+
+
+def step(tiny: bool) -> Iterator[dict[str, Any]]:
+    """4 layers of the real shape: logprobs by each attention, then two train steps on a tree with replayed routes."""
+    policy, lora = made(2 if tiny else 4, tiny, on(tiny))
+    size, vocab = 64 if tiny else 512, policy.plan.vocab_size
+    batch = rows.with_routes(policy, rows.packed(1, 8, size, size, 9 * size + 8, vocab))
+    optimizer = Optimizer.make(lora, OptimizerSpec(lr=1e-4))
+    first = train_step(policy, optimizer, batch, LossSpec(), 0)
+    second = train_step(policy, optimizer, batch, LossSpec(), 0)
+    routers = policy.plan.routes.layers
+    yield {
+        "what": "train steps", "layers": policy.plan.layers, "tokens": [len(row.tokens) for row in batch.rows],
+        "trained": batch.trained, "calls": first["replay_calls"], "wanted_calls": routers * len(batch.rows),
+        "first": first, "second": second,
+    }  # fmt: skip
+    by_until, by_dense, live = (
+        scored(policy, batch, seen, replayed) for seen, replayed in ((until, True), (dense, True), (until, False))
+    )
+    del optimizer, lora
+    exact, _ = made(policy.plan.layers, tiny, on(tiny, dtype=torch.float32))
+    exact.lora.load({name: tensor.cpu() for name, tensor in policy.lora.state().items()})
+    truth, truth_until = scored(exact, batch, dense), scored(exact, batch, until)
+    yield {
+        "what": "logprobs against fp32 with a dense mask", "tokens": len(truth), "mean_abs_logprob": float(truth.abs().mean()),
+        "flex": errors(by_until, truth), "dense": errors(by_dense, truth), "fp32_flex": errors(truth_until, truth),
+        "live_routes": errors(live, truth), "ratio_rms": errors(by_until, truth)["rms"] / max(errors(by_dense, truth)["rms"], 1e-30),
+    }  # fmt: skip
+
+
+def toys() -> dict[str, Batch]:
+    return {"tree": rows.packed(2, 4, 40, 24, 300, 512), "chain": rows.packed(2, 1, 40, 160, 200, 512)}
+
+
+def reference(file: Path) -> None:
+    """What the CPU's placement makes of the toy: adapter, and for each batch routes, logprobs and gradient."""
+    plain, lora = made(2, True, CPU, 8)
+    found: dict[str, Any] = {"adapter": {name: tensor.clone() for name, tensor in lora.state().items()}}
+    for name, batch in toys().items():
+        batch = rows.with_routes(plain, batch)
+        found[name] = ([row.routes for row in batch.rows], scored(plain, batch, until), gradient(plain, batch))
+    torch.save(found, file)
+
+
+def parity(tiny: bool) -> Iterator[dict[str, Any]]:
+    """A toy by the CPU's placement against the others, on a tree and on a chain."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "reference.pt"
+        # Where Transformer Engine is at hand Megatron's router asks it for every product, also on the CPU, where it has none.
+        paths = [
+            p for p in os.environ.get("PYTHONPATH", "").split(":") if not (Path(p) / "transformer_engine").is_dir()
+        ]
+        own = [sys.executable, "-m", "tests.gpu.trainer", "--reference", str(file)]
+        subprocess.run(own, check=True, env=os.environ | {"PYTHONPATH": ":".join(paths), "CUDA_VISIBLE_DEVICES": ""})
+        plain = torch.load(file)
+    for dtype, placement in {"fp32": on(tiny, dtype=torch.float32), "bf16": on(tiny)}.items():
+        policy = made_like(plain["adapter"], placement)
+        for name, batch in toys().items():
+            routes, wanted, slope = plain[name]
+            batch = replace(
+                batch,
+                coverage=1.0,
+                rows=tuple(replace(r, routes=one) for r, one in zip(batch.rows, routes, strict=True)),
+            )
+            found = gradient(policy, batch)
+            yield {
+                "what": f"{name}: {placement.device} {dtype} against the CPU's placement", "tokens": batch.trained,
+                "logprobs": errors(scored(policy, batch, until), wanted),
+                "gradient_relative": float((found - slope).norm() / slope.norm()),
+            }  # fmt: skip
+
+
+ITEMS: dict[str, Item] = {
+    "step": step,
+    "parity": parity,
+    "speed8": speed(8, [0]),
+    "speed48": speed(48, [20, 8, 0]),
+    "replay": replay_cost,
+    "profile": profile,
+}
+
+
+def machine(tiny: bool) -> dict[str, Any]:
+    import importlib.metadata as metadata
+
+    found: dict[str, Any] = {"what": "machine", "torch": torch.__version__, "python": platform.python_version()}
+    found |= {name: metadata.version(name) for name in ("megatron-core", "transformer-engine") if not tiny}
+    if not tiny:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found["gpu"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return found | {"date": time.strftime("%Y-%m-%d")}
+
+
+def run_item(name: str, out: Path, tiny: bool) -> None:
+    started = time.perf_counter()
+    with (out / "trainer.jsonl").open("a") as file:
+        for line in ITEMS[name](tiny):
+            line = {"item": name} | line | {"at_s": round(time.perf_counter() - started, 1)}
+            print(json.dumps(line), flush=True)
+            print(json.dumps(line), file=file, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--items", default=",".join(ITEMS), help="names with commas between them")
+    parser.add_argument("--item", help=argparse.SUPPRESS)
+    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.reference:
+        reference(args.reference)
+        return 0
+    if args.item:
+        run_item(args.item, args.out, args.tiny)
+        return 0
+    print(json.dumps(machine(args.tiny)), flush=True)
+    failed = 0
+    for name in args.items.split(","):
+        own = [sys.executable, "-m", "tests.gpu.trainer", "--item", name, "--out", str(args.out)]
+        try:
+            failed += subprocess.run(own + ["--tiny"] * args.tiny, check=False, timeout=LIMIT).returncode != 0
+        except subprocess.TimeoutExpired:
+            print(f"{name}: stopped after {LIMIT} s", flush=True)
+            failed += 1
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Placements as far as a CPU can tell: a row's mask in one number a token, and a layer's experts as one parameter."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+
+import megatron.core.tensor_parallel.random as megatron_random
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from artd_schema.spec import OptimizerSpec
+from artd_workers.models.registry import plan_for, read_config
+from artd_workers.trainer import head, tree
+from artd_workers.trainer.layers import MaskedAttention
+from artd_workers.trainer.lora import Lora, shapes_of
+from artd_workers.trainer.merge import BaseWeights
+from artd_workers.trainer.model import ALONE, Policy, build
+from artd_workers.trainer.packed import subtree_ends, tree_mask
+from artd_workers.trainer.placement import CPU, CUDA, Placement
+from artd_workers.trainer.step import Optimizer
+
+from . import moe_rig, rig
+
+pytestmark = pytest.mark.torch
+GROUPED = Placement(grouped=True)
+BLOCK = tree.BLOCK
+
+
+def random_tree(seed: int, size: int) -> tuple[Tensor, Tensor]:
+    """`until` and the dense mask of a random row in preorder, the mask from each segment's ancestors."""
+    rng = random.Random(seed)
+    spans, ancestors, start = [], {}, 0
+    path: list[int] = []
+    while start < size:
+        number = len(spans)
+        del path[rng.randint(0, len(path)) :]
+        end = min(size, start + rng.choice([1, 3, 60, 128, 200]))
+        ancestors[number] = {number, *path}
+        path.append(number)
+        spans.append((number, start, end))
+        start = end
+    segments = torch.tensor([number for number, first, last in spans for _ in range(first, last)])
+    return subtree_ends(spans, ancestors), tree_mask(segments, ancestors)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_until_says_what_ancestors_say(seed: int) -> None:
+    until, mask = random_tree(seed, 700)
+    assert torch.equal(tree.hidden(until), mask)
+
+
+def edge(end: int) -> tuple[Tensor, Tensor]:
+    """A segment of one block, one below it that ends at `end`, and a tree of its own up to six blocks."""
+    spans = [(0, 0, BLOCK), (1, BLOCK, end), (2, end, 6 * BLOCK)]
+    ancestors = {0: {0}, 1: {0, 1}, 2: {2}}
+    segments = torch.tensor([number for number, first, last in spans for _ in range(first, last)])
+    return subtree_ends(spans, ancestors), tree_mask(segments, ancestors)
+
+
+ROWS = {f"random {seed}": partial(random_tree, seed, 6 * BLOCK) for seed in range(8)}
+ROWS |= {f"edge {off:+d}": partial(edge, 3 * BLOCK + off) for off in (-1, 0, 1)}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_block_mask_covers_the_mask_block_by_block(row: str) -> None:
+    """A full block hides nothing, one that is not listed hides everything, and the rest is asked token by token."""
+    until, mask = ROWS[row]()
+    blocks = tree.block_mask(until)
+    cut = mask.view(6, BLOCK, 6, BLOCK).transpose(1, 2)
+    for q in range(6):
+        full = set(blocks.full_kv_indices[0, 0, q, : int(blocks.full_kv_num_blocks[0, 0, q])].tolist())
+        some = set(blocks.kv_indices[0, 0, q, : int(blocks.kv_num_blocks[0, 0, q])].tolist())
+        assert not full & some
+        assert full == {k for k in range(6) if not cut[q, k].any()}
+        assert {k for k in range(6) if k not in full and not cut[q, k].all()} == some
+    at = torch.arange(len(until))
+    none = torch.tensor(0)
+    assert torch.equal(~blocks.mask_mod(none, none, at[:, None], at[None, :]), mask)
+
+
+def test_block_mask_wants_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="not a multiple of 128"):
+        tree.block_mask(tree.chain(130))
+
+
+@pytest.mark.parametrize("size", [2 * BLOCK, 300, 1100])
+def test_flex_attention_is_masked_attention(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Eager FlexAttention by the block mask of a padded row, against scaled dot products by the dense mask."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # or it asks for a compiler even here
+    until, mask = random_tree(3, size)
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, heads, size, 16, generator=g) for heads in (4, 2, 2))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~mask, enable_gqa=True)
+    padded = [tree.pad_rows(x) for x in (q, k, v)]
+    found = flex.flex_attention(*padded, block_mask=tree.RowMask().of(until), enable_gqa=True)[:, :, :size]
+    assert (found - wanted).abs().max() <= 1e-5
+
+
+def test_a_row_mask_is_never_another_rows() -> None:
+    masks = tree.RowMask()
+    one, two = tree.chain(BLOCK), random_tree(1, BLOCK)[0]
+    first = masks.of(one)
+    assert masks.of(one.detach()) is first and masks.of(two) is not first
+    changed = masks.of(two)
+    two[0] = 1
+    assert masks.of(two) is not changed
+
+
+def test_chains_are_told_from_trees() -> None:
+    assert tree.is_chain(tree.chain(9)) and not tree.is_chain(rig_row().until)
+    assert torch.equal(tree.fill(tree.chain(3), 2), torch.tensor([3, 3, 3, 4, 5]))
+
+
+def rig_row():
+    return moe_rig.ROWS[0]
+
+
+# ---- experts as one parameter ---------------------------------------------------------------------------------------
+
+
+def policies(folder: Path) -> tuple[Policy, Policy]:
+    """The same model and adapter, with experts one by one and as one parameter."""
+    plan, base = plan_for(read_config(folder)), BaseWeights(folder)
+    made = []
+    for placement in (CPU, GROUPED):
+        lora = Lora(plan.codec, shapes_of(plan.codec, base), rig.RANK, rig.ALPHA, placement.grouped)
+        lora.initialise(5)
+        for name, slot in lora.state().items():
+            if ".lora_B." in name:
+                slot.copy_(torch.randn(slot.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+        made.append(Policy(plan, build(plan, base, ALONE, placement), lora))
+    return made[0], made[1]
+
+
+def trained(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logprobs of a tree with replayed routes, and the adapter's gradients by PEFT name."""
+    row, shape = rig.only_row(moe_pieces(), 80), policy.plan.routes
+    assert shape is not None and policy.lora is not None
+    routes = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3)
+    with policy.replaying(True) as step:
+        found = policy.score(
+            row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes
+        ).logprobs
+        (found * torch.linspace(-1, 1, len(found))).sum().backward()
+        assert step is not None and step.finish() == shape.layers
+    return found.detach(), policy.lora.outward({name: p.grad for name, p in policy.lora.named()})
+
+
+def moe_pieces() -> list[rig.Piece]:
+    g = torch.Generator().manual_seed(2)
+    prompt, *answers = (torch.randint(3, 1024, (n,), generator=g) for n in (20, 9, 14, 11))
+    return [rig.Piece(prompt), *(rig.Piece(answer, parent=0, trained_from=1) for answer in answers)]
+
+
+def test_grouped_experts_are_the_same_model(sparse_folder: Path) -> None:
+    one, grouped = policies(sparse_folder)
+    wanted, found = trained(one), trained(grouped)
+    assert (found[0] - wanted[0]).abs().max() <= 1e-5
+    assert list(found[1]) == list(wanted[1])
+    worst = max(rig.relative(found[1][name], wanted[1][name]) for name in wanted[1] if wanted[1][name].any())
+    assert worst <= 1e-5
+    assert not any(found[1][name].any() for name in wanted[1] if not wanted[1][name].any())
+    experts = [p for name, p in grouped.model.named_parameters() if ".experts." in name and ".adapter." not in name]
+    assert len(experts) == 2 * grouped.plan.routes.layers
+
+
+def test_grouped_adapters_are_stored_as_any_other(toy_folders: dict[str, Path]) -> None:
+    """Initial values, the optimizer's state and the adapter itself have the names, order and bits of the other layout."""
+    one, grouped = policies(toy_folders["moe"])
+    assert one.lora is not None and grouped.lora is not None
+    assert_same(one.lora.state(), grouped.lora.state())
+    for policy in (one, grouped):
+        optimizer = Optimizer.make(policy.lora, OptimizerSpec(lr=1e-2))
+        for index, (_, slot) in enumerate(policy.lora.state().items()):
+            slot.fill_(index)
+        for _, parameter in policy.lora.named():
+            parameter.grad = parameter.detach().clone()
+        optimizer.torch.step()
+        policy.optimizer = optimizer
+    assert_same(one.lora.state(), grouped.lora.state())
+    stored = one.optimizer.state()
+    assert_same(stored, grouped.optimizer.state())
+    fresh = Optimizer.make(grouped.lora, OptimizerSpec(lr=1e-2))
+    fresh.load(stored)
+    assert_same(stored, fresh.state())
+    grouped.lora.load({name: tensor + 1 for name, tensor in one.lora.state().items()})
+    assert_same({name: tensor + 1 for name, tensor in one.lora.state().items()}, grouped.lora.state())
+    with pytest.raises(ValueError, match="differ in 1 tensors"):
+        grouped.lora.load(dict(list(one.lora.state().items())[1:]))
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert list(one) == list(two)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_recomputed_layers_are_replayed_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, toy_folders: dict[str, Path]
+) -> None:
+    """With a frozen base, whose embedding gives no gradient."""
+    monkeypatch.setattr(megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    monkeypatch.setattr(megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+    folder = toy_folders["moe"]
+    plan, base = plan_for(read_config(folder)), BaseWeights(folder)
+    found = []
+    for placement in (GROUPED, Placement(grouped=True, recompute=2)):
+        lora = Lora(plan.codec, shapes_of(plan.codec, base), rig.RANK, rig.ALPHA, True)
+        lora.initialise(5)
+        policy = Policy(plan, build(plan, base, ALONE, placement), lora)
+        row = rig.only_row(moe_pieces(), 80)
+        routes = moe_rig.routes_rig.random_routes(plan.routes, len(row.tokens), seed=3)
+        with policy.replaying(True) as step:
+            policy.score(
+                row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes
+            ).logprobs.sum().backward()
+            calls = step.finish()
+        found.append((calls, {name: p.grad for name, p in lora.named()}))
+    (plain, wanted), (again, grads) = found
+    assert again == plain + 2
+    assert all(torch.equal(wanted[name], grads[name]) for name in wanted)
+
+
+def test_placements_say_what_they_are() -> None:
+    assert not CPU.cuda and CPU.dtype == torch.float32 and CPU.settings()["use_cpu_initialization"]
+    assert CUDA.cuda and CUDA.grouped and CUDA.settings()["bf16"] and not CUDA.settings()["use_cpu_initialization"]
+    assert Placement(recompute=3).settings()["recompute_num_layers"] == 3
+    assert MaskedAttention.__module__ == "artd_workers.trainer.layers"
+
+
+# ---- logits ---------------------------------------------------------------------------------------------------------
+
+
+def test_scores_that_keep_only_the_logits_are_the_same() -> None:
+    """What a GPU runs, here without the compiler: values and gradient against log_softmax's."""
+    g = torch.Generator().manual_seed(4)
+    logits, heat = torch.randn(40, 300, generator=g) * 3, torch.rand(40, generator=g) + 0.5
+    targets, weights = torch.randint(0, 300, (40,), generator=g), torch.randn(40, generator=g)
+    found, wanted = [], []
+    for way, out in ((head.Scored.apply, found), (head.scores, wanted)):
+        leaf = logits.clone().requires_grad_()
+        logprobs, entropy = way(leaf, targets, heat)
+        (logprobs * weights).sum().backward()
+        assert not entropy.requires_grad
+        out += [logprobs.detach(), entropy, leaf.grad]
+    assert all((a - b).abs().max() <= 1e-5 for a, b in zip(found, wanted, strict=True))
+
+
+def test_an_adapter_joined_is_the_adapter(toy_folders: dict[str, Path]) -> None:
+    """One pair of matrices for a fused linear's parts, as the GPU's linears take it."""
+    one, _ = policies(toy_folders["moe"])
+    for path in ("self_attention.linear_qkv", "self_attention.linear_proj"):
+        linear = one.model.get_submodule(f"decoder.layers.1.{path}")
+        x = torch.randn(5, 1, linear.adapter.a[0].shape[1], generator=torch.Generator().manual_seed(6))
+        a, b = linear.adapter.joined(torch.float32)
+        assert (x @ a.t() @ b.t() * linear.adapter.scale - linear.adapter(x)).abs().max() <= 1e-6
