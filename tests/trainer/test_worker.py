@@ -38,7 +38,12 @@ def daemon(tmp_path: Path, toy_folders: dict[str, Path]) -> Iterator[FakeDaemon]
 
 @pytest.mark.parametrize(
     ("family", "parameters"),
-    [("qwen3", "lora"), ("tied", "lora"), ("tied", "full"), ("moe", "full")],
+    [
+        ("qwen3", "lora"),
+        ("moe", "full"),
+        pytest.param("tied", "lora", marks=pytest.mark.slow),
+        pytest.param("tied", "full", marks=pytest.mark.slow),
+    ],
 )
 def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path], family: str, parameters: str) -> None:
     """The process is killed with -9 after step 2; what it writes then is what it writes without."""
