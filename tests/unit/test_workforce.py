@@ -52,9 +52,12 @@ def make(store, tmp_path):
     return made, made.supervisor, deaths
 
 
-async def calls(supervisor):
-    """What was asked since the last look."""
-    await asyncio.sleep(0.1)
+async def calls(supervisor, least: int):
+    """What was asked since the last look, which is `least` calls or more, however slow the machine is."""
+    async with asyncio.timeout(20):
+        while len(supervisor.calls) < least:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # whatever is one too many
     found, supervisor.calls = supervisor.calls, []
     return found
 
@@ -63,13 +66,13 @@ async def test_workers_live_as_long_as_their_run(tmp_path):
     async with open_store(tmp_path) as store:
         made, supervisor, _ = make(store, tmp_path)
         task = asyncio.ensure_future(made._follow_rows())
-        assert await calls(supervisor) == ["stop trainer", "stop engine"]
+        assert await calls(supervisor, 2) == ["stop trainer", "stop engine"]
         await add_run(store)
-        assert set(await calls(supervisor)) == {"start trainer", "start engine"}
+        assert set(await calls(supervisor, 2)) == {"start trainer", "start engine"}
         await store.write(lambda c: set_run_state(c, 0, 1, "paused", ""))
-        assert "stop engine" not in await calls(supervisor)
+        assert "stop engine" not in await calls(supervisor, 0)
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        assert await calls(supervisor) == ["stop trainer", "stop engine"]
+        assert await calls(supervisor, 2) == ["stop trainer", "stop engine"]
         await settle(task)
 
 
@@ -78,9 +81,9 @@ async def test_the_next_run_never_gets_the_last_ones_processes(tmp_path):
         made, supervisor, _ = make(store, tmp_path)
         await add_run(store)
         task = asyncio.ensure_future(made._follow_rows())
-        await calls(supervisor)
+        await calls(supervisor, 2)
         await asyncio.gather(store.write(lambda c: set_run_state(c, 0, 1, "finished", "")), add_run(store, "next"))
-        found = await calls(supervisor)
+        found = await calls(supervisor, 4)
         assert found.index("stop trainer") < found.index("start trainer")
         assert found.index("stop engine") < found.index("start engine")
         await settle(task)
