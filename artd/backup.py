@@ -28,7 +28,7 @@ from . import __version__, commit
 from .check import Report, check
 from .rundir import DataDir
 from .store import fs
-from .store.blobs import hash_file
+from .store.blobs import hash_file, place
 from .store.migrate import require_known
 from .store.readonly import open_readonly
 
@@ -105,8 +105,8 @@ def backup(data: Path, target: Path, now: int, *, link: bool = True) -> Made:
     try:
         for name in ("blobs", "checkpoints"):
             fs.make_dir(target / name)
-        fetched = _fetch_all(data, target, link)
-        info = _describe(target, now)
+        fetched, names = _fetch_all(data, target, link)
+        info = _describe(target, names, now)
         _verified(target)
         fs.fsync_tree(target)
         fs.write_file(target / INFO, to_json(info))
@@ -151,8 +151,8 @@ def _require_empty(data: Path, target: Path) -> None:
 # ---- fetching -------------------------------------------------------------------------------------------------------
 
 
-def _fetch_all(data: Path, target: Path, link: bool) -> Fetched:
-    """Snapshot and files. Errors: BackupError when files go faster than they can be fetched."""
+def _fetch_all(data: Path, target: Path, link: bool) -> tuple[Fetched, _Named]:
+    """Snapshot and files, and what the snapshot names. Errors: BackupError when files go faster than they can be fetched."""
     fetched = Fetched()
     lost = ""
     for _ in range(ROUNDS):
@@ -162,7 +162,7 @@ def _fetch_all(data: Path, target: Path, link: bool) -> Fetched:
         lost = _fetch(data, target, names, link, fetched)
         if not lost:
             _prune(target, names)
-            return fetched
+            return fetched, names
         log.info("%s went while it was fetched: another snapshot", lost)
     raise BackupError(
         f"{data / lost} is not there, and the rows still name it after {ROUNDS} snapshots: either it is lost (artd check), "
@@ -185,7 +185,7 @@ def snapshot(source: Path, target: Path) -> None:
 def _named(folder: Path) -> _Named:
     with closing(open_readonly(folder / DATABASE)) as c:
         return _Named(
-            blobs=[f"blobs/{sha[:2]}/{sha}" for (sha,) in c.execute("SELECT sha FROM blob")],
+            blobs=[f"blobs/{place(sha)}" for (sha,) in c.execute("SELECT sha FROM blob")],
             # Oldest first: they are the first to go.
             folders=[row[0] for row in c.execute("SELECT dir FROM checkpoint WHERE state = 'committed' ORDER BY id")],
         )
@@ -259,9 +259,8 @@ def _prune(target: Path, names: _Named) -> None:
 # ---- proving --------------------------------------------------------------------------------------------------------
 
 
-def _describe(target: Path, now: int) -> BackupInfo:
+def _describe(target: Path, names: _Named, now: int) -> BackupInfo:
     with closing(open_readonly(target / DATABASE)) as c:
-        names = _named(target)
         instance = c.execute("SELECT value FROM meta WHERE key = 'instance'").fetchone()
         runs = tuple(RunStep(*row) for row in c.execute("SELECT name, state, step FROM run ORDER BY id"))
     sha, size = hash_file(target / DATABASE)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from artd_schema.codec import digest, to_json
-from artd_schema.families import FAMILIES
+from artd_schema.families import FAMILIES, sparse_layers
 from artd_schema.trajectory import RouteShape
 
 from .errors import Conflict, Invalid
@@ -56,16 +56,15 @@ class ModelConfig(Struct, frozen=True):
     mlp_only_layers: tuple[int, ...] | None = None
 
     def routes(self) -> RouteShape | None:
-        """What expert ids look like, None for a dense model. A layer is sparse as transformers' Qwen3MoeDecoderLayer has
-        it (transformers 5: `mlp_only_layers`, `decoder_sparse_step`; it writes `num_experts` as `num_local_experts`)."""
+        """What expert ids look like, None for a dense model. (transformers 5 writes `num_experts` as
+        `num_local_experts`.)"""
         experts = self.num_experts or self.num_local_experts
-        dense = set(self.mlp_only_layers or ())
-        sparse = [
-            i for i in range(self.num_hidden_layers) if i not in dense and (i + 1) % self.decoder_sparse_step == 0
-        ]
-        if not (experts and sparse):
+        sparse = sum(
+            sparse_layers(self.num_hidden_layers, experts, self.decoder_sparse_step, self.mlp_only_layers or ())
+        )
+        if not sparse:
             return None
-        return RouteShape(layers=len(sparse), topk=self.num_experts_per_tok, experts=experts)
+        return RouteShape(layers=sparse, topk=self.num_experts_per_tok, experts=experts)
 
 
 def pin(folder: str) -> BaseModel:

@@ -60,8 +60,11 @@ def compose(parcel: Parcel, exchanges: list[sqlite3.Row], blobs: Blobs) -> Parce
 def insert(
     c: sqlite3.Connection, now: int, parcel: Parcel, exchanges: list[sqlite3.Row], problem: RequestError | None
 ) -> api.Submitted:
-    """Insert one trajectory and use its exchanges up: they keep their names, not their turns. problem: why there is no body; a key that is known gets its
-    first answer all the same, as its references were used by then. Errors: RequestError."""
+    """Insert one trajectory and use its exchanges up: they keep their names, not their turns.
+
+    problem: why there is no body; a key that is known gets its first answer all the same, as its references were used by
+    then. Errors: RequestError.
+    """
     known = c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (parcel.run.id, parcel.key)).fetchone()
     if known is None:
         if problem is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from artd_schema import paths
 
 from .store import fs
+from .store.blobs import place
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class DataDir:
 
     def blob(self, sha: str) -> str:
         """Path of a blob."""
-        return str(self.blobs / sha[:2] / sha)
+        return str(self.blobs / place(sha))
 
     def staging(self, job: int, fence: int) -> Path:
         """Where a worker stages the result of (job, fence)."""

@@ -18,7 +18,7 @@ from artd_schema.manifest import CheckpointManifest
 
 from .. import commit
 from ..rundir import DataDir
-from ..store.blobs import hash_file
+from ..store.blobs import hash_file, place
 from .listing import Listing
 from .report import Note, Violation
 
@@ -45,7 +45,7 @@ def blobs(data: DataDir, listing: Listing, found: dict[str, int], deep: bool) ->
     """`blob.file`: every blob has its file, with its size; deep: with its sha256."""
     whole: list[str] = []
     for sha, size in listing.blobs.items():
-        name = _name(sha)
+        name = place(sha)
         if name not in found:
             yield Violation(f"blobs/{name}", "is missing, but has a row")
         elif found[name] != size:
@@ -56,7 +56,7 @@ def blobs(data: DataDir, listing: Listing, found: dict[str, int], deep: bool) ->
         with ThreadPoolExecutor(THREADS) as pool:
             for sha, text in zip(whole, pool.map(lambda sha: _damage(data, sha), whole), strict=True):
                 if text:
-                    yield Violation(f"blobs/{_name(sha)}", text)
+                    yield Violation(f"blobs/{place(sha)}", text)
 
 
 def _damage(data: DataDir, sha: str) -> str:
@@ -103,7 +103,7 @@ def _whole(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
 
 def notes(data: DataDir, listing: Listing, found: dict[str, int]) -> tuple[Note, ...]:
     """Files that nothing refers to, and rows of files that nothing refers to."""
-    rows = {_name(sha) for sha in listing.blobs}
+    rows = {place(sha) for sha in listing.blobs}
     known = {row["dir"] for row in listing.checkpoints}
     folders = [
         f"checkpoints/{run.name}/{entry.name}" for run in _entries(data.checkpoints) for entry in _entries(run.path)
@@ -112,7 +112,7 @@ def notes(data: DataDir, listing: Listing, found: dict[str, int]) -> tuple[Note,
         "blobs without a row": ("files that no row knows; they are written again when they are needed",
                                 sorted(f"blobs/{name}" for name in found if name not in rows)),
         "blobs that nothing refers to": ("rows and files that no trajectory and no batch needs",
-                                         sorted(f"blobs/{_name(sha)}" for sha in listing.blobs if sha not in listing.used)),
+                                         sorted(f"blobs/{place(sha)}" for sha in listing.blobs if sha not in listing.used)),
         "retired checkpoints": ("their files go soon, or at the next start", sorted(listing.retired.intersection(folders))),
         "checkpoint folders without a row": ("published but not committed; the next start commits or removes them",
                                              sorted(set(folders) - known - listing.retired)),
@@ -129,7 +129,3 @@ def _entries(folder: str | Path) -> Iterable[os.DirEntry[str]]:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _name(sha: str) -> str:
-    return f"{sha[:2]}/{sha}"

@@ -1,7 +1,8 @@
 """`artctl export RUN[@STEP] DIR`: a committed checkpoint as a PEFT adapter folder, or whole as a Hugging Face folder.
 
-A run that trains every weight has no adapter: its checkpoints are always exported whole. Owner of: DIR, which appears complete or not at all. Exit codes: 0, 1 failed, 3 no daemon ever ran here, 5 no such run or
-checkpoint, 6 DIR exists, or there is no adapter. Invariants: every file is hashed against the committed manifest; works with the daemon down.
+A run that trains every weight has no adapter: its checkpoints are always exported whole. Owner of: DIR, which appears
+complete or not at all. Exit codes: 0, 1 failed, 3 no daemon ever ran here, 5 no such run or checkpoint, 6 DIR exists, or
+there is no adapter. Invariants: every file is hashed against the committed manifest; works with the daemon down.
 """
 
 from __future__ import annotations

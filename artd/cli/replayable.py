@@ -31,8 +31,11 @@ _BLOBS = (
 
 
 def find(database: read.Database, data: Path, number: int) -> Row:
-    """The row (of read.REPLAYABLE) of a job that can be done again. Raises CliError: NOT_FOUND when there is no such job or a part of
-    it is gone, CONFLICT when it did not succeed (yet) or its base model is another one now."""
+    """The row (of read.REPLAYABLE) of a job that can be done again.
+
+    Raises CliError: NOT_FOUND when there is no such job or a part of it is gone, CONFLICT when it did not succeed (yet) or
+    its base model is another one now.
+    """
     found = job.find(database, number)
     if found["state"] != "succeeded":
         raise CliError(

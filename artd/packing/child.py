@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote
 
 import msgspec
 
@@ -21,6 +21,8 @@ from artd_schema.codec import digest, to_json
 from artd_schema.manifest import Drop
 
 from ..store import fs
+from ..store.blobs import place
+from ..store.readonly import open_readonly
 from .manifest import fill, pack
 from .spec import PackError, PackSpec, Source
 from .tensors import serialise
@@ -101,16 +103,13 @@ def run(request: PackRequest) -> PackResult:
 
 def read_sources(db: str, blobs: Path, ids: list[int]) -> list[Source]:
     """Trajectories in the order of `ids`, each body checked against its row's digest. Raises PackError."""
-    connection = sqlite3.connect(f"file:{quote(db)}?mode=ro", uri=True)
-    try:
+    query = "SELECT group_id, reward, digest, body, blob FROM trajectory WHERE id = ?"
+    with closing(open_readonly(Path(db))) as connection:
         connection.execute("BEGIN")  # one snapshot for all rows
-        query = "SELECT group_id, reward, digest, body, blob FROM trajectory WHERE id = ?"
         return [_source(number, connection.execute(query, (number,)).fetchone(), blobs) for number in ids]
-    finally:
-        connection.close()
 
 
-def _source(number: int, row: tuple[int, float, str, bytes | None, str | None] | None, blobs: Path) -> Source:
+def _source(number: int, row: sqlite3.Row | None, blobs: Path) -> Source:
     if row is None:
         raise PackError(f"trajectory {number}: no such row", trajectory=number, position="id")
     group, reward, expected, body, blob = row
@@ -118,7 +117,7 @@ def _source(number: int, row: tuple[int, float, str, bytes | None, str | None] |
         raise PackError(f"trajectory {number}: its payload has expired", trajectory=number, position="body")
     if body is None:
         assert blob is not None
-        path = blobs / blob[:2] / blob
+        path = blobs / place(blob)
         try:
             body = path.read_bytes()
         except OSError as error:

@@ -14,6 +14,11 @@ from pathlib import Path
 from . import fs
 
 
+def place(sha: str) -> str:
+    """Where a blob lies, relative to the folder of blobs."""
+    return f"{sha[:2]}/{sha}"
+
+
 class Blobs:
     """Blocking calls; run them off the event loop."""
 
@@ -22,7 +27,7 @@ class Blobs:
         fs.make_dir(root)
 
     def path(self, sha: str) -> Path:
-        return self.root / sha[:2] / sha
+        return self.root / place(sha)
 
     def put(self, data: bytes) -> str:
         """Write `data` durably; returns its sha256 in hex. The row comes after."""

@@ -4,8 +4,18 @@ The codecs live in `artd_workers.models`; this table lets daemon and client refu
 them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Collection
+
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+
+
+def sparse_layers(layers: int, experts: int, step: int, dense: Collection[int]) -> list[bool]:
+    """For each layer whether it has experts, as transformers' Qwen3MoeDecoderLayer decides it. experts: of a sparse layer;
+    step, dense: `decoder_sparse_step` and `mlp_only_layers` of the config."""
+    return [i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(layers)]

@@ -1,4 +1,7 @@
-"""`artctl export`: verified copies of committed adapters, whole models in the trainer's interpreter; damage and wrong names are told, and nothing half-made stays."""
+"""`artctl export`: verified copies of committed adapters, whole models in the trainer's interpreter.
+
+Damage and wrong names are told, and nothing half-made stays.
+"""
 
 from __future__ import annotations
 

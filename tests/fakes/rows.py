@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import sqlite3
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from artd.base_model import BaseModel
 from artd.clock import Clock
+from artd.errors import RequestError
 from artd.ingest import Ingest
 from artd.rundir import DataDir
 from artd.runs import _insert
@@ -173,3 +175,16 @@ async def settle(task: asyncio.Task[Any]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+def body_of(row: sqlite3.Row, data: DataDir) -> bytes:
+    """What a trajectory's row holds, or the blob that it names."""
+    found: bytes = row["body"] if row["blob"] is None else Path(data.blob(row["blob"])).read_bytes()
+    return found
+
+
+async def refused(kind: type[RequestError], field: str, text: str, awaitable: Awaitable[object]) -> None:
+    """It ends in this error, which names the field and says the text."""
+    with pytest.raises(kind) as caught:
+        await awaitable
+    assert caught.value.field == field and text in caught.value.message, caught.value.message

@@ -213,3 +213,14 @@ def _save(folder: Path, name: str, data: bytes, manifest: BatchManifest) -> Writ
     raw = to_json(manifest)
     (folder / f"{name}.json").write_bytes(raw)
     return WrittenBatch(folder / f"{name}.safetensors", folder / f"{name}.json", digest(raw))
+
+
+def tree_mask(segments: Tensor, ancestors: dict[int, set[int]]) -> Tensor:
+    """Bool [s, s], True where query q (first) must not see key k. segments: [s]; ancestors include the segment itself."""
+    order = {segment: index for index, segment in enumerate(ancestors)}
+    related = torch.zeros(len(order), len(order), dtype=torch.bool)
+    for segment, seen in ancestors.items():
+        related[order[segment], [order[s] for s in seen]] = True
+    index = torch.tensor([order[s] for s in segments.tolist()], dtype=torch.int64)
+    position = torch.arange(len(segments))
+    return ~(related[index][:, index] & (position[None, :] <= position[:, None]))

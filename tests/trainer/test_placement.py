@@ -19,7 +19,7 @@ from artd_workers.trainer.layers import MaskedAttention
 from artd_workers.trainer.lora import Lora, shapes_of
 from artd_workers.trainer.merge import BaseWeights
 from artd_workers.trainer.model import ALONE, Policy, build
-from artd_workers.trainer.packed import subtree_ends, tree_mask
+from artd_workers.trainer.packed import subtree_ends
 from artd_workers.trainer.placement import CPU, CUDA, Placement
 from artd_workers.trainer.step import Optimizer
 
@@ -44,7 +44,7 @@ def random_tree(seed: int, size: int) -> tuple[Tensor, Tensor]:
         spans.append((number, start, end))
         start = end
     segments = torch.tensor([number for number, first, last in spans for _ in range(first, last)])
-    return subtree_ends(spans, ancestors), tree_mask(segments, ancestors)
+    return subtree_ends(spans, ancestors), rig.tree_mask(segments, ancestors)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -58,7 +58,7 @@ def edge(end: int) -> tuple[Tensor, Tensor]:
     spans = [(0, 0, BLOCK), (1, BLOCK, end), (2, end, 6 * BLOCK)]
     ancestors = {0: {0}, 1: {0, 1}, 2: {2}}
     segments = torch.tensor([number for number, first, last in spans for _ in range(first, last)])
-    return subtree_ends(spans, ancestors), tree_mask(segments, ancestors)
+    return subtree_ends(spans, ancestors), rig.tree_mask(segments, ancestors)
 
 
 ROWS = {f"random {seed}": partial(random_tree, seed, 6 * BLOCK) for seed in range(8)}

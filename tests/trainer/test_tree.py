@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import BatchError, PackedRow, tree_mask
+from artd_workers.trainer.packed import BatchError, PackedRow
 from artd_workers.trainer.tree import chain
 
 from . import rig
@@ -108,7 +108,7 @@ def test_mask_by_brute_force() -> None:
 
 
 def test_mask_of_one_segment_is_causal() -> None:
-    mask = tree_mask(torch.zeros(5, dtype=torch.int64), {0: {0}})
+    mask = rig.tree_mask(torch.zeros(5, dtype=torch.int64), {0: {0}})
     assert torch.equal(mask, torch.ones(5, 5, dtype=torch.bool).triu(1))
 
 

@@ -20,6 +20,7 @@ from tests.fakes.rows import (
     FakeClock,
     add_run,
     body,
+    body_of,
     count,
     data_dir,
     floats,
@@ -27,6 +28,7 @@ from tests.fakes.rows import (
     make_ingest,
     one,
     open_store,
+    refused,
     settle,
     submit,
     turn,
@@ -38,12 +40,6 @@ pytestmark = pytest.mark.asyncio
 @pytest.fixture
 def clock():
     return FakeClock()
-
-
-async def refused(kind, field, text, awaitable):
-    with pytest.raises(kind) as caught:
-        await awaitable
-    assert caught.value.field == field and text in caught.value.message, caught.value.message
 
 
 async def exchange(ingest, response_id="resp-1", split="train", turns=None, **changes):
@@ -423,7 +419,7 @@ async def test_a_used_turn_is_held_by_its_trajectory_alone(tmp_path, max_inline)
         await exchange(ingest, "one", turns=turns)
         first = await ingest.submit(by_reference(("one", 1)), [])
         (row,) = await store.read("SELECT body, blob, digest FROM trajectory")
-        stored = row["body"] if row["blob"] is None else (data.blobs / row["blob"][:2] / row["blob"]).read_bytes()
+        stored = body_of(row, data)
         assert (
             stored == body(turns[1]) and digest(stored) == row["digest"] and (row["blob"] is None) == (max_inline > 100)
         )

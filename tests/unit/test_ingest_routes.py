@@ -16,7 +16,19 @@ from artd_schema import worker as w
 from artd_schema.codec import digest
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 from tests.fakes.routes import SHAPE, layer_rows, put, rows_of
-from tests.fakes.rows import VOCAB, add_run, body, count, data_dir, make_ingest, one, open_store, submit
+from tests.fakes.rows import (
+    VOCAB,
+    add_run,
+    body,
+    body_of,
+    count,
+    data_dir,
+    make_ingest,
+    one,
+    open_store,
+    refused,
+    submit,
+)
 
 pytestmark = pytest.mark.asyncio
 MOE = BaseModel("b" * 64, VOCAB, (), SHAPE)
@@ -49,15 +61,9 @@ def refer(*names, split="train", **changes):
 async def stored(store, data) -> list[Turn]:
     """The turns of the only trajectory, by its row."""
     (row,) = await store.read("SELECT body, blob, digest FROM trajectory")
-    found = row["body"] if row["blob"] is None else (data.blobs / row["blob"][:2] / row["blob"]).read_bytes()
+    found = body_of(row, data)
     assert digest(found) == row["digest"]
     return msgspec.msgpack.decode(found, type=list[Turn])
-
-
-async def refused(kind, field, text, awaitable):
-    with pytest.raises(kind) as caught:
-        await awaitable
-    assert caught.value.field == field and text in caught.value.message, caught.value.message
 
 
 @pytest.mark.parametrize("max_inline", [65536, 64])

@@ -7,6 +7,7 @@ The load-balancing loss of pre-training (`router_aux_loss_coef`) is no part of a
 
 from __future__ import annotations
 
+from artd_schema.families import sparse_layers
 from artd_schema.trajectory import RouteShape
 
 from .base import GATED_MLP, HfConfig, Plan, UnsupportedModel, decoder_plan
@@ -30,7 +31,10 @@ EXPERT = (
 
 def plan(config: HfConfig) -> Plan:
     """Raises UnsupportedModel for shared experts and numbers of experts that are not handled exactly, and as Qwen3 does."""
-    sparse = sparse_layers(config)
+    sparse = sparse_layers(
+        int(config["num_hidden_layers"]), experts_of(config), int(config.get("decoder_sparse_step", 1)),
+        config.get("mlp_only_layers") or (),
+    )  # fmt: skip
     if not any(sparse):
         return decoder_plan("qwen3_moe", config, True, [GATED_MLP] * len(sparse))
     shape = RouteShape(layers=sum(sparse), topk=int(config["num_experts_per_tok"]), experts=experts_of(config))
@@ -51,13 +55,6 @@ def plan(config: HfConfig) -> Plan:
 def experts_of(config: HfConfig) -> int:
     """Routed experts of a sparse layer: `num_experts`, which transformers 5 writes as `num_local_experts`."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
-
-
-def sparse_layers(config: HfConfig) -> list[bool]:
-    """For each layer whether it has experts, as transformers' Qwen3MoeDecoderLayer decides it."""
-    dense, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step", 1))
-    layers = range(int(config["num_hidden_layers"]))
-    return [i not in dense and experts_of(config) > 0 and (i + 1) % step == 0 for i in layers]
 
 
 def _refuse(config: HfConfig, shape: RouteShape, normalised: bool) -> None:

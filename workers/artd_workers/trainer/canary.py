@@ -15,7 +15,6 @@ from artd_schema.manifest import Canary
 from ..models.base import Plan
 from .layers import narrowest_choices
 from .model import Policy
-from .packed import tree_mask
 
 PROMPTS, TOKENS = 4, 32
 _SEED = 20_640
@@ -55,13 +54,12 @@ def score(policy: Policy, engine_dtype: str) -> Canary:
     ids = prompts(policy.plan)
     tokens = torch.tensor(ids)
     # All prompts in one row, each a tree of its own: the weights are read once instead of once per prompt.
-    segments = torch.arange(PROMPTS).repeat_interleave(TOKENS)
+    until = torch.arange(1, PROMPTS + 1).repeat_interleave(TOKENS) * TOKENS
     rows = torch.arange(PROMPTS * TOKENS).view(PROMPTS, TOKENS)[:, :-1].flatten()
     targets = tokens[:, 1:].flatten()
-    mask = tree_mask(segments, {number: {number} for number in range(PROMPTS)})
     positions = torch.arange(TOKENS).repeat(PROMPTS)
     with torch.no_grad(), narrowest_choices(policy.model) as gaps:
-        found = policy.score(tokens.flatten(), positions, mask, rows, targets, torch.ones(len(targets))).logprobs
+        found = policy.score(tokens.flatten(), positions, until, rows, targets, torch.ones(len(targets))).logprobs
     if not torch.isfinite(found).all():
         raise ArithmeticError("the updated weights give logprobs that are not finite; lower the learning rate")
     largest, mean = bounds(policy.plan, engine_dtype, min(gaps, default=math.inf))

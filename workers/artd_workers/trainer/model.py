@@ -121,15 +121,15 @@ class Policy:
         return self._replay.step()
 
     def hidden_logits(
-        self, tokens: Tensor, positions: Tensor, hidden_from: Tensor, rows: Tensor, routes: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None = None
     ) -> Tensor:
         """Logits [n, vocab] at `rows` [n] of one packed row.
 
-        tokens, positions: int64 [s], any device; hidden_from: `until` int64 [s] of a row in preorder (see `tree`; on the
-        CPU), or bool [s, s], True where query q (first) must not see key k. Only `rows` go through the language-model head. routes: expert ids [MoE layers, s, topk] to replay instead of the live router's
-        (with gradients only inside `replaying`); None routes live.
+        tokens, positions: int64 [s], any device; seen: `until` int64 [s] of a row in preorder (see `tree`; on the CPU), or
+        bool [s, s], True where query q (first) must not see key k. Only `rows` go through the language-model head.
+        routes: expert ids [MoE layers, s, topk] to replay instead of the live router's (with gradients only inside
+        `replaying`); None routes live.
         """
-
         rows = rows.to(self.device)
 
         def project(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
@@ -139,7 +139,7 @@ class Policy:
             return logits[rows, 0] if shared else logits[:, 0]
 
         def forward() -> Tensor:
-            ids, at, mask = self._inputs(tokens, positions, hidden_from)
+            ids, at, mask = self._inputs(tokens, positions, seen)
             self.model.rotary_pos_emb.positions = at[None]
             return self.model(ids[None], at[None], mask, output_processor=project)
 
@@ -168,7 +168,7 @@ class Policy:
         self,
         tokens: Tensor,
         positions: Tensor,
-        hidden_from: Tensor,
+        seen: Tensor,
         rows: Tensor,
         targets: Tensor,
         temperatures: Tensor,
@@ -176,7 +176,7 @@ class Policy:
     ) -> Scores:
         """Logprobs of `targets` [n] as predicted at `rows` [n], each at its temperature [n] (> 0). routes: as there."""
         targets, temperatures = targets.to(self.device), temperatures.to(self.device)
-        logits = self.hidden_logits(tokens, positions, hidden_from, rows, routes)
+        logits = self.hidden_logits(tokens, positions, seen, rows, routes)
         return Scores(*head.scores(logits, targets, temperatures))
 
     def score_sequence(self, tokens: Tensor, temperature: float = 1.0, routes: Tensor | None = None) -> Tensor:

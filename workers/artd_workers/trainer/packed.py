@@ -233,14 +233,3 @@ def subtree_ends(spans: list[tuple[int, int, int]], ancestors: dict[int, set[int
         ends[segment] = end
     lengths = torch.tensor([end - start for _, start, end in spans], dtype=torch.int64)
     return torch.tensor([ends[segment] for segment, _, _ in spans], dtype=torch.int64).repeat_interleave(lengths)
-
-
-def tree_mask(segments: Tensor, ancestors: dict[int, set[int]]) -> Tensor:
-    """Bool [s, s], True where query q (first) must not see key k. segments: [s]; ancestors include the segment itself."""
-    order = {segment: index for index, segment in enumerate(ancestors)}
-    related = torch.zeros(len(order), len(order), dtype=torch.bool)
-    for segment, seen in ancestors.items():
-        related[order[segment], [order[s] for s in seen]] = True
-    index = torch.tensor([order[s] for s in segments.tolist()], dtype=torch.int64)
-    position = torch.arange(len(segments))
-    return ~(related[index][:, index] & (position[None, :] <= position[:, None]))

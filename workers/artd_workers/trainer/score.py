@@ -29,6 +29,8 @@ from torch import Tensor
 
 from artd_schema.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, Pass, ScoreRequest
 
+from .tree import chain
+
 if TYPE_CHECKING:
     from .model import Policy
 
@@ -100,9 +102,8 @@ def score(policy: Policy, pieces: list[Piece], way: Pass) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {"logprobs": [], "candidates": [], "top_ids": [], "top_logprobs": []}
     for piece in pieces:
         size = len(piece.tokens) - 1
-        positions, hidden_from = torch.arange(size), torch.ones(size, size, dtype=torch.bool).triu(1)
         at, routes = torch.arange(piece.prompt - 1, size), piece.routes if way == REPLAY else None
-        logits = policy.hidden_logits(piece.tokens[:-1], positions, hidden_from, at, routes)
+        logits = policy.hidden_logits(piece.tokens[:-1], torch.arange(size), chain(size), at, routes)
         logprobs = logits.float().log_softmax(-1)
         top = logprobs.topk(piece.candidates.shape[1], -1)
         found["logprobs"].append(logprobs.gather(-1, piece.tokens[piece.prompt :, None])[:, 0])
