@@ -24,6 +24,7 @@ from artd_schema import client_api as api
 from artd_schema import paths
 from artd_schema import worker as w
 from artd_schema.codec import Codec, WireError
+from artd_schema.crashpoint import reach
 
 from . import __version__, lock
 from .clock import Clock
@@ -103,6 +104,7 @@ class Daemon:
             await self._reap(store, instance, boot, previous)
             await recover(store, self._data)
             await self._serve(store, instance, boot)
+            reach("stop.drained")
             await store.write(lambda c: set_meta(c, "clean", "1"))
         finally:
             await store.close()

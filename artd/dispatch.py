@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 
 from artd_schema import worker as w
+from artd_schema.crashpoint import reach
 
 from . import commit as result
 from .commit import BadResult, Stale, end_attempt
@@ -73,6 +74,7 @@ class Dispatch:
         run = await self._store.write(self._claim_due)
         if run is None:
             return
+        reach("job.claimed")
         now = self._store.clock.monotonic()
         self._claim = Claim(run, self._wire.spawn(TRAINER) or 0, now, now)
         self._wire.send(TRAINER, run)
@@ -181,7 +183,9 @@ class Dispatch:
             sha, manifest = await anyio.to_thread.run_sync(result.verify, folder)
             if sha != message.manifest_sha or (manifest.job, manifest.fence) != (message.job, message.fence):
                 raise BadResult(f"{folder} is not what the worker reported for job {message.job} fence {message.fence}")
+            reach("result.verified")
             relative = await anyio.to_thread.run_sync(result.publish, self._data, folder, manifest)
+            reach("result.published")
             seconds = message.seconds | {"commit": time.monotonic() - started}
 
             def write(c: sqlite3.Connection) -> w.CheckpointRef:
@@ -191,6 +195,7 @@ class Dispatch:
                 return reference
 
             reference = await self._store.write(write)
+            reach("result.committed")
         except BadResult as error:
             await self._end(message.job, message.fence, "permanent", str(error))
             await self._drop(relative)
@@ -225,6 +230,7 @@ class Dispatch:
 
     async def failed(self, message: w.Failed) -> None:
         ended = await self._end(message.job, message.fence, message.failure, message.error)
+        reach("job.failed")
         self._release(message.job, message.fence)
         log.warning("job %d fence %d failed (%s): %s", message.job, message.fence, message.failure, message.error)
         answer = w.Ack if ended else w.Fenced

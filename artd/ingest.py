@@ -21,6 +21,7 @@ import msgspec
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import digest, to_json
+from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Turn
 
@@ -226,6 +227,7 @@ class Ingest:
             )
 
         await self._store.write(write)
+        reach("exchange.committed")
         return w.ExchangeAck(response_id=message.response_id)
 
     async def _stored(self, bulk: list[bytes]) -> list[tuple[bytes | None, str | None]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from artd_schema import client_api as api
+from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 
@@ -88,11 +89,14 @@ class Intake:
         self._queued = False  # before the first is taken: what comes from now on asks for a write of its own
         while self._waiting:
             taken.append(self._waiting.popleft())
-        return insert_many(c, self._store.clock.now_ms(), [parcel for parcel, _ in taken])
+        outcomes = insert_many(c, self._store.clock.now_ms(), [parcel for parcel, _ in taken])
+        reach("submit.inserted")
+        return outcomes
 
     def _answer(self, taken: list[tuple[Parcel, Answer]], done: Future[list[Outcome]]) -> None:
         error = done.exception()
         if error is None:
+            reach("submit.committed")
             for (_, answer), outcome in zip(taken, done.result(), strict=True):
                 answer(outcome)
         elif isinstance(error, StoreFull) or len(taken) == 1:

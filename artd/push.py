@@ -17,6 +17,7 @@ import anyio
 import msgspec
 
 from artd_schema import worker as w
+from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
 
 from .commit import prepare_push
@@ -73,9 +74,11 @@ class Pusher:
         message = await self._store.write(self._claim)
         if message is None:
             return
+        reach("push.claimed")
         self._sending = Sending(message, self._store.clock.monotonic() + message.deadline_s + message.drain_s)
         if message.mode == "merged":
             await self._hold(message)
+            reach("push.held")
         if message.source == "live":
             self._wire.send(TRAINER, message)
         self._wire.send(ENGINE, message)
@@ -151,9 +154,11 @@ class Pusher:
     # ---- what workers say ---------------------------------------------------------------------------------------------
 
     async def live(self, message: w.Live) -> None:
+        reach("push.live")
         gone = await self._store.write(lambda c: self._go_live(c, message))
         if gone is None:
             return
+        reach("push.served")
         self._end(message.push, message.fence)
         for name in gone:
             self._wire.send(ENGINE, w.Unload(name=name))

@@ -13,6 +13,8 @@ import sqlite3
 import uuid
 from pathlib import Path
 
+from artd_schema.crashpoint import reach
+
 from . import commit as result
 from .commit import BadResult, Stale, end_attempt
 from .push import forget_engine
@@ -44,15 +46,20 @@ def identify(c: sqlite3.Connection, data: DataDir, now: int) -> tuple[str, int]:
 
 async def recover(store: Store, data: DataDir) -> None:
     """Every worker of older boots is proven dead before this runs."""
+    reach("reap.done")
     await _adopt_finished(store, data)
+    reach("recover.adopted")
 
     def write(c: sqlite3.Connection) -> list[str]:
         interrupt(c, store.clock.now_ms(), "the daemon went down")
         return sweep(c, data)
 
-    for folder in await store.write(write):
+    folders = await store.write(write)
+    reach("recover.interrupted")
+    for folder in folders:
         log.info("removing %s: no committed checkpoint owns it", folder)
         fs.remove_tree(data.root / folder)
+        reach("recover.removed")
     for path in data.tmp.iterdir():
         fs.remove_tree(path) if path.is_dir() else path.unlink()
 

@@ -16,6 +16,7 @@ import msgspec
 
 from artd_schema import client_api as api
 from artd_schema.codec import to_json
+from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec, first_difference
 
 from .base_model import BaseModel, pin
@@ -56,6 +57,7 @@ class Runs:
         base = await anyio.to_thread.run_sync(pin, op.spec.model)
         spec = op.spec
         created = await self._store.write(lambda c: _insert(c, self._store.clock.now_ms(), op.name, spec, base))
+        reach("run.created")
         return await self.info(op.name, created)
 
     async def info(self, name: str, created: bool) -> api.RunInfo:

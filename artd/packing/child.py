@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from artd_schema.codec import digest, to_json
+from artd_schema.crashpoint import reach
 from artd_schema.manifest import Drop
 
 from ..store import fs
@@ -88,6 +89,7 @@ def run(request: PackRequest) -> PackResult:
         files["replay"] = _write(out, REPLAY, serialise(replay.tensors))
         files["replay_manifest"] = _write(out, REPLAY_MANIFEST, to_json(replay.manifest))
     fs.fsync_dir(out)
+    reach("pack.written")
     return PackResult(
         **files,
         rows=manifest.rows,

@@ -20,6 +20,7 @@ import anyio.to_thread
 import msgspec
 
 from artd_schema.codec import digest
+from artd_schema.crashpoint import reach
 from artd_schema.manifest import BatchManifest
 from artd_schema.spec import RunSpec
 
@@ -96,6 +97,7 @@ class Packer:
         started = time.monotonic()
         out = Path(request.out_dir)
         await anyio.to_thread.run_sync(fs.remove_tree, out)
+        reach("pack.requested")
         answer = await run_child(request)
         if isinstance(answer, PackFailure):
             log.warning("packing step %d failed: %s", request.step, answer.error)
@@ -104,7 +106,9 @@ class Packer:
         blobs = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
         await anyio.to_thread.run_sync(fs.remove_tree, out)
         seconds = time.monotonic() - started
+        reach("pack.adopted")
         await self._store.write(lambda c: self._commit(c, groups, answer, manifest, blobs, seconds))
+        reach("pack.committed")
         return True
 
     def _adopt_all(self, out: Path, answer: PackResult) -> dict[str, Blob]:

@@ -11,6 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
+from artd_schema.crashpoint import reach
+
 
 def fsync_file(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -49,7 +51,9 @@ def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        reach("file.written")
         os.rename(temporary, path)
+        reach("file.renamed")
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -60,6 +64,7 @@ def publish(source: Path, target: Path) -> None:
     """Rename a durable file or folder to its final name, durably on both sides."""
     make_dir(target.parent)
     os.rename(source, target)
+    reach("publish.renamed")
     fsync_dir(target.parent)
     fsync_dir(source.parent)
 

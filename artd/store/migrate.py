@@ -10,6 +10,8 @@ import hashlib
 import sqlite3
 from importlib.resources import files
 
+from artd_schema.crashpoint import reach
+
 APPLICATION_ID = 0x61727464  # "artd"
 
 
@@ -29,6 +31,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
         known = scripts()
         _create(connection, known, _draft(known))
+        reach("schema.created")
         return
     require_known(connection)
 

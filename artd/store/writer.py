@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from artd_schema.crashpoint import reach
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], Any]
@@ -113,7 +115,9 @@ class Writer:
                 results = [(item[1], None, full) for item in group]
                 break
         else:
+            reach("writer.commit")
             connection.execute("COMMIT")
+            reach("writer.committed")
         self.commits += 1
         self.writes += len(group)
         self._loop.call_soon_threadsafe(self._resolve, results, connection.total_changes != before)
@@ -150,6 +154,7 @@ class Writer:
             return
         if size <= (CHECKPOINT_BYTES if self._queue.empty() else CHECKPOINT_BUSY_BYTES):
             return
+        reach("wal.checkpoint")
         try:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         except sqlite3.OperationalError as error:

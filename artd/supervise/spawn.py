@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from artd_schema.crashpoint import reach
+
 from . import procfs
 from .postmortem import TAIL_LINES, read_tail
 
@@ -218,6 +220,7 @@ def spawn(
             os.close(reading)
     finally:
         os.close(output)
+    reach("spawn.started")
     try:
         who, pidfd = procfs.identity(process.pid), os.pidfd_open(process.pid)
     except BaseException:

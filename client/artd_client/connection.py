@@ -22,6 +22,7 @@ import zmq
 from artd_schema import PROTOCOL
 from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
+from artd_schema.crashpoint import reach
 
 from . import locate
 from .errors import (
@@ -211,6 +212,7 @@ class Connection:
         assert self._link is not None
         try:
             self._link.send(frames)
+            reach("client.sent")
         except zmq.ZMQError as error:
             log.warning("sending failed, connecting anew: %s", error)
             self._gone.set()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Live, Push
 
@@ -67,11 +68,13 @@ class Pusher:
             raise Stale(f"push {push.push} has fence {push.fence}, but fence {self._seen} was taken before")
         self._seen = push.fence
         self._phase = "fence"
+        reach("engine.fenced")
         seconds: dict[str, float] = {}
         try:
             agreement = self._merged(push, seconds) if push.mode == "merged" else self._lora(push, seconds)
         except EngineError as error:
             raise PushError(self._phase, str(error)) from error
+        reach("engine.verified")
         return Live(
             push=push.push, fence=push.fence, max_abs=agreement.max_abs, mean_abs=agreement.mean_abs, seconds=seconds
         )
@@ -101,11 +104,13 @@ class Pusher:
         pause = Deadline(push.drain_s + push.deadline_s)
         with self._timed("pause", seconds):
             self._adapter.pause(push.drain_s, pause)
+        reach("engine.paused")
         deadline = Deadline(push.deadline_s)
         fence = Fence(self._instance, self._spawn, push.push, push.fence)
         with self._timed("transfer", seconds):
             self._adapter.begin(fence, deadline)
             figures = self._update(push, fence, committed, deadline)
+        reach("engine.updated")
         # The engine knows how the update's time divides: the trainer's (or disk's and merge's) share, and its own.
         loaded = figures.pop("load", 0.0)
         seconds["transfer"] = max(0.0, seconds["transfer"] - loaded)
@@ -115,6 +120,7 @@ class Pusher:
         seconds["load"] += loaded
         with self._timed("resume", seconds):
             self._adapter.resume(deadline)
+        reach("engine.resumed")
         return self._verify(self._base_name, committed, seconds, deadline)
 
     def _update(
@@ -148,6 +154,7 @@ class Pusher:
             self._adapter.load_adapter(push.name, folder, deadline)
         with self._lock:
             self._loaded[push.name] = folder
+        reach("engine.updated")
         return self._verify(push.name, committed, seconds, deadline)
 
     def _drop(self, name: str, deadline: Deadline) -> None:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from artd_schema import worker as w
+from artd_schema.crashpoint import reach
 
 from ..harness import Link, LinkClosed
 from .base import Deadline, EngineError
@@ -79,6 +80,7 @@ class EngineWorker:
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters", self._instance,
                               self._link.identity.spawn, log)  # fmt: skip
         threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True).start()
+        reach("engine.started")
         self._link.send(w.Ready(socket=str(self._server.socket)))
         return True
 

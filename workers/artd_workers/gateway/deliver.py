@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from artd_schema.crashpoint import reach
 from artd_schema.trajectory import Split, Turn
 from artd_schema.worker import Exchange, Served
 
@@ -92,7 +93,9 @@ async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits)
         choices=len(columns), prompt_tokens=head["usage"]["prompt_tokens"],
         completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds,
     )  # fmt: skip
+    reach("gateway.generated")
     await ledger.record(exchange, columns)
+    reach("gateway.recorded")
     shown_bytes = sum(len(sample.capture.routes) for sample in samples if sample.capture) if with_ids else 0
     if shown_bytes <= IN_THREAD:
         return encode_reply(head, choices)

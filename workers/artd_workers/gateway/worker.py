@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 import uvicorn
 
 from artd_schema import worker as w
+from artd_schema.crashpoint import reach
 
 from ..harness import Link, LinkClosed, Rejected
 from .app import make_app
@@ -52,6 +53,7 @@ class Gateway:
                 self._send(w.RouteTaken(seq=seq), ())
             case w.Hold(push=push, engine=engine):
                 in_flight = self.table.hold(engine)
+                reach("gateway.held")
                 self._send(w.Held(push=push, engine=engine, in_flight=in_flight), ())
             case w.ExchangeAck(response_id=response_id):
                 if not self.ledger.settle(message):

@@ -24,6 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from artd_schema.codec import digest, to_json
+from artd_schema.crashpoint import reach
 from artd_schema.manifest import CheckpointManifest, FileEntry, WeightEntry, WeightTable
 from artd_schema.worker import CheckpointRef
 
@@ -99,9 +100,11 @@ class Staging:
         """Write the manifest from its remaining fields; returns its sha256."""
         data = to_json(CheckpointManifest(files=tuple(sorted(self._files, key=lambda f: f.name)), **fields))
         sync_folder(self.folder)
+        reach("stage.files")
         _write(self.folder / MANIFEST, data)
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
+        reach("stage.manifest")
         return digest(data)
 
 

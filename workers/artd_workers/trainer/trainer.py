@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from artd_schema.codec import digest, to_json
+from artd_schema.crashpoint import reach
 from artd_schema.manifest import WeightEntry
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 
@@ -99,6 +100,7 @@ class Trainer:
             started = time.perf_counter()
             metrics = train_step(policy, self._optimizer, batch, self.spec.loss, parent.epoch, progress, cancelled)
             seconds["train"] = time.perf_counter() - started
+            reach("train.stepped")
             metrics |= _rewards(batch)
             state = State(
                 step=job.step, rng=checkpoint.rng_state(), batches=state.batches + 1,

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 
 from artd_schema import worker as w
+from artd_schema.crashpoint import reach
 
 from ..harness import Link
 from ..models.base import UnsupportedModel
@@ -88,6 +89,7 @@ class TrainerWorker:
                 self._cancelled.add(identity)  # a running job that was claimed again meanwhile
             return
         if isinstance(message, w.Committed):
+            reach("train.committed")
             self._trainer.committed(message.checkpoint, message.fence)
         else:
             self._trainer.discard()
@@ -105,6 +107,7 @@ class TrainerWorker:
         self._seen.add(identity)
         self._link.busy(*identity)
         self._link.send(w.Accepted(job=run.job, fence=run.fence))
+        reach("train.accepted")
         report: w.Staged | w.Failed
         try:
             staged = self._trainer.run(run, self._progress(run), lambda: self._stopped(identity))
