@@ -7,6 +7,9 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null 
 STEPS ?=
 SEED ?=
 ARGS ?=
+MINUTES ?=
+KILLS ?=
+REAL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := artd/runtimes/locks/base-py311.txt
@@ -18,7 +21,7 @@ PYTEST_TORCH = $(TORCH_ENV) -m pytest -p no:cacheprovider
 # Without byte code every process of a new runtime compiles Megatron-Core or vLLM again: 20 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv runtimes demo demo-moe check format quick test test-slow clean
+.PHONY: help venv runtimes demo demo-moe check format quick test test-slow soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -50,7 +53,7 @@ format: venv ## let ruff rewrite the code
 
 quick: venv ## inner loop: ruff, then unit, model and wire tests; no engine, no install
 	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch" $(wildcard tests/unit tests/model tests/wire)
+	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation" $(wildcard tests/unit tests/model tests/wire)
 
 # The trainer's tests keep one core busy for two minutes, the others mostly wait for processes: both at once.
 test: venv runtimes ## every test but the slow ones, the real ones included
@@ -62,6 +65,10 @@ test: venv runtimes ## every test but the slow ones, the real ones included
 test-slow: venv runtimes ## the slow tests
 	@$(BIN)/python -m pytest -m "slow and not torch" --ignore=tests/trainer
 	@rc=0; $(PYTEST_TORCH) -m slow tests/trainer || rc=$$?; [ $$rc -eq 0 ] || [ $$rc -eq 5 ]
+
+soak: venv $(if $(REAL),runtimes) ## kills and pauses under load; MINUTES=n KILLS=n SEED=n REAL=1 ARGS=...
+	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(KILLS),--kills $(KILLS)) $(if $(REAL),--real) \
+		$(if $(SEED),--seed $(SEED)) $(ARGS)
 
 clean: ## delete .venv and caches (runtimes stay: `artd runtime list` says where)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

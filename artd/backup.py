@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from artd_schema.codec import to_json
+from artd_schema.codec import UNREADABLE, to_json
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.paths import DATABASE
 
@@ -123,7 +123,7 @@ def read_info(folder: Path) -> BackupInfo:
         return msgspec.json.decode((folder / INFO).read_bytes(), type=BackupInfo)
     except FileNotFoundError:
         raise BackupError(f"{folder} holds no {INFO}: it is no backup, or one that was not finished") from None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise BackupError(f"{folder / INFO} cannot be read: {error}") from None
 
 
@@ -226,7 +226,7 @@ def _files_of(folder: Path) -> Iterator[str]:
     raw = (folder / commit.MANIFEST).read_bytes()
     try:
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BackupError(f"{folder / commit.MANIFEST} cannot be read: {error}. Next: artd check") from None
     return iter([*(entry.name for entry in manifest.files), commit.MANIFEST])
 

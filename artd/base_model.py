@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from artd_schema.codec import digest, to_json
+from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.families import FAMILIES, sparse_layers
 from artd_schema.trajectory import RouteShape
 
@@ -83,7 +83,7 @@ def read_config(path: Path) -> ModelConfig:
         raise Invalid(f"there is no model folder {path}: give a local Hugging Face checkpoint", field="spec.model")
     try:
         config = msgspec.json.decode((path / "config.json").read_bytes(), type=ModelConfig)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise Invalid(f"{path}/config.json cannot be read: {error}", field="spec.model") from None
     architecture = (config.architectures or ("none",))[0]
     if architecture not in FAMILIES:

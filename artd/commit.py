@@ -1,6 +1,6 @@
 """A step becomes real: the staged files are verified and published, then one transaction makes the checkpoint.
 
-Owner of: the folder `checkpoints`, checkpoint rows, `run.step`. Invariants: the worker's word is not enough: the
+Owner of: the folder `checkpoints`, checkpoint rows, a run's newest checkpoint and step. Invariants: the worker's word is not enough: the
 daemon hashes and fsyncs every file itself; reported now or found at boot, a result goes through the same functions
 with the same guards.
 """
@@ -12,11 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from artd_schema.codec import digest
+from artd_schema.codec import UNREADABLE, digest
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.worker import CheckpointRef
 
-from .core.decide import after_failure
 from .rundir import DataDir
 from .store import fs
 from .store.blobs import hash_file
@@ -38,25 +37,31 @@ def verify(folder: Path) -> tuple[str, CheckpointManifest]:
     try:
         raw = (folder / MANIFEST).read_bytes()
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise BadResult(f"{folder / MANIFEST} cannot be read: {error}") from None
     listed = {entry.name for entry in manifest.files} | {MANIFEST}
     if extra := {path.name for path in folder.iterdir()} ^ listed:
         raise BadResult(f"{folder}: {', '.join(sorted(extra))} is not both in the folder and in its manifest")
     for entry in manifest.files:
+        if not (folder / entry.name).is_file():
+            raise BadResult(f"{folder / entry.name} is no file")
         if hash_file(folder / entry.name) != (entry.sha256, entry.bytes):
             raise BadResult(f"{folder / entry.name} does not have the sha256 and size that its manifest says")
     return digest(raw), manifest
 
 
 def publish(data: DataDir, staged: Path, manifest: CheckpointManifest) -> str:
-    """fsync the staged folder and rename it to its final name; returns that name, relative to the data folder."""
+    """fsync the staged folder and rename it to its final name; returns that name, relative to the data folder. One that has it
+    already was renamed by a daemon that may have died before the name was durable."""
     relative = data.checkpoint(manifest.run, manifest.lineage, manifest.step, manifest.job, manifest.fence)
     target = data.root / relative
     if staged != target:
         fs.fsync_tree(staged)
         fs.remove_tree(target)
         fs.publish(staged, target)
+    else:
+        fs.make_dir(target.parent)
+        fs.fsync_dir(target.parent)
     return relative
 
 
@@ -91,10 +96,11 @@ def commit(
         ),
     ).lastrowid
     changed = c.execute(
-        "UPDATE run SET step = ? WHERE id = ? AND step = ?", (manifest.step, run["id"], manifest.step - 1)
+        "UPDATE run SET checkpoint_id = ?, step = ? WHERE id = ? AND checkpoint_id IS ? AND step = ?",
+        (checkpoint, manifest.step, run["id"], job["parent_id"], manifest.step - 1),
     ).rowcount
     if changed != 1:
-        raise Stale(f"run {run['name']} is not at step {manifest.step - 1}")
+        raise Stale(f"run {run['name']} is not at step {manifest.step - 1} from which job {job['id']} goes on")
     if job["batch_id"] is not None:
         _mark_trained(c, job["batch_id"])
     spent = msgspec.json.decode(job["seconds"]) | seconds
@@ -106,8 +112,12 @@ def commit(
         (now, job["id"], job["fence"]),
     )
     c.executemany(
-        "INSERT OR REPLACE INTO metric (run_id, step, name, value) VALUES (?, ?, ?, ?)",
-        [(run["id"], manifest.step, name, value) for name, value in manifest.metrics.items() if value == value],
+        "INSERT INTO metric (run_id, lineage, step, name, value) VALUES (?, ?, ?, ?, ?)",
+        [
+            (run["id"], run["lineage"], manifest.step, name, value)
+            for name, value in manifest.metrics.items()
+            if value == value
+        ],
     )
     mode = msgspec.json.decode(run["spec"])["rollout_weights_mode"]
     prepare_push(c, now, run["id"], int(checkpoint or 0), mode)
@@ -158,55 +168,3 @@ def prepare_push(c: sqlite3.Connection, now: int, run_id: int, checkpoint: int, 
         "INSERT INTO push (run_id, engine, checkpoint_id, mode, state, created) VALUES (?, 'engine', ?, ?, 'prepared', ?)",
         (run_id, checkpoint, mode, now),
     )
-
-
-def end_attempt(c: sqlite3.Connection, now: int, job: sqlite3.Row, failure: str, error: str) -> str:
-    """Take a running job out of `running` after `failure` (see core.decide.after_failure). Returns its new state."""
-    outcome = "interrupted" if failure == "killed" else failure
-    c.execute(
-        "UPDATE attempt SET ended = ?, outcome = ?, error = ? WHERE job_id = ? AND fence = ?",
-        (now, "cancelled" if job["cancel"] else outcome, error, job["id"], job["fence"]),
-    )
-    run = c.execute("SELECT id, name, state FROM run WHERE id = ?", (job["run_id"],)).fetchone()
-    if job["cancel"]:
-        cancel_job(c, now, job, run["name"])
-        return "cancelled"
-    ending = after_failure(failure, job["attempts"], job["deaths"])
-    move(c, "job", job["id"], ending.state, start="running", worker=None, attempts=ending.attempts, deaths=ending.deaths,
-         not_before=now + ending.delay_ms, error=error)  # fmt: skip
-    emit(
-        c,
-        now,
-        run["name"],
-        f"job.{'quarantined' if ending.pause else 'requeued'}",
-        job["id"],
-        failure=failure,
-        error=error,
-    )
-    if ending.pause and run["state"] == "active":
-        move(
-            c,
-            "run",
-            run["id"],
-            "paused",
-            reason=f"job {job['id']} is quarantined: {error.splitlines()[0] if error else failure}",
-        )
-        emit(c, now, run["name"], "run.paused", run["name"], reason=f"job {job['id']} quarantined")
-    return ending.state
-
-
-def cancel_job(c: sqlite3.Connection, now: int, job: sqlite3.Row, run: str) -> None:
-    """End a job for good; its batch is abandoned and its trajectories and groups wait again."""
-    move(c, "job", job["id"], "cancelled", worker=None, ended=now)
-    if job["batch_id"] is not None:
-        move(c, "batch", job["batch_id"], "abandoned", start="packed")
-        c.execute(
-            "UPDATE trajectory_group SET state = 'sealed' WHERE state = 'packed' AND id IN"
-            " (SELECT group_id FROM trajectory WHERE batch_id = ?)",
-            (job["batch_id"],),
-        )
-        c.execute(
-            "UPDATE trajectory SET state = 'queued', batch_id = NULL WHERE batch_id = ? AND state = 'packed'",
-            (job["batch_id"],),
-        )
-    emit(c, now, run, "job.cancelled", job["id"])

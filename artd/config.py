@@ -7,6 +7,7 @@ file; every setting's default is here and nowhere else.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,8 @@ Level = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+Lease = Annotated[float, Meta(ge=0.2)]
+Days = Annotated[float, Meta(ge=0)]
 
 
 class ConfigError(Exception):
@@ -29,20 +32,42 @@ class ConfigError(Exception):
 
 
 class Gateway(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where rollout programs connect. port 0: any free one (told by `artctl status` and `run.base_url`)."""
+    """Where rollout programs connect. port 0: any free one (told by `artctl status` and `run.base_url`). beyond_loopback: allow
+    a host that other machines reach, where the bearer token travels unencrypted."""
 
     host: str = "127.0.0.1"
     port: Port = 0
+    beyond_loopback: bool = False
+
+
+class Remote(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Clients on other machines. bind: a TCP endpoint such as `tcp://0.0.0.0:7440`; empty: none. Always encrypted, and for the
+    keys of `artctl key` only."""
+
+    bind: Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+)?$")] = ""
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_message_mib: all frames of one message together. max_body_kib: a trajectory body kept in a database row; a
     larger one becomes a file. min_free_mib: with less free disk space than this the daemon answers
-    `busy`."""
+    `busy`; reserve_mib: size of a file that is given up when the disk is full. lease_s: a worker that was silent for so many
+    seconds is ended and started again."""
 
     max_message_mib: Positive = 64
     max_body_kib: Positive = 64
     min_free_mib: Positive = 256
+    reserve_mib: Annotated[int, Meta(ge=0)] = 64
+    lease_s: Lease = 30.0
+
+
+class Retention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Days after which contents go; their rows stay. 0: never. trajectories_days: bodies of trained and discarded trajectories;
+    batches_days: tensors of batches that no kept checkpoint was trained on; exchanges_days: responses that no trajectory
+    was made of."""
+
+    trajectories_days: Days = 30.0
+    batches_days: Days = 30.0
+    exchanges_days: Days = 7.0
 
 
 class Interpreter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +90,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     log_level: Level = "info"
     drain_s: Seconds = 60.0
     gateway: Gateway = Gateway()
+    remote: Remote = Remote()
     limits: Limits = Limits()
+    retention: Retention = Retention()
     runtimes: Runtimes = Runtimes()
 
 
@@ -104,7 +131,22 @@ def read(path: Path) -> Settings:
         settings = msgspec.convert(content, Settings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_in_words(str(error))}") from None
+    if not settings.gateway.beyond_loopback and not is_loopback(settings.gateway.host):
+        raise ConfigError(
+            f"{path}: gateway.host: {settings.gateway.host!r} can be reached from other machines, and the bearer token would "
+            "travel unencrypted. Next: keep 127.0.0.1 and put TLS or ssh in front, or set gateway.beyond_loopback = true"
+        )
     return _absolute(settings, path.parent.absolute())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _file(config: str | None, env: Mapping[str, str]) -> Path | None:

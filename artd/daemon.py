@@ -1,6 +1,6 @@
-"""The daemon: wires the services, starts them in order, stops them in reverse.
+"""The daemon: boots, serves, stops.
 
-Owner of: the lock, daemon.json, gateway.json, the order of everything. The only file that knows every service.
+Owner of: the lock, daemon.json, the sockets, the order of everything; which services there are, `services` knows.
 Invariants: a service that crashes ends the daemon (recovery is cheap and tested: no half-alive daemon); an error of
 COMMIT or fsync exits 70 and answers nobody.
 """
@@ -8,6 +8,7 @@ COMMIT or fsync exits 70 and answers nobody.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import secrets
@@ -15,48 +16,43 @@ import signal
 import sqlite3
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
 import anyio.abc
 
-from artd_schema import client_api as api
 from artd_schema import paths
 from artd_schema import worker as w
-from artd_schema.codec import Codec, WireError
+from artd_schema.codec import Codec
 from artd_schema.crashpoint import reach
 
 from . import __version__, lock
 from .clock import Clock
 from .config import Settings
-from .disk import Disk
-from .dispatch import Dispatch
-from .ingest import Ingest
-from .packing.service import Packer
-from .push import Pusher
+from .disk import give_up, is_full
+from .keys import BadKey, Keys
 from .recover import identify, recover
-from .requests import Requests
-from .retain import Retain
-from .route import Router as RouteTable
+from .remote import CannotListen, ClientWire
 from .rundir import DataDir
-from .runs import Runs
+from .services import Services
 from .store import fs
-from .store.blobs import Blobs
 from .store.migrate import SchemaMismatch
 from .store.store import Store, get_meta, set_meta
 from .supervise import procfs
 from .supervise.code import install_code
-from .supervise.reap import Recorded, reap
-from .wire import Router, WorkerWire
-from .workforce import Boot, Workforce
+from .supervise.reap import Leftover, Recorded, reap
+from .wire import Local, Router, WorkerWire
+from .workforce import Boot
 
 log = logging.getLogger(__name__)
 EX_IOERR = 70
+BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN)
 
 
 def main(settings: Settings) -> int:
-    """Run a daemon until a signal or `artd stop` ends it. Returns the exit status: 0, 1 (could not start), 130
-    (forced)."""
+    """Run a daemon until a signal or `artd stop` ends it. Returns the exit status: 0, 1 (could not start), 70 (the
+    disk fails), 130 (forced)."""
     os.umask(0o077)
     _log_to_stderr(settings.log_level)
     root = Path(settings.data_dir)
@@ -67,16 +63,14 @@ def main(settings: Settings) -> int:
     except (lock.Owned, OSError) as error:
         print(f"artd: {error}", file=sys.stderr)
         return 1
+    fs.on_sync_error = _fatal
     try:
         return anyio.run(Daemon(settings, data).run)
-    except SchemaMismatch as error:
+    except (SchemaMismatch, CannotListen, BadKey) as error:
         print(f"artd: {root}: {error}", file=sys.stderr)
         return 1
-    except sqlite3.DatabaseError as error:
-        print(
-            f"artd: {data.database}: {error}. Next: put a backup in its place, or another --data-dir", file=sys.stderr
-        )
-        return 1
+    except (OSError, sqlite3.DatabaseError, BaseExceptionGroup) as error:
+        return _ended(data, error)
     finally:
         os.close(handle)
 
@@ -99,11 +93,12 @@ class Daemon:
         self._tell("starting")
         store = Store(self._data.database, self._clock, _fatal)
         await store.open()
+        store.on_full(lambda: give_up(self._data.root))
         try:
             instance, boot = await store.write(lambda c: identify(c, self._data, self._clock.now_ms()))
-            await self._reap(store, instance, boot, previous)
+            leftovers = await self._reap(store, instance, boot, previous)
             await recover(store, self._data)
-            await self._serve(store, instance, boot)
+            await self._serve(store, instance, boot, leftovers)
             reach("stop.drained")
             await store.write(lambda c: set_meta(c, "clean", "1"))
         finally:
@@ -111,7 +106,10 @@ class Daemon:
             self._leave()
         return 130 if self._forced else int(self._failed)
 
-    async def _reap(self, store: Store, instance: str, boot: int, previous: paths.DaemonFile | None) -> None:
+    async def _reap(
+        self, store: Store, instance: str, boot: int, previous: paths.DaemonFile | None
+    ) -> tuple[Leftover, ...]:
+        """End what older boots left behind; returns what does not die, beside which no worker of its name may start."""
         owner = procfs.Identity(previous.boot_id, previous.pid, previous.ticks) if previous else None
         rows = await store.read("SELECT name, boot_id, pid, ticks, session FROM process WHERE pid IS NOT NULL")
         recorded = [Recorded(r["name"], r["boot_id"], r["pid"], r["ticks"], r["session"]) for r in rows]
@@ -119,133 +117,44 @@ class Daemon:
         for left in reaped.ended:
             log.warning("ended process %d of worker %s, left by an older boot", left.pid, left.name)
         for left in reaped.broken:
-            log.error("%s: it does not die; see /proc/%d/stack", left, left.pid)
+            log.error("%s: left by an older boot, it does not die; see /proc/%d/stack", left, left.pid)
+        return reaped.broken
 
-    async def _serve(self, store: Store, instance: str, boot: int) -> None:
+    async def _serve(self, store: Store, instance: str, boot: int, leftovers: tuple[Leftover, ...]) -> None:
         settings, data = self._settings, self._data
         max_message = settings.limits.max_message_mib << 20
-        blobs = Blobs(data.blobs)
-        wire = WorkerWire()
         code = await anyio.to_thread.run_sync(install_code, data.root)
         token = await store.write(_token)
         workers: Router[w.FromWorker] = Router(
-            paths.socket_path(data.runtime, paths.WORKER_SOCKET), Codec(w.FromWorker), max_message, self._take
-        )
-        clients: Router[api.Request] = Router(
-            paths.socket_path(data.runtime, paths.CLIENT_SOCKET), Codec(api.Request), max_message, self._ask,
-            self._refuse,
+            Local(paths.socket_path(data.runtime, paths.WORKER_SOCKET)), Codec(w.FromWorker), max_message,
+            lambda *message: services.take(*message),
         )  # fmt: skip
-        wire.router = workers
+        clients = ClientWire(
+            paths.socket_path(data.runtime, paths.CLIENT_SOCKET), settings.remote.bind, Keys(data.root), max_message,
+            lambda *request: services.ask(*request), lambda *request: services.refuse(*request),
+        )  # fmt: skip
+        boot_info = Boot(
+            instance=instance, number=boot, code=code, endpoint=workers.endpoint, token=token, leftovers=leftovers
+        )
+        services = Services(
+            store, WorkerWire(workers), data, settings, boot_info, clients.send, self.stop, self._announce_gateway
+        )
+        self._workforce = services.workforce
         workers.bind()
         clients.bind()
         self._file = dataclasses.replace(self._file, socket=clients.endpoint)
-        self._wire = wire
-        self._store = store
-        boot_info = Boot(instance=instance, number=boot, code=code, endpoint=workers.endpoint, token=token)
-        self._workforce = workforce = Workforce(
-            store=store, wire=wire, data=data, settings=settings, boot=boot_info, announce=self._announce_gateway,
-            on_death=self._worker_died,
-        )  # fmt: skip
-        disk = Disk(data.root, settings.limits.min_free_mib << 20, self._clock)
-        self._ingest = Ingest(store, blobs, settings.limits.max_body_kib << 10, disk.require)
-        self._dispatch = Dispatch(store, wire, data, instance, workforce.kill)
-        self._pusher = Pusher(store, wire, data, workforce.kill)
-        self._routes = routes = RouteTable(store, wire)
-        runs = Runs(store, workforce.require_runtimes, lambda: routes.routed)
-        self._requests = Requests(
-            store,
-            self._ingest,
-            runs,
-            self._dispatch,
-            clients.send,
-            self.stop,
-            instance,
-            max_message,
-            workforce.revive,
-        )
-        services = [
-            workers.run, clients.run, workforce.run, routes.run, Packer(store, blobs, data).run,
-            self._dispatch.run, self._pusher.run, self._ingest.run, Retain(store, data).run,
-        ]  # fmt: skip
         try:
             async with anyio.create_task_group() as group:
-                self._group = group
-                for service in services:
-                    group.start_soon(service)
-                group.start_soon(self._signals)
-                group.start_soon(self._await_gateway)
+                services.start(group)
+                for task in (workers.run, clients.run, self._signals, self._await_gateway):
+                    group.start_soon(task)
                 await self._stopping.wait()
                 self._tell("draining")
-                self._requests.draining = True
-                await workforce.stop_all(0.0 if self._forced else self._drain_s)
+                await services.drain(0.0 if self._forced else self._drain_s)
                 group.cancel_scope.cancel()
         finally:
             clients.close()
             workers.close()
-
-    # ---- messages -----------------------------------------------------------------------------------------------------
-
-    def _ask(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
-        self._requests.take(peer, request, bulk)
-
-    def _refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
-        self._requests.refuse(peer, frames, error)
-
-    def _take(self, peer: bytes, message: w.FromWorker, bulk: list[bytes]) -> None:
-        """Messages of one worker are handled in the order in which they came."""
-        if isinstance(message, w.Hello):
-            self._group.start_soon(self._workforce.hello, peer, message)
-            return
-        who = self._wire.who(peer)
-        if who is None:
-            log.info(
-                "%s from %s, which has not said Hello; ignored", type(message).__name__, peer.decode(errors="replace")
-            )
-            return
-        name, spawn = who
-        match message:
-            case w.Beat():
-                self._dispatch.beat(name, message)
-            case w.Accepted():
-                self._dispatch.accepted(message)
-            case w.Held():
-                self._pusher.held(message)
-            case w.RouteTaken():
-                self._routes.taken(message)
-            case w.Progress():
-                return
-            case w.Exchange():
-                self._group.start_soon(self._exchange, name, message, bulk)
-            case w.Ready():
-                self._group.start_soon(self._workforce.ready, name, spawn, message)
-            case w.Down():
-                self._workforce.down(name, spawn, message)
-            case w.Staged():
-                self._group.start_soon(self._dispatch.staged, message)
-            case w.Failed():
-                self._group.start_soon(self._dispatch.failed, message)
-            case w.Refused():
-                self._group.start_soon(self._pusher.refused, message)
-            case w.Live():
-                self._group.start_soon(self._pusher.live, message)
-            case w.PushFailed():
-                self._group.start_soon(self._pusher.failed, message)
-
-    async def _exchange(self, name: str, message: w.Exchange, bulk: list[bytes]) -> None:
-        try:
-            answer = await self._ingest.exchange(message, bulk)
-        except Exception as error:
-            log.exception("exchange %s", message.response_id)
-            answer = w.ExchangeAck(response_id=message.response_id, error=f"{type(error).__name__}: {error}")
-        self._wire.send(name, answer)
-
-    async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str) -> None:
-        """A process is proven dead: the services that had work with it take that work back."""
-        if name == "trainer":
-            await self._dispatch.died(spawn, ordered, error)
-            await self._pusher.trainer_died()
-        elif name == "engine":
-            await self._pusher.engine_died(error, counted=not self._stopping.is_set())
 
     # ---- start and stop -----------------------------------------------------------------------------------------------
 
@@ -283,7 +192,12 @@ class Daemon:
 
     def _tell(self, state: str) -> None:
         self._file = dataclasses.replace(self._file, state=state)
-        paths.write_daemon_file(self._data.root, self._file)
+        try:
+            paths.write_daemon_file(self._data.root, self._file)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            log.warning("%s cannot be written: %s", paths.DAEMON_JSON, error)
 
     def _leave(self) -> None:
         (self._data.root / paths.DAEMON_JSON).unlink(missing_ok=True)
@@ -296,6 +210,36 @@ def _token(c: sqlite3.Connection) -> str:
         token = secrets.token_urlsafe(32)
         set_meta(c, "gateway_token", token)
     return token
+
+
+def _ended(data: DataDir, error: BaseException) -> int:
+    """The exit status where the disk or the database ended the daemon, and a line about it; anything else is raised again."""
+    causes = list(_causes(error))
+    if all(is_full(cause) or _sqlite_code(cause) == sqlite3.SQLITE_FULL for cause in causes):
+        print(f"artd: {data.root}: {causes[0]}. Next: free space, or another --data-dir", file=sys.stderr)
+        return 1
+    if all(getattr(cause, "errno", 0) in BROKEN or _sqlite_code(cause) == sqlite3.SQLITE_IOERR for cause in causes):
+        log.critical("%s: %s: the disk fails, so artd ends here. Next: dmesg, then artd start", data.root, causes[0])
+        return EX_IOERR
+    if isinstance(error, sqlite3.DatabaseError):
+        print(
+            f"artd: {data.database}: {error}. Next: put a backup in its place, or another --data-dir", file=sys.stderr
+        )
+        return 1
+    raise error
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _causes(part)
+    else:
+        yield error
+
+
+def _sqlite_code(error: BaseException) -> int:
+    """Primary result code of an error of SQLite; 0 for none."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def _fatal(error: BaseException) -> None:

@@ -1,42 +1,139 @@
-"""Free space: below `limits.min_free_mib` nothing more is admitted; it heals by itself when space returns.
+"""Free space: too little stops what would fill the disk further, and all of it goes on by itself when space returns.
 
-Owner of: the last reading. Invariants: one statvfs a second at most, however many requests come.
+Owner of: `DATA/reserve`, the last reading, the meta row `disk`, which says why nothing is admitted. Invariants: one statvfs a
+second at most, however many requests come; what has stopped at the low mark goes on at the high one, so that it does
+not flap; the reserve is counted as used whether it is there or not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import sqlite3
 from pathlib import Path
+
+import anyio
+import anyio.to_thread
 
 from .clock import Clock
 from .errors import Busy
+from .store.fs import is_full  # noqa: F401 - for the services
+from .store.store import Store, emit, get_meta, set_meta
 
+log = logging.getLogger(__name__)
 PERIOD_S = 1.0
+HEALED = 1.25
+"""The high mark, as a multiple of the low one."""
+HELP = "Free space, or make it writable; artd goes on by itself"
+STATE = "disk"
+RESERVE = "reserve"
+
+
+def give_up(root: Path) -> None:
+    """Free the reserve. Any thread may; the writer's does when it has no room to commit."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        (root / RESERVE).unlink()
+        log.warning("the disk of %s is full: the reserve is given up", root)
 
 
 class Disk:
-    """Watches the file system of the data folder."""
+    """Watches the file system of the data folder.
 
-    def __init__(self, root: Path, min_free: int, clock: Clock) -> None:
+    min_free: the low mark, bytes; reserve: bytes of a file that is given up when the disk is full, so that the daemon can
+    still write its rows and end in order; it is made again later.
+    """
+
+    def __init__(self, root: Path, min_free: int, clock: Clock, reserve: int = 0) -> None:
         self._root = root
-        self._min_free = min_free
+        self._low = min_free
+        self._high = int(min_free * HEALED)
         self._clock = clock
+        self._reserve = reserve
+        self._file = root / RESERVE
         self._read_at = float("-inf")
-        self._free = 0
+        self._raw = self._free = 0
+        self._why = ""
+        self._told: str | None = None
 
     def free(self) -> int:
-        """Bytes that this user may still write."""
-        now = self._clock.monotonic()
-        if now - self._read_at >= PERIOD_S:
-            found = os.statvfs(self._root)
-            self._read_at, self._free = now, found.f_bavail * found.f_frsize
+        """Bytes that this user may still write, without the reserve."""
+        self._look()
         return self._free
+
+    def why(self) -> str:
+        """Why nothing more is taken; "" when it is."""
+        self._look()
+        return self._why
 
     def require(self) -> None:
         """Errors: Busy when there is too little."""
-        if (free := self.free()) < self._min_free:
-            raise Busy(
-                f"only {free >> 20} MiB are free on {self._root}, {self._min_free >> 20} MiB are required "
-                "(limits.min_free_mib): free space; artd goes on by itself",
-                retry_after_s=5.0,
+        if why := self.why():
+            raise Busy(f"{why}; {max(0, self._free) >> 20} MiB are free now. {HELP}", retry_after_s=5.0)
+
+    def lacks(self, needed: int) -> str:
+        """Why work that writes `needed` bytes has to wait; "" when that leaves more than the low mark."""
+        if self.why():
+            return self._why
+        if self._free >= needed + self._low:
+            return ""
+        return f"{(needed + self._low) >> 20} MiB must be free under {self._root}"
+
+    async def run(self, store: Store) -> None:
+        """Keep the reserve and tell of every change, until cancelled."""
+        while True:
+            await self.tend(store)
+            await anyio.sleep(PERIOD_S)
+
+    async def tend(self, store: Store) -> None:
+        """Look once; give the reserve up or make it again; tell in a row what has changed."""
+        why = self.why()
+        if self._raw < self._reserve // 4:
+            give_up(self._root)
+        elif not why and not self._kept():
+            await anyio.to_thread.run_sync(self._lay_by)
+        if why != self._told:
+            await store.write(lambda c: _tell(c, self._clock.now_ms(), why))
+            self._told = why
+
+    def _look(self) -> None:
+        now = self._clock.monotonic()
+        if now - self._read_at < PERIOD_S:
+            return
+        found = os.statvfs(self._root)
+        self._read_at, self._raw = now, found.f_bavail * found.f_frsize
+        self._free = self._raw if self._kept() else self._raw - self._reserve
+        if found.f_flag & os.ST_RDONLY:
+            self._why = f"{self._root} is mounted read-only"
+        elif self._free < (self._high if self._why else self._low):
+            self._why = (
+                f"the disk of {self._root} is nearly full, and artd takes nothing more until {self._high >> 20} MiB are free "
+                "(limits.min_free_mib)"
             )
+        else:
+            self._why = ""
+
+    def _kept(self) -> bool:
+        """Whether the reserve is there."""
+        try:
+            return self._reserve == 0 or self._file.stat().st_size == self._reserve
+        except FileNotFoundError:
+            return False
+
+    def _lay_by(self) -> None:
+        """Make the reserve; without room for it there is none."""
+        try:
+            handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(handle, 0, self._reserve)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            self._file.unlink(missing_ok=True)
+            log.warning("no reserve of %d MiB can be made: %s", self._reserve >> 20, error)
+
+
+def _tell(c: sqlite3.Connection, now: int, why: str) -> None:
+    if get_meta(c, STATE) != why:
+        set_meta(c, STATE, why)
+        emit(c, now, "", "disk.low" if why else "disk.healed", "", **({"why": why} if why else {}))

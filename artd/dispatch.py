@@ -1,7 +1,8 @@
 """Train jobs: claimed, sent to the trainer, watched, reported, committed.
 
-Owner of: job and attempt rows. Invariants: fence + 1 at every claim, and every effect is conditional on it; a worker
-past its lease is killed and its death proven before the job is claimed again; `Committed` leaves only after COMMIT.
+Owner of: job and attempt rows. Invariants: fence + 1 at every claim, and every effect is conditional on it; a job goes
+back only when the death of its worker is proven (`lease` ends a silent one); `Committed` leaves only after COMMIT; a
+process that is no longer the worker changes nothing, and the daemon removes what it staged.
 """
 
 from __future__ import annotations
@@ -17,66 +18,71 @@ import anyio
 import anyio.to_thread
 
 from artd_schema import worker as w
+from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
 
 from . import commit as result
-from .commit import BadResult, Stale, end_attempt
+from .commit import BadResult, Stale
 from .core.decide import job_to_claim
+from .disk import is_full
+from .jobs import end_attempt
 from .rundir import DataDir
 from .store import fs
-from .store.store import Store, emit, move
+from .store.store import Store, emit, get_meta, move, set_meta
 from .views import active_run, load_worker, queued_jobs
 from .wire import WorkerWire
 
 log = logging.getLogger(__name__)
 TRAINER = "trainer"
-LEASE_S = 30.0
+WAITING = "waiting"
 LOST_RUN_S = 5.0
 
 
 @dataclass
 class Claim:
-    """The job that the trainer has now. beat: monotonic time of its last heartbeat; sent: of the last Run."""
+    """The job that the trainer has now. sent: monotonic time of the last Run; seen: the trainer knows of it."""
 
     run: w.Run
     spawn: int
-    beat: float
     sent: float
     seen: bool = False
 
 
 class Dispatch:
-    """kill(worker, reason): ends a worker's process; its death comes back through `died`."""
+    """One job at a time. The death of the trainer's process comes back through `died`."""
 
     def __init__(
-        self, store: Store, wire: WorkerWire, data: DataDir, instance: str, kill: Callable[[str, str], None]
-    ) -> None:
+        self, store: Store, wire: WorkerWire, data: DataDir, instance: str,
+        lacks: Callable[[int], str] = lambda needed: "",
+    ) -> None:  # fmt: skip
+        self._lacks = lacks
         self._store = store
         self._wire = wire
         self._data = data
         self._instance = instance
-        self._kill = kill
         self._claim: Claim | None = None
         self._committing: dict[tuple[int, int], anyio.Event] = {}
 
     async def run(self) -> None:
-        """Claim jobs as they become due and watch the lease, until cancelled."""
+        """Claim jobs as they become due, until cancelled."""
         while True:
             changed = self._store.change()
             await self._claim_next()
-            self._watch()
+            self._send_again()
             with anyio.move_on_after(1.0):
                 await changed.wait()
 
     async def _claim_next(self) -> None:
-        if self._claim is not None or self._wire.spawn(TRAINER) is None:
+        spawn = self._wire.spawn(TRAINER)
+        if self._claim is not None or spawn is None:
             return
         run = await self._store.write(self._claim_due)
         if run is None:
             return
         reach("job.claimed")
-        now = self._store.clock.monotonic()
-        self._claim = Claim(run, self._wire.spawn(TRAINER) or 0, now, now)
+        if self._wire.spawn(TRAINER) != spawn:
+            return  # it died meanwhile, and `died` takes the job back: the order is not the next process's
+        self._claim = Claim(run, spawn, self._store.clock.monotonic())
         self._wire.send(TRAINER, run)
 
     def _claim_due(self, c: sqlite3.Connection) -> w.Run | None:
@@ -90,6 +96,8 @@ class Dispatch:
         if chosen is None or trainer is None or trainer.spawn != self._wire.spawn(TRAINER):
             return None
         job = c.execute("SELECT * FROM job WHERE id = ?", (chosen.id,)).fetchone()
+        if self._must_wait(c, now, run["name"], job):
+            return None
         fence = job["fence"] + 1
         move(
             c,
@@ -109,6 +117,17 @@ class Dispatch:
         )
         emit(c, now, run["name"], "job.claimed", job["id"], job=job["kind"], step=job["step"], fence=fence)
         return self._order(c, run, job, fence)
+
+    def _must_wait(self, c: sqlite3.Connection, now: int, run: str, job: sqlite3.Row) -> bool:
+        """Whether the disk lacks room for the result, staged beside the last one and not smaller; the row `waiting` says why."""
+        last = c.execute("SELECT bytes FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
+        why = self._lacks(2 * last["bytes"] if last else 0)
+        told = to_json({"job": job["id"], "why": why}).decode() if why else ""
+        if told != get_meta(c, WAITING):
+            set_meta(c, WAITING, told)
+            if why:
+                emit(c, now, run, "job.waiting", job["id"], why=why)
+        return bool(why)
 
     def _order(self, c: sqlite3.Connection, run: sqlite3.Row, job: sqlite3.Row, fence: int) -> w.Run:
         parent = c.execute("SELECT * FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
@@ -130,15 +149,12 @@ class Dispatch:
             replay_manifest=self._data.blob(batch["replay_manifest"]) if batch and batch["replay"] else "",
         )
 
-    def _watch(self) -> None:
+    def _send_again(self) -> None:
         claim = self._claim
         if claim is None:
             return
         now = self._store.clock.monotonic()
-        if now - claim.beat > LEASE_S:
-            claim.beat = now
-            self._kill(TRAINER, f"no heartbeat for {LEASE_S:.0f} s while it had job {claim.run.job}")
-        elif not claim.seen and now - claim.sent > LOST_RUN_S:
+        if not claim.seen and now - claim.sent > LOST_RUN_S:
             claim.sent = now
             self._wire.send(TRAINER, claim.run)
 
@@ -147,7 +163,6 @@ class Dispatch:
     def beat(self, name: str, message: w.Beat) -> None:
         claim = self._claim
         if claim is not None and name == TRAINER:
-            claim.beat = self._store.clock.monotonic()
             claim.seen = claim.seen or message.job == claim.run.job
 
     def accepted(self, message: w.Accepted) -> None:
@@ -197,12 +212,18 @@ class Dispatch:
             reference = await self._store.write(write)
             reach("result.committed")
         except BadResult as error:
-            await self._end(message.job, message.fence, "permanent", str(error))
+            await self._end(message.job, message.fence, "rejected", str(error))
             await self._drop(relative)
             return w.Ack(job=message.job, fence=message.fence)
         except Stale as error:
             log.info("job %d fence %d: %s", message.job, message.fence, error)
             await self._end(message.job, message.fence, "interrupted", str(error))
+            await self._drop(relative)
+            return w.Fenced(job=message.job, fence=message.fence)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            await self._end(message.job, message.fence, "interrupted", f"its result cannot be kept: {error}")
             await self._drop(relative)
             return w.Fenced(job=message.job, fence=message.fence)
         return w.Committed(job=message.job, fence=message.fence, checkpoint=reference)
@@ -213,14 +234,27 @@ class Dispatch:
         if published:
             await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / published)
 
-    def _already(self, c: sqlite3.Connection, message: w.Staged) -> w.Committed | w.Fenced | None:
-        """What to answer a report that is not of the running (job, fence); None when it is."""
+    async def late(self, message: w.Staged | w.Failed | w.Beat) -> w.Committed | w.Fenced | None:
+        """What to answer a process that is no longer the trainer: one on another machine cannot be killed, only fenced
+        out. What it staged meanwhile is removed here: nobody else may, and it may have been told to be dead. None: it is
+        to ask again, for its end is still being taken."""
+        answer = await self._store.write(lambda c: self._already(c, message))
+        if isinstance(answer, w.Fenced) and not isinstance(message, w.Beat):
+            staging = self._data.staging(message.job, message.fence)
+            try:
+                await anyio.to_thread.run_sync(fs.remove_tree, staging)
+            except OSError as error:  # it writes there still, although it said that it had ended
+                log.warning("%s stays until the next start: %s", staging, error)
+        return answer
+
+    def _already(self, c: sqlite3.Connection, message: w.Staged | w.Failed | w.Beat) -> w.Committed | w.Fenced | None:
+        """What to answer a message that is not of the running (job, fence); None when it is."""
         job = c.execute("SELECT state, fence FROM job WHERE id = ?", (message.job,)).fetchone()
         if job is not None and (job["state"], job["fence"]) == ("running", message.fence):
             return None
         row = c.execute(
             "SELECT k.*, r.name FROM checkpoint k JOIN run r ON r.id = k.run_id WHERE k.job_id = ? AND k.sha = ?",
-            (message.job, message.manifest_sha),
+            (message.job, message.manifest_sha if isinstance(message, w.Staged) else ""),
         ).fetchone()
         if row is None:
             return w.Fenced(job=message.job, fence=message.fence)
@@ -229,16 +263,16 @@ class Dispatch:
         )
 
     async def failed(self, message: w.Failed) -> None:
-        ended = await self._end(message.job, message.fence, message.failure, message.error)
+        ended = await self._end(message.job, message.fence, message.failure, message.error, message.trace)
         reach("job.failed")
         self._release(message.job, message.fence)
         log.warning("job %d fence %d failed (%s): %s", message.job, message.fence, message.failure, message.error)
         answer = w.Ack if ended else w.Fenced
         self._wire.send(TRAINER, answer(job=message.job, fence=message.fence))
 
-    async def died(self, spawn: int, ordered: bool, error: str) -> None:
+    async def died(self, spawn: int, ordered: bool, error: str, tail: str = "") -> None:
         """The trainer's process is proven dead: whatever it had goes back, but for a result that is being committed, which
-        needs it no more."""
+        needs it no more. tail: the last lines of its log."""
         for committing in list(self._committing.values()):
             await committing.wait()
         claim = self._claim if self._claim is not None and self._claim.spawn <= spawn else None
@@ -246,7 +280,7 @@ class Dispatch:
         def write(c: sqlite3.Connection) -> None:
             rows = c.execute("SELECT id, fence FROM job WHERE state = 'running' AND spawn <= ?", (spawn,)).fetchall()
             for row in rows:
-                self._end_in(c, row["id"], row["fence"], "killed" if ordered else "died", error)
+                self._end_in(c, row["id"], row["fence"], "killed" if ordered else "died", error, tail)
 
         await self._store.write(write)
         if claim is not None:
@@ -254,17 +288,19 @@ class Dispatch:
             staging = self._data.staging(claim.run.job, claim.run.fence)
             await anyio.to_thread.run_sync(fs.remove_tree, staging)
 
-    async def _end(self, job: int, fence: int, failure: str, error: str) -> bool:
-        return await self._store.write(lambda c: self._end_in(c, job, fence, failure, error))
+    async def _end(self, job: int, fence: int, failure: str, error: str, evidence: str = "") -> bool:
+        return await self._store.write(lambda c: self._end_in(c, job, fence, failure, error, evidence))
 
-    def _end_in(self, c: sqlite3.Connection, job_id: int, fence: int, failure: str, error: str) -> bool:
+    def _end_in(
+        self, c: sqlite3.Connection, job_id: int, fence: int, failure: str, error: str, evidence: str = ""
+    ) -> bool:
         job = c.execute(
             "SELECT * FROM job WHERE id = ? AND fence = ? AND state = 'running'", (job_id, fence)
         ).fetchone()
         if job is None:
             return False
         now = self._store.clock.now_ms()
-        end_attempt(c, now, job, failure, error)
+        end_attempt(c, now, job, failure, error, evidence)
         _free_trainer(c, now)
         return True
 

@@ -20,7 +20,7 @@ import msgspec
 
 from artd_schema import client_api as api
 from artd_schema import worker as w
-from artd_schema.codec import digest, to_json
+from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Turn
@@ -28,25 +28,31 @@ from artd_schema.trajectory import Turn
 from . import references
 from .core.fields import InvalidField
 from .core.validate import check_turns, epoch_range
-from .errors import Invalid, NotFound, RequestError
+from .errors import Busy, Invalid, NotFound, RequestError
 from .intake import Answer, Intake, Parcel, RunFacts, seal_group
 from .store.blobs import Blobs, add_row
 from .store.store import Store, emit
 from .views import route_shape
 
 _turns = msgspec.msgpack.Decoder(list[Turn])
+LOOK_S = 5.0  # a clock that is set back makes a deadline look far away
 DUE = "SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ?"
 
 
 class Ingest:
     """submit, seal, flush for clients; exchanges for the gateway; `run` seals groups at their deadline.
 
-    max_inline: bytes of a body, or of a turn of the ledger, kept in its row; admit: raises Busy when nothing more may be taken.
+    max_inline: bytes of a body, or of a turn of the ledger, kept in its row; admit: raises Busy when nothing more may be taken;
+    jumped: whether the clock did, and stored deadlines do not count yet.
     """
 
-    def __init__(self, store: Store, blobs: Blobs, max_inline: int, admit: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, store: Store, blobs: Blobs, max_inline: int, admit: Callable[[], None] = lambda: None,
+        jumped: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         self._store = store
         self._admit = admit
+        self._jumped = jumped
         self._blobs = blobs
         self._max_inline = max_inline
         self._intake = Intake(store)
@@ -96,7 +102,8 @@ class Ingest:
         """The parcel with its body in a file, if it is too large for a row."""
         if parcel.body is None or parcel.size <= self._max_inline:
             return parcel
-        return parcel._replace(body=None, blob=self._blobs.put(parcel.body))
+        sha = self._blobs.put(parcel.body)
+        return parcel._replace(body=None, blob=sha, file=self._blobs.path(sha))
 
     async def _put(self, parcel: Parcel) -> api.Submitted:
         future: Future[api.Submitted] = asyncio.get_running_loop().create_future()
@@ -117,7 +124,7 @@ class Ingest:
         try:
             turns = _turns.decode(body)
             tokens = check_turns(turns, run.vocab_size, op.split == "train", None, run.routes)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise Invalid(f"the body is not msgpack list[Turn]: {error}", field="turns") from None
         except InvalidField as error:
             raise Invalid(str(error), field=error.field) from None
@@ -189,21 +196,25 @@ class Ingest:
                 await changed.wait()
                 continue
             left = (next_deadline - self._store.clock.now_ms()) / 1000
-            if left <= 0:
-                await self._store.write(self._seal_due)
+            if left <= 0 and await self._store.write(self._seal_due):
                 continue
-            with anyio.move_on_after(left):
+            with anyio.move_on_after(min(max(left, 0.1), LOOK_S)):
                 await changed.wait()
 
-    def _seal_due(self, c: sqlite3.Connection) -> None:
+    def _seal_due(self, c: sqlite3.Connection) -> bool:
+        """Seal what is due; False while the deadlines are those of a clock that has jumped since."""
         now = self._store.clock.now_ms()
+        if self._jumped():
+            return False
         for row in c.execute(DUE, (now,)).fetchall():
             seal_group(c, now, row["id"])
+        return True
 
     # ---- the gateway's ledger -----------------------------------------------------------------------------------------
 
     async def exchange(self, message: w.Exchange, bulk: list[bytes]) -> w.ExchangeAck:
-        """Write one response, all its choices, to the ledger; the answer is durable."""
+        """Write one response, all its choices, to the ledger; the answer is durable. Errors: Busy."""
+        self._admit()
         run = await self.facts(message.run)
         if len(bulk) != message.choices:
             return w.ExchangeAck(
@@ -217,6 +228,8 @@ class Ingest:
         ]
 
         def write(c: sqlite3.Connection) -> None:
+            if gone := self._blobs.missing(blob for _, blob in stored if blob):
+                raise Busy(f"the file {gone[0]} was collected before its row came; send the response again")
             for turn, (_, blob) in zip(bulk, stored, strict=True):
                 if blob:
                     add_row(c, blob, len(turn), "exchange", now)

@@ -14,6 +14,7 @@ from asyncio import Future
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from artd_schema import client_api as api
@@ -22,7 +23,7 @@ from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 
 from .core.groups import group_outcome
-from .errors import Conflict, RequestError
+from .errors import Busy, Conflict, RequestError
 from .store.blobs import add_row
 from .store.store import Store, emit, emit_many, move
 from .store.writer import StoreFull
@@ -44,7 +45,7 @@ class RunFacts(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A checked trajectory on its way to its row. extra: JSON of metrics and metadata."""
+    """A checked trajectory on its way to its row. extra: JSON of metrics and metadata; file: where its blob lies."""
 
     op: api.Submit
     run: RunFacts
@@ -57,6 +58,7 @@ class Parcel(NamedTuple):
     tokens: int
     epochs: tuple[int | None, int | None]
     extra: bytes
+    file: Path | None = None
 
 
 Outcome = api.Submitted | RequestError
@@ -179,9 +181,13 @@ class _Book:
         self._grown: set[int] = set()
 
     def enter(self, parcel: Parcel) -> api.Submitted:
-        """Errors: Conflict."""
+        """Errors: Conflict, Busy."""
         if known := self._known.get(parcel.key):
             return self._again(parcel, known)
+        if parcel.file is not None and not parcel.file.exists():
+            raise Busy(
+                "the file of this trajectory was collected before its row came; send it again", retry_after_s=0.1
+            )
         group = self._open(parcel)
         op, number = parcel.op, next(self._ids)
         if parcel.blob:

@@ -25,9 +25,10 @@ QUERIES = {
     " JOIN trajectory_group g ON g.id = t.group_id",
     "groups": "SELECT g.id, r.name AS run, g.name, g.split, g.state, g.reason, g.size, g.created FROM trajectory_group g"
     " JOIN run r ON r.id = g.run_id",
-    "batches": "SELECT b.id, r.name AS run, b.step, b.state, b.trajectories, b.tokens, b.fill, b.covered, b.manifest, b.replay,"
+    "batches": "SELECT b.id, r.name AS run, b.step, b.state, b.trajectories, b.tokens, b.fill, b.covered, b.payload, b.manifest,"
+    " b.replay,"
     " b.created FROM batch b JOIN run r ON r.id = b.run_id",
-    "checkpoints": "SELECT k.id, r.name AS run, k.step, k.epoch, k.lineage, k.sha, k.dir, k.bytes, k.state, k.job_id, k.created"
+    "checkpoints": "SELECT k.id, r.name AS run, k.step, k.epoch, k.lineage, k.abandoned, k.sha, k.dir, k.bytes, k.state, k.job_id, k.created"
     " FROM checkpoint k JOIN run r ON r.id = k.run_id",
     "pushes": "SELECT p.id, r.name AS run, p.engine, k.step, p.mode, p.source, p.state, p.fence, p.attempts, p.max_abs,"
     " p.mean_abs, p.seconds, p.error, p.created, p.started, p.ended FROM push p JOIN run r ON r.id = p.run_id"

@@ -71,14 +71,19 @@ class Pusher:
                 await changed.wait()
 
     async def _send_due(self) -> None:
+        spawn = self._wire.spawn(ENGINE)
         message = await self._store.write(self._claim)
         if message is None:
             return
         reach("push.claimed")
-        self._sending = Sending(message, self._store.clock.monotonic() + message.deadline_s + message.drain_s)
+        if self._wire.spawn(ENGINE) != spawn:
+            return  # it died meanwhile, and `engine_died` puts the push back: it is not the next process's
+        self._sending = sending = Sending(message, self._store.clock.monotonic() + message.deadline_s + message.drain_s)
         if message.mode == "merged":
             await self._hold(message)
             reach("push.held")
+            if self._sending is not sending:
+                return  # the same while the gateway was asked
         if message.source == "live":
             self._wire.send(TRAINER, message)
         self._wire.send(ENGINE, message)
@@ -145,11 +150,12 @@ class Pusher:
         return run["state"] == "paused" and last is not None and last["state"] == "failed"
 
     def _can_feed(self, c: sqlite3.Connection, checkpoint: sqlite3.Row, engine_spawn: int) -> bool:
-        """Whether the trainer that made this checkpoint still holds it, and this engine process has served before."""
+        """Whether the trainer's last job made this checkpoint, so that it holds it still, and this engine process has served
+        before."""
         spawn = self._wire.spawn(TRAINER)
-        job = c.execute("SELECT spawn FROM job WHERE id = ?", (checkpoint["job_id"],)).fetchone()
+        last = c.execute("SELECT job_id, spawn FROM attempt ORDER BY job_id DESC, fence DESC LIMIT 1").fetchone()
         verified = c.execute("SELECT 1 FROM serving WHERE spawn = ? AND engine = ?", (engine_spawn, ENGINE)).fetchone()
-        return spawn is not None and job["spawn"] == spawn and verified is not None
+        return tuple(last) == (checkpoint["job_id"], spawn) and verified is not None
 
     # ---- what workers say ---------------------------------------------------------------------------------------------
 
@@ -167,7 +173,7 @@ class Pusher:
         """The served step changes here and nowhere else. Returns adapter names to unload; None when the fence is
         old."""
         row = c.execute(
-            "SELECT p.*, k.step, r.name AS run FROM push p JOIN checkpoint k ON k.id = p.checkpoint_id JOIN run r"
+            "SELECT p.*, k.step, k.abandoned, r.name AS run FROM push p JOIN checkpoint k ON k.id = p.checkpoint_id JOIN run r"
             " ON r.id = p.run_id WHERE p.id = ? AND p.fence = ? AND p.state = 'sending'",
             (message.push, message.fence),
         ).fetchone()
@@ -179,20 +185,27 @@ class Pusher:
             move(c, "push", old["id"], "superseded", start="live", ended=now)
         move(c, "push", message.push, "live", start="sending", max_abs=message.max_abs, mean_abs=message.mean_abs,
              seconds=msgspec.json.encode(message.seconds), error="")  # fmt: skip
-        keep = 0 if row["mode"] == "merged" else KEEP_LIVE - 1
-        served = c.execute(
-            "SELECT id, name FROM serving WHERE engine = ? AND state = 'live' ORDER BY id DESC", (ENGINE,)
-        )
-        gone = served.fetchall()[keep:]
-        for old in gone:
-            move(c, "serving", old["id"], "gone", start="live")
+        name = f"{row['run']}@{row['step']}"
+        gone = self._make_room(c, name, 0 if row["mode"] == "merged" else KEEP_LIVE - 1)
         c.execute(
-            "INSERT INTO serving (engine, spawn, run_id, checkpoint_id, name, state, created) VALUES (?, ?, ?, ?, ?, 'live', ?)",
-            (ENGINE, spawn, row["run_id"], row["checkpoint_id"], f"{row['run']}@{row['step']}", now),
+            "INSERT INTO serving (engine, spawn, run_id, checkpoint_id, name, state, created) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (ENGINE, spawn, row["run_id"], row["checkpoint_id"], name, "draining" if row["abandoned"] else "live", now),
         )
         emit(c, now, row["run"], "push.live", message.push, step=row["step"], source=row["source"], max_abs=message.max_abs,
              mean_abs=message.mean_abs, seconds=message.seconds)  # fmt: skip
-        return [old["name"] for old in gone] if row["mode"] == "lora" else []
+        return gone if row["mode"] == "lora" else []
+
+    def _make_room(self, c: sqlite3.Connection, name: str, keep: int) -> list[str]:
+        """End what is served beyond the newest `keep` steps, with what a rollback left. Returns the names that the engine
+        has to forget; not `name`, which has just been put in its own old place."""
+        served = c.execute(
+            "SELECT id, name, state FROM serving WHERE engine = ? AND state <> 'gone' ORDER BY id DESC", (ENGINE,)
+        ).fetchall()
+        stays = [row for row in served if row["name"] != name and row["state"] == "live"][:keep]
+        gone = [row for row in served if row not in stays]
+        for row in gone:
+            move(c, "serving", row["id"], "gone")
+        return [row["name"] for row in gone if row["name"] != name]
 
     async def failed(self, message: w.PushFailed) -> None:
         """The harness ends its engine after this; the push waits for the next process."""
@@ -212,6 +225,10 @@ class Pusher:
         """A live push can no longer be fed."""
         if self._sending is not None and self._sending.message.source == "live":
             self._kill(ENGINE, f"the trainer died while it fed push {self._sending.message.push}")
+
+    def gateway_died(self) -> None:
+        """It admits nothing any more, and the next one's first table holds the engine: nothing is left to wait for."""
+        self._held.set()
 
     async def engine_died(self, error: str, counted: bool = True) -> None:
         """Nothing of this engine is served any more; its push goes back. counted: as a failure; False at a stop."""

@@ -16,7 +16,9 @@ from pathlib import Path
 from artd_schema.crashpoint import reach
 
 from . import commit as result
-from .commit import BadResult, Stale, end_attempt
+from . import times
+from .commit import BadResult, Stale
+from .jobs import end_attempt
 from .push import forget_engine
 from .retain import sweep
 from .rundir import DataDir
@@ -37,16 +39,19 @@ def identify(c: sqlite3.Connection, data: DataDir, now: int) -> tuple[str, int]:
         set_meta(c, "instance", instance)
         set_meta(c, "place", place)
         set_meta(c, "created", str(now))
+    times.boot(c, now)  # before anything is written that bears the present time
     boot = int(get_meta(c, "boot", "0")) + 1
     set_meta(c, "boot", str(boot))
+    set_meta(c, "sqlite", sqlite3.sqlite_version)
     emit(c, now, "", "daemon.started", boot, clean=get_meta(c, "clean", "1") == "1", pid=os.getpid())
     set_meta(c, "clean", "0")
     return instance, boot
 
 
 async def recover(store: Store, data: DataDir) -> None:
-    """Every worker of older boots is proven dead before this runs."""
+    """Every worker of older boots is proven dead before this runs, and this boot has written its first rows."""
     reach("reap.done")
+    fs.fsync_dir(data.root)  # the WAL's name: SQLite does it too, but tells nobody when it cannot
     await _adopt_finished(store, data)
     reach("recover.adopted")
 

@@ -67,10 +67,10 @@ def insert(
     """
     known = c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (parcel.run.id, parcel.key)).fetchone()
     if known is None:
+        for index, row in enumerate(exchanges):  # first: the file of a used one may be gone
+            _check_unused(index, c.execute("SELECT trajectory_id FROM exchange WHERE id = ?", (row["id"],)).fetchone())
         if problem is not None:
             raise problem
-        for index, row in enumerate(exchanges):
-            _check_unused(index, c.execute("SELECT trajectory_id FROM exchange WHERE id = ?", (row["id"],)).fetchone())
     (outcome,) = insert_many(c, now, [parcel])
     if isinstance(outcome, RequestError):
         raise outcome
@@ -113,8 +113,10 @@ def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:
     return row
 
 
-def _check_unused(index: int, row: sqlite3.Row) -> None:
-    """Errors: Conflict."""
+def _check_unused(index: int, row: sqlite3.Row | None) -> None:
+    """Errors: NotFound, Conflict."""
+    if row is None:
+        raise NotFound(f"refs[{index}]: this response has expired", field=f"refs[{index}]")
     if row["trajectory_id"] is not None:
         where = f"refs[{index}]"
         raise Conflict(f"{where}: this response is part of trajectory {row['trajectory_id']} already", field=where)

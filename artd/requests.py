@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import sqlite3
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -17,17 +16,20 @@ import msgspec
 
 from artd_schema import PROTOCOL
 from artd_schema import client_api as api
-from artd_schema.codec import WireError
+from artd_schema.codec import UNREADABLE, WireError
 
 from . import __version__
-from .commit import cancel_job
 from .core.states import IllegalTransition
+from .disk import is_full
 from .dispatch import Dispatch
-from .errors import Busy, Conflict, Draining, Invalid, NotFound, RequestError
+from .errors import Busy, Conflict, Draining, Invalid, RequestError
+from .gc import Collector
 from .ingest import Ingest
+from .jobs import end_for_good, retry
 from .lists import read_events, read_rows
-from .runs import Runs, set_run_state
-from .store.store import Store, emit, move
+from .rollback import rollback
+from .runs import Runs
+from .store.store import Store
 from .store.writer import StoreFull
 
 log = logging.getLogger(__name__)
@@ -46,8 +48,9 @@ class Requests:
 
     def __init__(
         self, store: Store, ingest: Ingest, runs: Runs, dispatch: Dispatch, send: Send, stop: Callable[[float], None],
-        instance: str, max_message: int, revive: Callable[[], None] = lambda: None,
+        instance: str, max_message: int, revive: Callable[[], None] = lambda: None, collector: Collector | None = None,
     ) -> None:  # fmt: skip
+        self._collector = collector
         self._revive = revive
         self._store = store
         self._ingest = ingest
@@ -63,7 +66,7 @@ class Requests:
         """Answer a request that cannot be decoded, when it at least has a number: a bad value, or a newer client."""
         try:
             number = msgspec.msgpack.decode(frames[1], type=_Number).id
-        except (IndexError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (IndexError, *UNREADABLE):
             return  # nobody waits for an answer to this; the router counted and logged it
         text, _, path = str(error).partition(" - at `$.")
         field = path.rstrip("`").removeprefix("op.")
@@ -125,10 +128,14 @@ class Requests:
                 return self._runs.set_state(op.run, "active")
             case api.Finish():
                 return self._runs.set_state(op.run, "finished")
-            case api.CancelJob():
-                return self._cancel(op.job)
+            case api.Rollback():
+                return self._rollback(op)
+            case api.CancelJob() | api.DiscardJob():
+                return self._end(op.job, isinstance(op, api.DiscardJob))
             case api.RetryJob():
                 return self._retry(op.job)
+            case api.Collect():
+                return self._collect(op)
             case api.Hello():
                 return self._hello(op)
             case api.Shutdown():
@@ -145,6 +152,11 @@ class Requests:
         self._stop(op.drain_s)
         return api.Done()
 
+    async def _collect(self, op: api.Collect) -> api.Collected:
+        assert self._collector is not None
+        done = await self._collector.collect(op.dry, op.resume)
+        return api.Collected(stopped=done.stopped, rows=done.rows())
+
     async def _list(self, op: api.List) -> api.Rows:
         return api.Rows(rows=await read_rows(self._store, op))
 
@@ -159,56 +171,21 @@ class Requests:
             with anyio.move_on_after(left):
                 await changed.wait()
 
-    async def _cancel(self, job_id: int) -> api.Done:
-        """Cancel a job for good. Its trajectories wait again, and the run pauses so that they are not packed at
-        once."""
-
-        def write(c: sqlite3.Connection) -> bool:
-            job = _job(c, job_id)
-            now = self._store.clock.now_ms()
-            if job["kind"] == "init":
-                raise Conflict(
-                    f"job {job_id} makes the run's first checkpoint; finish the run instead: artctl finish RUN"
-                )
-            if job["state"] == "running":
-                c.execute("UPDATE job SET cancel = 1 WHERE id = ?", (job_id,))
-            elif job["state"] in ("queued", "quarantined"):
-                cancel_job(c, now, job, job["run"])
-            else:
-                raise Conflict(f"job {job_id} is {job['state']} already")
-            if job["run_state"] == "active":
-                set_run_state(c, now, job["run_id"], "paused", f"job {job_id} was cancelled")
-            return bool(job["state"] == "running")
-
-        if await self._store.write(write):
-            self._dispatch.cancel_running(job_id)
+    async def _end(self, job: int, discard: bool) -> api.Done:
+        now = self._store.clock.now_ms()
+        if await self._store.write(lambda c: end_for_good(c, now, job, discard)):
+            self._dispatch.cancel_running(job)
         return api.Done()
 
-    async def _retry(self, job_id: int) -> api.Done:
-        """Queue a quarantined job again on the same batch, and let its run go on."""
+    async def _retry(self, job: int) -> api.Done:
+        now = self._store.clock.now_ms()
+        await self._store.write(lambda c: retry(c, now, job))
+        return api.Done()
 
-        def write(c: sqlite3.Connection) -> api.Done:
-            job = _job(c, job_id)
-            if job["state"] != "quarantined":
-                raise Conflict(f"job {job_id} is {job['state']}; only a quarantined job can be retried")
-            now = self._store.clock.now_ms()
-            move(c, "job", job_id, "queued", start="quarantined", attempts=0, deaths=0, not_before=0)
-            emit(c, now, job["run"], "job.retried", job_id)
-            if job["run_state"] == "paused":
-                set_run_state(c, now, job["run_id"], "active", "")
-            return api.Done()
-
-        return await self._store.write(write)
-
-
-def _job(c: sqlite3.Connection, job_id: int) -> sqlite3.Row:
-    row: sqlite3.Row | None = c.execute(
-        "SELECT j.*, r.name AS run, r.state AS run_state FROM job j JOIN run r ON r.id = j.run_id WHERE j.id = ?",
-        (job_id,),
-    ).fetchone()
-    if row is None:
-        raise NotFound(f"there is no job {job_id}; `artctl jobs` lists them", field="job")
-    return row
+    async def _rollback(self, op: api.Rollback) -> api.Done:
+        now = self._store.clock.now_ms()
+        await self._store.write(lambda c: rollback(c, now, op))
+        return api.Done()
 
 
 def _failure(error: BaseException) -> api.Error:
@@ -217,6 +194,10 @@ def _failure(error: BaseException) -> api.Error:
         return _error(error)
     if isinstance(error, StoreFull):
         return _error(Busy(str(error), retry_after_s=5.0))
+    if is_full(error):
+        return _error(
+            Busy(f"the disk takes nothing more ({error}): free space; artd goes on by itself", retry_after_s=5.0)
+        )
     if isinstance(error, IllegalTransition):
         return _error(Conflict(str(error)))
     log.error("a request failed", exc_info=error)

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
 
 from .rundir import DataDir
@@ -26,13 +27,19 @@ NEEDED = """
 SELECT parent_id FROM job WHERE state IN ('queued', 'running', 'quarantined') AND parent_id IS NOT NULL
 UNION SELECT checkpoint_id FROM push WHERE state IN ('prepared', 'sending', 'live')
 UNION SELECT s.checkpoint_id FROM serving s JOIN process p ON p.name = s.engine AND p.spawn = s.spawn
-  JOIN run r ON r.id = s.run_id WHERE json_extract(r.spec, '$.rollout_weights_mode') = 'lora'
-UNION SELECT k.id FROM checkpoint k JOIN run r ON r.id = k.run_id AND r.step = k.step AND r.lineage = k.lineage
+  JOIN run r ON r.id = s.run_id WHERE json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') = 'lora'
+UNION SELECT checkpoint_id FROM run WHERE checkpoint_id IS NOT NULL
+"""
+OF_CHAIN = "FROM checkpoint WHERE run_id = :run AND state = 'committed' AND abandoned = 0 AND id"
+DUE = f"""
+SELECT id, step, dir FROM checkpoint WHERE run_id = :run AND state = 'committed' AND id NOT IN ({NEEDED}) AND id NOT IN (
+  SELECT id {OF_CHAIN} NOT IN ({NEEDED}) ORDER BY step DESC
+  LIMIT max(0, :keep - (SELECT count(*) {OF_CHAIN} IN ({NEEDED}))))
 """
 
 
 class Retain:
-    """Retires checkpoints beyond `keep_checkpoints`. In lora mode the engine may read an adapter again at any time,
+    """Retires checkpoints beyond `keep_checkpoints`, and those that a rollback left. In lora mode the engine may read an adapter again at any time,
     so every adapter that the running engine process ever served is kept until that process has gone."""
 
     def __init__(self, store: Store, data: DataDir) -> None:
@@ -43,7 +50,10 @@ class Retain:
         """Retire what is due after each change, until cancelled."""
         while True:
             changed = self._store.change()
-            for folder in await self._store.write(self._retire):
+            folders = await self._store.write(self._retire)
+            if folders:
+                reach("retain.retired")
+            for folder in folders:
                 await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / folder)
             await changed.wait()
             await anyio.sleep(PERIOD_S)
@@ -53,13 +63,7 @@ class Retain:
         folders = []
         for run in c.execute("SELECT id, name, spec FROM run").fetchall():
             keep = msgspec.json.decode(run["spec"], type=RunSpec).keep_checkpoints
-            rows = c.execute(
-                f"SELECT id, step, dir FROM checkpoint WHERE run_id = ? AND state = 'committed' AND id NOT IN ({NEEDED})"
-                " ORDER BY id DESC LIMIT -1 OFFSET max(0, ? - (SELECT count(*) FROM checkpoint WHERE run_id = ? AND"
-                f" state = 'committed' AND id IN ({NEEDED})))",
-                (run["id"], keep, run["id"]),
-            ).fetchall()
-            for row in rows:
+            for row in c.execute(DUE, {"run": run["id"], "keep": keep}).fetchall():
                 move(c, "checkpoint", row["id"], "retired", start="committed")
                 emit(c, now, run["name"], "checkpoint.retired", row["step"])
                 folders.append(row["dir"])

@@ -38,12 +38,16 @@ class Router:
         while True:
             changed = self._store.change()
             table = await self._store.write(load_table)
+            names = frozenset(served.name for engine in table.engines for served in engine.served)
+            if (
+                not self.routed <= names
+            ):  # what answered may do so still, and a rollback may give its name to another step
+                self.routed = frozenset()
             sent = (self._wire.spawn(GATEWAY), msgspec.msgpack.encode(table))
             if sent[0] is not None and sent != self._sent:
                 self._seq += 1
                 if self._wire.send(GATEWAY, w.Route(seq=self._seq, runs=table.runs, engines=table.engines)):
-                    self._sent = sent
-                    self._names = frozenset(served.name for engine in table.engines for served in engine.served)
+                    self._sent, self._names = sent, names
             with anyio.move_on_after(5.0):
                 await changed.wait()
 

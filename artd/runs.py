@@ -75,6 +75,7 @@ class Runs:
                 created=created,
                 base_url=get_meta(c, "gateway_url") + "/v1",
                 api_key=get_meta(c, "gateway_token"),
+                lineage=run["lineage"],
             )
 
         return await self._store.write(read)
@@ -101,7 +102,7 @@ class Runs:
         end = self._store.clock.monotonic() + min(op.timeout_s, 60.0)
         while True:
             changed = self._store.change()
-            routed = f"{op.run}@{op.step}" in self._routed()
+            routed = self._routed()
             answer = await self._store.write(lambda c: _progress(c, op, routed))  # noqa: B023 - awaited here
             left = end - self._store.clock.monotonic()
             if not isinstance(answer, api.Pending) or left <= 0:
@@ -170,13 +171,20 @@ def served_step(c: sqlite3.Connection, run_id: int) -> int:
     return -1 if row["step"] is None else int(row["step"])
 
 
-def _progress(c: sqlite3.Connection, op: api.WaitStep, routed: bool) -> api.Answer:
+def _is_routed(c: sqlite3.Connection, run_id: int, name: str, routed: frozenset[str]) -> bool:
+    """Whether the gateway answers with this step, and with none any more that a rollback left."""
+    left = c.execute("SELECT name FROM serving WHERE run_id = ? AND state = 'draining'", (run_id,))
+    return name in routed and not any(row["name"] in routed for row in left)
+
+
+def _progress(c: sqlite3.Connection, op: api.WaitStep, routed: frozenset[str]) -> api.Answer:
     row = c.execute("SELECT id, reason FROM run WHERE name = ?", (op.run,)).fetchone()
     if row is None:
         raise NotFound(f"there is no run {op.run!r}", field="run")
     run = load_run(c, row["id"])
     served = served_step(c, row["id"])
-    if run.step >= op.step and (served > op.step or (served == op.step and routed)):
+    there = served > op.step or (served == op.step and _is_routed(c, row["id"], f"{op.run}@{op.step}", routed))
+    if run.step >= op.step and there:
         return _step_info(c, row["id"], op)
     if run.state != "active" and run.step < op.step:
         what = f": {row['reason']}" if row["reason"] else ""
@@ -190,7 +198,7 @@ def _progress(c: sqlite3.Connection, op: api.WaitStep, routed: bool) -> api.Answ
 def _step_info(c: sqlite3.Connection, run_id: int, op: api.WaitStep) -> api.StepInfo:
     row = c.execute(
         "SELECT k.sha, j.metrics, j.seconds FROM checkpoint k JOIN job j ON j.id = k.job_id WHERE k.run_id = ? AND k.step = ?"
-        " ORDER BY k.lineage DESC LIMIT 1",
+        " AND k.abandoned = 0",
         (run_id, op.step),
     ).fetchone()
     return api.StepInfo(

@@ -71,10 +71,8 @@ def open_pushes(c: sqlite3.Connection, engine: str) -> list[PushView]:
 
 
 def newest_checkpoint(c: sqlite3.Connection, run_id: int) -> sqlite3.Row | None:
-    """The checkpoint of the run's current step and lineage."""
+    """The newest checkpoint of the run's chain."""
     row: sqlite3.Row | None = c.execute(
-        "SELECT k.* FROM checkpoint k JOIN run r ON r.id = k.run_id WHERE k.run_id = ? AND k.step = r.step"
-        " AND k.lineage = r.lineage",
-        (run_id,),
+        "SELECT k.* FROM run r JOIN checkpoint k ON k.id = r.checkpoint_id WHERE r.id = ?", (run_id,)
     ).fetchone()
     return row

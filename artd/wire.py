@@ -2,7 +2,7 @@
 
 Owner of: one ROUTER per socket and the list of its peers. Invariants: everything that arrived is read without waiting for more news (the
 descriptor is edge-triggered, so it is looked at again after every send); a peer that is gone is an answer (False), never a
-silent drop (ROUTER_MANDATORY); only this user's processes may connect (IPC_FILTER_UID, socket in a 0700 folder).
+silent drop (ROUTER_MANDATORY); on a `Local` endpoint only this user's processes may connect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -32,16 +32,46 @@ NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 Refuse = Callable[[bytes, list[bytes], WireError], None]
 
 
+class Endpoint(Protocol):
+    """Where a ROUTER listens, and who may connect. `address`: for ZeroMQ."""
+
+    address: str
+
+    def listen(self, socket: zmq.Socket[bytes]) -> None:
+        """Set what guards the endpoint, then bind. Errors: zmq.ZMQError."""
+
+    def close(self) -> None:
+        """The socket is closed: take back what `listen` made."""
+
+
+class Local:
+    """A Unix socket for processes of this user: 0600 in a 0700 folder, and the kernel's word for the peer's uid."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = f"ipc://{path}"
+        self._path = path
+
+    def listen(self, socket: zmq.Socket[bytes]) -> None:
+        """The data folder's lock guarantees that no other daemon holds this path."""
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        self._path.unlink(missing_ok=True)
+        socket.bind(self.address)
+        self._path.chmod(0o600)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
 class Router(Generic[In]):
     """One bound ROUTER. `handler(peer, message, bulk)` is called in the loop for every message, `refuse(peer, frames,
     error)` for what cannot be decoded; neither may block."""
 
     def __init__(
-        self, path: Path, codec: Codec[In], max_message: int, handler: Callable[[bytes, In, list[bytes]], None],
+        self, at: Endpoint, codec: Codec[In], max_message: int, handler: Callable[[bytes, In, list[bytes]], None],
         refuse: Refuse | None = None,
     ) -> None:  # fmt: skip
-        self.endpoint = f"ipc://{path}"
-        self._path = path
+        self.endpoint = at.address
+        self._at = at
         self._codec = codec
         self._max_message = max_message
         self._handler = handler
@@ -52,7 +82,7 @@ class Router(Generic[In]):
         self.undecodable = 0
 
     def bind(self) -> None:
-        """Bind the socket; the data folder's lock guarantees that no other daemon holds this path."""
+        """Bind the socket. Errors: zmq.ZMQError."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -60,9 +90,8 @@ class Router(Generic[In]):
         socket.setsockopt(zmq.SNDHWM, 10_000)
         socket.setsockopt(zmq.RCVHWM, 10_000)
         socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_message)  # a fuse: clients refuse larger ones by themselves
-        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-        self._path.unlink(missing_ok=True)
-        socket.bind(self.endpoint)
+        self._at.listen(socket)
+        self.endpoint = self._at.address  # a port 0 has become one
         self._socket: zmq.Socket[bytes] = socket
         self._news = asyncio.Event()
         self._news.set()
@@ -135,15 +164,22 @@ class Router(Generic[In]):
     def close(self) -> None:
         self._loop.remove_reader(self._socket.FD)
         self._socket.close()
+        self._at.close()
         self._context.term()
-        self._path.unlink(missing_ok=True)
+
+
+class Peers(Protocol):
+    """Whatever reaches peers: a Router, or a test's own wire."""
+
+    def send(self, peer: bytes, message: object, bulk: Sequence[bytes] = ()) -> bool:
+        """See Router.send."""
 
 
 class WorkerWire:
     """Sends to workers by name; which peer a name is, `register` says (its Hello was accepted)."""
 
-    def __init__(self) -> None:
-        self.router: Router[w.FromWorker] | None = None
+    def __init__(self, router: Peers) -> None:
+        self.router = router
         self._peers: dict[str, tuple[bytes, int]] = {}
         self._runs: dict[str, int | None] = {}
 
@@ -169,7 +205,11 @@ class WorkerWire:
         """(name, spawn) of a registered peer."""
         return next(((name, spawn) for name, (known, spawn) in self._peers.items() if known == peer), None)
 
+    def answer(self, peer: bytes, message: w.ToWorker) -> bool:
+        """As `send`, to a process that is not, or no longer, registered."""
+        return self.router.send(peer, message)
+
     def send(self, name: str, message: w.ToWorker, bulk: Sequence[bytes] = ()) -> bool:
         """Whether the message was handed over; False when the worker is not connected."""
         known = self._peers.get(name)
-        return self.router is not None and known is not None and self.router.send(known[0], message, bulk)
+        return known is not None and self.router.send(known[0], message, bulk)

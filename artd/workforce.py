@@ -29,10 +29,12 @@ from .base_model import BaseModel, check_pinned
 from .config import Interpreter, Settings
 from .errors import Conflict
 from .gateway_file import write_gateway_file
+from .lease import Holder, heartbeat_s
 from .rundir import DataDir
 from .store.store import Store, emit, get_meta, set_meta
 from .supervise.environment import TRAINER_EXTRA, Tags, child_environment
 from .supervise.postmortem import Status
+from .supervise.reap import Leftover
 from .supervise.spawn import Undead
 from .supervise.spec import Info, Launch, Spec
 from .supervise.states import State
@@ -42,7 +44,6 @@ from .views import active_run, route_shape
 from .wire import WorkerWire
 
 log = logging.getLogger(__name__)
-HEARTBEAT_S = 1.0
 MODULES: dict[str, str] = {
     "trainer": "artd_workers.trainer",
     "engine": "artd_workers.engines",
@@ -51,18 +52,21 @@ MODULES: dict[str, str] = {
 RUNTIMES = {"trainer": "megatron", "engine": "vllm"}
 START_S = {"trainer": 300.0, "engine": 600.0, "gateway": 60.0}
 KINDS: tuple[w.WorkerKind, ...] = ("gateway", "trainer", "engine")
-Death = Callable[[str, int, bool, str], Awaitable[None]]
+Death = Callable[[str, int, bool, str, str], Awaitable[None]]
+"""(name, spawn, whether it was ordered, why, last lines of its log)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boot:
-    """What every process of this boot is told. code: folder with the workers' code; endpoint: of the worker ROUTER."""
+    """What every process of this boot is told. code: folder with the workers' code; endpoint: of the worker ROUTER.
+    leftovers: processes of older boots that outlived SIGKILL: their workers are broken until they are gone."""
 
     instance: str
     number: int
     code: Path
     endpoint: str
     token: str
+    leftovers: tuple[Leftover, ...] = ()
 
 
 @dataclass
@@ -93,10 +97,11 @@ class Workforce:
         """Supervise, and start and stop workers as the rows ask, until cancelled."""
         async with anyio.create_task_group() as group:
             self._group = group
-            self.supervisor = Supervisor(group, self)
+            self.supervisor = Supervisor(group, self, clock=self.store.clock.monotonic)
             for kind in KINDS:
                 launch = functools.partial(self._launch, kind)
-                spec = Spec(name=kind, kind=kind, launch=launch, start_timeout_s=START_S[kind])
+                left = tuple(each for each in self.boot.leftovers if each.name == kind)
+                spec = Spec(name=kind, kind=kind, launch=launch, start_timeout_s=START_S[kind], leftovers=left)
                 self.supervisor.add(spec, start=kind == "gateway")
             await self._follow_rows()
 
@@ -224,17 +229,16 @@ class Workforce:
         log.log(logging.INFO if ordered else logging.WARNING, "%s (spawn %d) ended: %s", name, spawn, error)
         if name == "gateway" and not ordered and not self.settings.gateway.port:
             await self.store.write(lambda c: set_meta(c, "gateway_port", "0"))  # perhaps somebody else has the port now
-        await self.on_death(name, spawn, ordered, error)
+        await self.on_death(name, spawn, ordered, error, tail)
 
     # ---- what workers say ---------------------------------------------------------------------------------------------
 
     async def hello(self, peer: bytes, message: w.Hello) -> None:
         """Take a process up, or tell it why not."""
-        assert self.wire.router is not None
         known = message.name in self.supervisor.names() and self.supervisor.info(message.name).spawn == message.spawn
-        if message.protocol != PROTOCOL or not known:
-            reason = f"{message.name} spawn {message.spawn} protocol {message.protocol} is not the one that this daemon started"
-            self.wire.router.send(peer, w.Reject(reason=reason))
+        if message.protocol != PROTOCOL or not known or message.instance != self.boot.instance:
+            who = f"{message.name} spawn {message.spawn} protocol {message.protocol} of instance {message.instance}"
+            self.wire.answer(peer, w.Reject(reason=f"{who} is not the one that this daemon started"))
             return
         welcome, run = await self.store.write(lambda c: (self._welcome(c, message), _run_id(c)))
         self.wire.register(message.name, message.spawn, peer, run)
@@ -243,7 +247,7 @@ class Workforce:
     def _welcome(self, c: sqlite3.Connection, message: w.Hello) -> w.Welcome | w.Reject:
         base: dict[str, Any] = {
             "worker": message.name,
-            "heartbeat_s": HEARTBEAT_S,
+            "heartbeat_s": heartbeat_s(self.settings.limits.lease_s),
             "max_message": self.settings.limits.max_message_mib << 20,
         }
         if message.kind == "gateway":
@@ -293,14 +297,19 @@ class Workforce:
             if self.supervisor.state(name) == "broken":
                 self.supervisor.retry_broken(name)
 
-    def kill(self, name: str, reason: str) -> None:
-        """Order a worker's death; it is started again."""
-        log.warning("killing %s: %s", name, reason)
-        self._group.start_soon(self._kill, name, reason)
+    def holders(self) -> list[Holder]:
+        """Those who owe heartbeats."""
+        living = [name for name in self.supervisor.names() if self.supervisor.state(name) in ("ready", "busy")]
+        return [Holder(name, self.supervisor.info(name).spawn) for name in living]
 
-    async def _kill(self, name: str, reason: str) -> None:
+    def kill(self, name: str, reason: str, spawn: int | None = None) -> None:
+        """Order a worker's death (that of its process `spawn`, if given); it is started again."""
+        log.warning("killing %s: %s", name, reason)
+        self._group.start_soon(self._kill, name, reason, spawn)
+
+    async def _kill(self, name: str, reason: str, spawn: int | None) -> None:
         try:
-            await self.supervisor.kill(name, reason=reason)
+            await self.supervisor.kill(name, spawn, reason)
         except Undead as error:
             log.error("%s", error)  # its worker is broken now, and says so in its row
 

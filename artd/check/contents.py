@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from artd_schema.codec import digest
+from artd_schema.codec import UNREADABLE, digest
 from artd_schema.trajectory import Turn
 
 from ..rundir import DataDir
@@ -40,7 +40,7 @@ def ledger(data: DataDir, c: sqlite3.Connection) -> Iterator[Violation]:
     for row in _pages(c, LEDGER):
         try:
             _turn.decode(row["turn"] if row["blob"] is None else Path(data.blob(row["blob"])).read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNREADABLE) as error:
             yield Violation(f"exchange {row['id']}", f"its turn cannot be read: {error}")
 
 
@@ -58,7 +58,7 @@ def _body(data: DataDir, c: sqlite3.Connection, row: sqlite3.Row) -> Iterator[st
             yield f"its body has sha256 {digest(raw)}, its row says {row['digest']}"
             return
         turns = _turns.decode(raw)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         yield f"its body cannot be read: {error}"
         return
     if (sampled := sum(len(turn.token_ids) for turn in turns) // 4) != row["tokens"]:

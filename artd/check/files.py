@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from artd_schema.codec import digest
+from artd_schema.codec import UNREADABLE, digest
 from artd_schema.manifest import CheckpointManifest
 
 from .. import commit
 from ..rundir import DataDir
-from ..store.blobs import hash_file, place
+from ..store.blobs import TRASH, hash_file, place
 from .listing import Listing
 from .report import Note, Violation
 
@@ -80,7 +80,7 @@ def _whole(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
         raw = (folder / commit.MANIFEST).read_bytes()
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
         present = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         yield f"its manifest.json cannot be read: {error}"
         return
     if digest(raw) != sha:
@@ -104,14 +104,16 @@ def _whole(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
 def notes(data: DataDir, listing: Listing, found: dict[str, int]) -> tuple[Note, ...]:
     """Files that nothing refers to, and rows of files that nothing refers to."""
     rows = {place(sha) for sha in listing.blobs}
+    trash = sorted(f"blobs/{name}" for name in found if name.startswith(f"{TRASH}/"))
     known = {row["dir"] for row in listing.checkpoints}
     folders = [
         f"checkpoints/{run.name}/{entry.name}" for run in _entries(data.checkpoints) for entry in _entries(run.path)
     ]
     loose = {
-        "blobs without a row": ("files that no row knows; they are written again when they are needed",
-                                sorted(f"blobs/{name}" for name in found if name not in rows)),
-        "blobs that nothing refers to": ("rows and files that no trajectory and no batch needs",
+        "blobs without a row": ("files that no row knows; the daemon collects them",
+                                sorted(f"blobs/{name}" for name in found if name not in rows and not name.startswith(f"{TRASH}/"))),
+        "trashed blobs": ("collected; the next pass removes them", trash),
+        "blobs that nothing refers to": ("rows and files that no trajectory and no batch needs; the daemon collects them",
                                          sorted(f"blobs/{place(sha)}" for sha in listing.blobs if sha not in listing.used)),
         "retired checkpoints": ("their files go soon, or at the next start", sorted(listing.retired.intersection(folders))),
         "checkpoint folders without a row": ("published but not committed; the next start commits or removes them",

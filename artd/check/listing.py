@@ -24,7 +24,7 @@ class Listing:
 
 USED = """
 SELECT blob FROM narrow WHERE blob IS NOT NULL UNION SELECT blob FROM exchange WHERE blob IS NOT NULL
-UNION SELECT tensors FROM batch UNION SELECT manifest FROM batch
+UNION SELECT tensors FROM batch WHERE tensors IS NOT NULL UNION SELECT manifest FROM batch
 UNION SELECT replay FROM batch WHERE replay IS NOT NULL
 UNION SELECT replay_manifest FROM batch WHERE replay_manifest IS NOT NULL"""
 CHECKPOINTS = """

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from artd_schema.codec import digest, to_json
+from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.manifest import BatchManifest, CheckpointManifest, ReplayManifest
 
 from .. import commit
@@ -97,7 +97,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
         if path.name != commit.MANIFEST and digest(raw) != path.name:
             return None
         return msgspec.json.decode(raw, type=kind)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 

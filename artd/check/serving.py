@@ -32,10 +32,10 @@ SERVING = (
     ),
     Invariant(
         "push.live",
-        "an engine has a live push exactly when it serves something, and serves that push's checkpoint",
+        "an engine has a live push exactly when it serves something, and holds that push's checkpoint",
         "SELECT p.engine, p.id AS push, p.checkpoint_id AS checkpoint, NULL AS serving FROM push p WHERE p.state = 'live'"
         " AND NOT EXISTS (SELECT 1 FROM serving s WHERE s.engine = p.engine AND s.checkpoint_id = p.checkpoint_id"
-        " AND s.state = 'live') UNION ALL SELECT s.engine, NULL, s.checkpoint_id, s.id FROM serving s"
+        " AND s.state <> 'gone') UNION ALL SELECT s.engine, NULL, s.checkpoint_id, s.id FROM serving s"
         " WHERE s.state = 'live' AND NOT EXISTS (SELECT 1 FROM push p WHERE p.engine = s.engine AND p.state = 'live')",
     ),
     Invariant(
@@ -45,6 +45,12 @@ SERVING = (
         " k.run_id = s.run_id AS of_this_run FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
         " JOIN run r ON r.id = s.run_id WHERE k.run_id <> s.run_id OR s.name <> r.name || '@' || k.step"
         " OR (s.state <> 'gone' AND k.state <> 'committed')",
+    ),
+    Invariant(
+        "serving.left",
+        "requests enter no step that a rollback left",
+        "SELECT s.id AS serving, s.name, k.id AS checkpoint, k.lineage FROM serving s JOIN checkpoint k"
+        " ON k.id = s.checkpoint_id WHERE s.state = 'live' AND k.abandoned",
     ),
     Invariant(
         "serving.engine",

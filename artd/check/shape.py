@@ -12,6 +12,7 @@ from contextlib import closing
 
 import msgspec
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 
@@ -77,7 +78,7 @@ def _runs(c: sqlite3.Connection) -> Iterator[Violation]:
                 try:
                     if column != "routes" or row[column]:
                         msgspec.json.decode(row[column], type=kind)
-                except msgspec.DecodeError as error:
+                except UNREADABLE as error:
                     yield Violation(f"run {row['run']}", f"{column}: {error}")
     except sqlite3.DatabaseError as error:
         yield Violation("artd.db", f"the rows cannot be read: {error}")

@@ -14,12 +14,12 @@ UNFINISHED = "('queued', 'running', 'quarantined')"
 STEPS = (
     Invariant(
         "run.step",
-        "a run's step is the newest checkpoint of its lineage; a lineage without one goes on from a checkpoint of an older"
-        " one; no checkpoint is of a later lineage",
-        "SELECT r.id AS run, r.step, r.lineage, (SELECT max(k.step) FROM checkpoint k WHERE k.run_id = r.id"
-        " AND k.lineage = r.lineage) AS newest, (SELECT max(k.lineage) FROM checkpoint k WHERE k.run_id = r.id)"
-        " AS newest_lineage FROM run r WHERE newest_lineage > r.lineage OR r.step <> coalesce(newest, (SELECT k.step"
-        " FROM checkpoint k WHERE k.run_id = r.id AND k.lineage < r.lineage AND k.step = r.step), -1)",
+        "a run's step is that of its newest checkpoint, which is the last of its chain; no checkpoint is of a later lineage",
+        "SELECT r.id AS run, r.step, r.lineage, r.checkpoint_id AS checkpoint, k.step AS checkpoint_step,"
+        " k.abandoned, (SELECT max(n.step) FROM checkpoint n WHERE n.run_id = r.id AND n.abandoned = 0) AS newest,"
+        " (SELECT max(n.lineage) FROM checkpoint n WHERE n.run_id = r.id) AS newest_lineage FROM run r"
+        " LEFT JOIN checkpoint k ON k.id = r.checkpoint_id AND k.run_id = r.id WHERE r.step <> coalesce(k.step, -1)"
+        " OR r.step <> coalesce(newest, -1) OR k.abandoned OR newest_lineage > r.lineage",
     ),
     Invariant(
         "run.epochs",
@@ -51,15 +51,18 @@ STEPS = (
     ),
     Invariant(
         "job.parent",
-        "a train job goes on from the checkpoint of its run one step before; an init job makes step 0 from none",
-        "SELECT j.id AS job, j.kind, j.step, k.id AS parent, k.step AS parent_step, k.run_id AS parent_run FROM job j"
-        " LEFT JOIN checkpoint k ON k.id = j.parent_id WHERE CASE j.kind WHEN 'init' THEN j.step <> 0"
-        " OR j.parent_id IS NOT NULL ELSE k.id IS NULL OR k.step <> j.step - 1 OR k.run_id <> j.run_id END",
+        "a train job goes on from the checkpoint of its run one step before, an unfinished one from the newest; an init job"
+        " makes step 0 from none",
+        "SELECT j.id AS job, j.kind, j.step, k.id AS parent, k.step AS parent_step, k.run_id AS parent_run,"
+        " r.checkpoint_id AS newest FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint k ON k.id = j.parent_id"
+        " WHERE CASE j.kind WHEN 'init' THEN j.step <> 0 OR j.parent_id IS NOT NULL"
+        " ELSE k.id IS NULL OR k.step <> j.step - 1 OR k.run_id <> j.run_id END"
+        f" OR (j.state IN {UNFINISHED} AND j.parent_id IS NOT r.checkpoint_id)",
     ),
     Invariant(
         "job.cancel",
-        "a job that was told to stop runs still, or is cancelled",
-        "SELECT id AS job, state FROM job WHERE cancel = 1 AND state NOT IN ('running', 'cancelled')",
+        "a job that was told to stop runs still, or is cancelled; one that was not is not",
+        "SELECT id AS job, state, cancel FROM job WHERE cancel <> (state = 'cancelled') AND (NOT cancel OR state <> 'running')",
     ),
     Invariant(
         "job.worker",
@@ -102,6 +105,13 @@ STEPS = (
         " OR p.run_id <> k.run_id OR p.step <> k.step - 1 OR p.lineage > k.lineage OR p.epoch >= k.epoch END",
     ),
     Invariant(
+        "checkpoint.chain",
+        "what a run's chain goes on from is of the chain too; only a rollback, which opens a lineage, leaves a checkpoint",
+        "SELECT k.id AS checkpoint, k.step, k.lineage, k.abandoned, p.abandoned AS parent_abandoned, r.lineage AS newest"
+        " FROM checkpoint k JOIN run r ON r.id = k.run_id LEFT JOIN checkpoint p ON p.id = k.parent_id"
+        " WHERE k.abandoned < p.abandoned OR (k.abandoned AND k.lineage >= r.lineage)",
+    ),
+    Invariant(
         "checkpoint.dir",
         "a checkpoint's folder is named by its run, lineage, step, job and fence, and belongs to it alone",
         "SELECT k.id AS checkpoint, k.dir, checkpoint_dir(r.name, k.lineage, k.step, k.job_id, j.fence) AS expected"
@@ -122,6 +132,7 @@ STEPS = (
     Invariant(
         "metric.step",
         "metrics are of committed steps",
-        "SELECT DISTINCT run_id AS run, step FROM metric WHERE (run_id, step) NOT IN (SELECT run_id, step FROM checkpoint)",
+        "SELECT DISTINCT run_id AS run, lineage, step FROM metric"
+        " WHERE (run_id, lineage, step) NOT IN (SELECT run_id, lineage, step FROM checkpoint)",
     ),
 )

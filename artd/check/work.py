@@ -91,8 +91,8 @@ WORK = (
     Invariant(
         "batch.replay",
         "a batch has a replay bundle exactly when its run replays experts, covering no more tokens than it has",
-        "SELECT b.id AS batch, b.replay, b.covered, b.tokens, length(r.routes) > 0 AS run_replays FROM batch b"
-        " JOIN run r ON r.id = b.run_id WHERE (b.replay IS NOT NULL) <> (length(r.routes) > 0)"
+        "SELECT b.id AS batch, b.replay_manifest, b.covered, b.tokens, length(r.routes) > 0 AS run_replays FROM batch b"
+        " JOIN run r ON r.id = b.run_id WHERE (b.replay_manifest IS NOT NULL) <> (length(r.routes) > 0)"
         " OR b.covered NOT BETWEEN 0 AND b.tokens",
     ),
 )

@@ -1,20 +1,22 @@
-"""`artctl cancel|retry|pause|resume|finish`: what an operator may do.
+"""`artctl cancel|discard|retry|pause|resume|finish|rollback`: what an operator may do.
 
-Owner of: no state. Exit codes: 0, 1 refused, 3 the daemon does not run, 5 there is no such job or run, 6 its state does
-not allow it, 7 the daemon did not answer in time.
+Owner of: no state. Exit codes: 0, 1 refused, 3 the daemon does not run, 5 there is no such job, run or step, 6 its state
+does not allow it, 7 the daemon did not answer in time.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import job as jobs
 from . import probe, read
-from .outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, CliError, shared
+from .outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, USAGE, CliError, shared
 
 if TYPE_CHECKING:
     from artd_client import SyncClient
@@ -24,7 +26,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Act:
-    """One verb. of: job or run; done: what is said afterwards."""
+    """One verb. of: job, run or step (RUN@STEP); done: what is said afterwards."""
 
     of: str
     help: str
@@ -35,10 +37,14 @@ ACTS = {
     "cancel": Act(
         "job", "end a job for good; its trajectories wait again and the run pauses", "job {} will not run again"
     ),
+    "discard": Act(
+        "job", "end a job for good with its trajectories, which are never trained", "job {} and its batch are discarded"
+    ),
     "retry": Act("job", "queue a quarantined job again, on the same batch; its run goes on", "job {} is queued again"),
     "pause": Act("run", "train no further; the run is still served", "run {} is paused"),
     "resume": Act("run", "let a paused run train again", "run {} is active"),
     "finish": Act("run", "end a run for good; its engine and trainer stop", "run {} is finished"),
+    "rollback": Act("step", "go on from an older step, in a new lineage", "{} is the newest step again"),
 }
 
 
@@ -47,6 +53,8 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         parser = sub.add_parser(verb, help=act.help, parents=[shared()])
         if act.of == "job":
             parser.add_argument("id", type=int, metavar="JOB")
+        elif act.of == "step":
+            parser.add_argument("checkpoint", metavar="RUN@STEP")
         else:
             # What cannot be undone is named in full.
             parser.add_argument("name", metavar="RUN", nargs=None if verb == "finish" else "?", default="")
@@ -61,13 +69,25 @@ def run(args: argparse.Namespace) -> int:
     act = ACTS[args.verb]
     database = read.Database(data)
     try:
-        target = jobs.find(database, args.id)["id"] if act.of == "job" else _run_name(database, args.name)
+        target = _target(database, args, act)
     finally:
         database.close()
     probe.need_running(data)
     _ask(data, args, target)
     print(act.done.format(target), file=sys.stderr)
     return OK
+
+
+def _target(database: read.Database, args: argparse.Namespace, act: Act) -> str | int:
+    """What the verb is about: a job's number, a run's name, or RUN@STEP. Raises CliError."""
+    if act.of == "job":
+        return int(jobs.find(database, args.id)["id"])
+    if act.of == "run":
+        return _run_name(database, args.name)
+    name, _, step = args.checkpoint.partition("@")
+    if not step.isdigit():
+        raise CliError(USAGE, f"{args.checkpoint!r} is not RUN@STEP", "artctl checkpoints")
+    return f"{database.checked_run(name)}@{int(step)}"
 
 
 def _run_name(database: read.Database, name: str) -> str:
@@ -82,6 +102,13 @@ def _run_name(database: read.Database, name: str) -> str:
 
 def _ask(data: Path, args: argparse.Namespace, target: str | int) -> None:
     """Do it through the client. Raises CliError."""
+    with asked(data, args.timeout) as art:
+        _do(art, args, target)
+
+
+@contextmanager
+def asked(data: Path, timeout: float) -> Iterator[SyncClient]:
+    """A client whose errors leave by the documented exit codes. Raises CliError."""
     import artd_client as client
 
     codes: dict[type[client.ArtdError], int] = {
@@ -92,8 +119,8 @@ def _ask(data: Path, args: argparse.Namespace, target: str | int) -> None:
         client.DaemonNotRunning: NOT_RUNNING,
     }
     try:
-        with client.SyncClient(data, timeout=args.timeout) as art:
-            _do(art, args, target)
+        with client.SyncClient(data, timeout=timeout) as art:
+            yield art
     except client.ArtdError as error:
         raise CliError(codes.get(type(error), FAILED), error.message, f"artctl status{probe.option(data)}") from None
 
@@ -101,11 +128,16 @@ def _ask(data: Path, args: argparse.Namespace, target: str | int) -> None:
 def _do(art: SyncClient, args: argparse.Namespace, target: str | int) -> None:
     if args.verb == "cancel":
         art.cancel(int(target))
+    elif args.verb == "discard":
+        art.discard(int(target))
     elif args.verb == "retry":
         art.retry(int(target))
     elif args.verb == "pause":
         art.run(str(target)).pause(args.reason)
     elif args.verb == "resume":
         art.run(str(target)).resume()
+    elif args.verb == "rollback":
+        name, _, step = str(target).partition("@")
+        art.run(name).rollback(int(step))
     else:
         art.run(str(target)).finish()

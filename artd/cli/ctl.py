@@ -19,10 +19,12 @@ VERBS = {
     "job": "job",
     "logs": "logs",
     "events": "events",
-    **dict.fromkeys(("cancel", "retry", "pause", "resume", "finish"), "act"),
+    **dict.fromkeys(("cancel", "discard", "retry", "pause", "resume", "finish", "rollback"), "act"),
     "export": "export",
     "backup": "backup",
+    "gc": "gc",
     "mismatch": "mismatch",
+    "key": "key",
 }
 """Verb -> module that registers it."""
 EPILOG = """exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 degraded (status), 5 not found, 6 conflict,

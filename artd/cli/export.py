@@ -73,12 +73,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]]:
-    """(checkpoint row, run spec) of RUN[@STEP], newest lineage first. Raises CliError."""
+    """(checkpoint row, run spec) of RUN[@STEP]: the step of the run's chain, else the newest that a rollback left; without
+    STEP the newest of the chain. Raises CliError."""
     name, at, number = wanted.partition("@")
     if at and not number.isdigit():
         raise CliError(USAGE, f"{wanted!r} is not RUN or RUN@STEP", "artctl checkpoints")
     database.checked_run(name)
     rows = database.rows(read.CHECKPOINTS, run=name, state="", limit=1_000_000)
+    rows.sort(key=lambda row: row["abandoned"])  # stable: each part stays newest first
     found = next((row for row in rows if not number or row["step"] == int(number)), None)
     kept = sorted({row["step"] for row in rows if row["state"] == "committed"})
     there = f"kept are {', '.join(f'@{step}' for step in kept)}" if kept else "the run has none yet"

@@ -1,4 +1,4 @@
-"""`artctl job ID`: one job with its attempts, and what to do about it.
+"""`artctl job ID`: one job with its attempts, the evidence of those that failed, and what to do about it.
 
 Owner of: no state. Exit codes: 0, 3 no daemon ever ran here, 5 there is no such job.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import probe, read, show
+from . import probe, read, remedy, show
 from .outcome import NOT_FOUND, OK, CliError, shared
 from .show import Row
 
@@ -29,29 +29,22 @@ def find(database: read.Database, number: int) -> Row:
     return rows[0]
 
 
-def advice(job: Row, where: str) -> str:
-    """The operator's next command for a job, or nothing."""
-    if job["state"] == "quarantined":
-        return (
-            f"artctl retry {job['id']}{where}   (or artctl cancel {job['id']}{where}: its batch goes back to the queue)"
-        )
-    if job["state"] in ("queued", "running") and job["attempts"]:
-        return f"artctl logs trainer{where}"
-    return ""
-
-
 def run(args: argparse.Namespace) -> int:
     data = probe.data_dir(args)
     database = read.Database(data)
     try:
         job = find(database, args.id)
         attempts = database.rows(read.ATTEMPTS, id=args.id)
+        members = database.rows(read.MEMBERS, batch=job["batch"])
     finally:
         database.close()
-    then = advice(job, probe.option(data))
+    choices = remedy.choices(job, probe.option(data))
     if args.json:
+        told = show.stamped(job) | {"next": choices[0].command if choices else ""}
         rows = [show.stamped(row) for row in attempts]
-        show.document("job", data, job=show.stamped(job) | {"next": then}, attempts=rows)
+        show.document(
+            "job", data, job=told, choices=[c._asdict() for c in choices], attempts=rows, trajectories=members
+        )
         return OK
     print(
         f"job {job['id']}  {show.state(job['state'])}   {job['kind']} step {job['step']} of {job['run']}   fence {job['fence']}"
@@ -69,15 +62,29 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {title:9} " + "  ".join(f"{k}={v:.4g}" for k, v in sorted(job[title].items())))
     for line in job["error"].splitlines():
         print(f"  {show.paint('error', 'red')}     {line}")
-    if then:
-        print(f"  next      {then}")
+    width = max((len(choice.command) for choice in choices), default=0)
+    for number, choice in enumerate(choices):
+        print(f"  {'' if number else 'next':9} {choice.command.ljust(width)}   {choice.does}")
     if attempts:
         columns = ("fence", "worker", "outcome", "took", "error")
         show.table(
             columns,
             [(a["fence"], a["worker"], a["outcome"], _took(a), show.one_line(a["error"], 80)) for a in attempts],
         )
+    if job["state"] == "quarantined":
+        _evidence(attempts, members)
     return OK
+
+
+def _evidence(attempts: list[Row], members: list[Row]) -> None:
+    """What the failed attempts left behind, and what they were trained on."""
+    for attempt in attempts:
+        if attempt["evidence"]:
+            print(show.paint(f"attempt {attempt['fence']} ({attempt['outcome']}), last lines of its worker:", "dim"))
+            print("\n".join(f"  | {line}" for line in attempt["evidence"].splitlines()))
+    if members:
+        print(show.paint("its batch:", "dim"))
+        show.table(tuple(members[0]), [tuple(row.values()) for row in members])
 
 
 def _coverage(job: Row) -> str:

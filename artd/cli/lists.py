@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from . import probe, read, show
+from . import probe, read, remedy, show
 from .outcome import OK, shared
 from .show import Row
 from .snapshot import JOB_STATES, _alive
@@ -53,6 +54,12 @@ def _coverage(row: Row) -> str:
     return "" if row["batch_covered"] is None else f"{row['batch_covered'] / row['batch_tokens']:.1%}"
 
 
+def _next(job: Row, data: Path) -> str:
+    """The command that helps a quarantined job."""
+    choices = remedy.choices(job, probe.option(data)) if job["state"] == "quarantined" else []
+    return choices[0].command if choices else ""
+
+
 def _epochs(row: Row) -> str:
     if row["epoch_min"] is None:
         return ""
@@ -91,6 +98,7 @@ LISTINGS: dict[str, Listing] = {
             "loss": _metric("loss"),
             "replay": _coverage,
             "error": lambda row: show.one_line(row["error"], 60),
+            "next": _of("next"),
         },
         JOB_STATES,
         extra={"id": 0},
@@ -119,7 +127,7 @@ LISTINGS: dict[str, Listing] = {
             "checkpoint": lambda row: f"{row['run']}@{row['step']}",
             "state": _of("state"),
             "epoch": _of("epoch"),
-            "lineage": _of("lineage"),
+            "lineage": lambda row: f"{row['lineage']} (left)" if row["abandoned"] else row["lineage"],
             "size": lambda row: show.size(row["bytes"]),
             "sha": lambda row: row["sha"][:12],
             "created": _age,
@@ -191,6 +199,8 @@ def run(args: argparse.Namespace) -> int:
         rows = [row | {"served": -1} for row in rows]  # nothing is served while the daemon is down
     if args.verb == "workers":
         rows = [row | {"alive": _alive(row)} for row in rows]
+    if args.verb == "jobs":
+        rows = [row | {"next": _next(row, data)} for row in rows]
     if args.json:
         show.document(args.verb, data, **{args.verb: [show.stamped(row) for row in rows]})
     elif not rows:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.score import ScoreRequest
 from artd_schema.spec import RunSpec
@@ -74,7 +75,7 @@ def _canary(folder: Path, sha: str) -> list[Prompt]:
         if hashlib.sha256(raw).hexdigest() != sha:
             raise CliError(FAILED, f"{path} is not the one that was committed", "probe another step")
         return [list(ids) for ids in msgspec.json.decode(raw, type=CheckpointManifest).canary.prompts]
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CliError(FAILED, f"{path} cannot be read: {error}", "probe another step") from None
 
 
@@ -82,7 +83,7 @@ def _prompts(path: Path) -> list[Prompt]:
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         found = [msgspec.json.decode(line, type=str | list[int]) for line in lines]
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CliError(
             USAGE, f"{path}: {error}", 'one prompt a line, as JSON: "text" or [1, 2, 3], a list of token ids'
         ) from None

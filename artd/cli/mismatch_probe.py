@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import numpy as np
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.trajectory import RouteShape
 
 from .mismatch_metrics import Array
@@ -68,7 +69,7 @@ def _gateway(data: Path) -> dict[str, str]:
     path = data / "gateway.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CliError(FAILED, f"{path} cannot be read: {error}", "artctl status") from None
 
 
@@ -96,7 +97,7 @@ async def _ask(http: httpx.AsyncClient, plan: Plan, prompt: Prompt, number: int)
     try:
         response = await http.post("/v1/completions", json=body)
         answer = msgspec.json.decode(response.content)
-    except (httpx.TransportError, msgspec.DecodeError) as error:
+    except (httpx.TransportError, *UNREADABLE) as error:
         raise CliError(
             FAILED, f"the gateway gave no answer: {error or type(error).__name__}", "artctl status"
         ) from None

@@ -37,18 +37,21 @@ SELECT j.state, count(*) AS count, total(j.state = 'queued' AND j.attempts > 0) 
 FROM job j JOIN run r ON r.id = j.run_id WHERE :run = '' OR r.name = :run GROUP BY j.state"""
 JOBS = """
 SELECT j.id, r.name AS run, j.kind, j.step, j.epoch, j.state, j.fence, j.attempts, j.deaths, j.worker, j.spawn, j.cancel,
-  j.error, j.batch_id AS batch, b.tokens AS batch_tokens, b.covered AS batch_covered, p.step AS parent_step, j.metrics,
+  j.discard, (SELECT a.outcome FROM attempt a WHERE a.job_id = j.id ORDER BY a.fence DESC LIMIT 1) AS failure, j.error, j.batch_id AS batch, b.tokens AS batch_tokens, b.covered AS batch_covered, p.step AS parent_step, j.metrics,
   j.seconds, j.created, j.started, j.ended, j.not_before
 FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
 WHERE (:run = '' OR r.name = :run) AND (:state = '' OR j.state = :state) AND (:id = 0 OR j.id = :id)
 ORDER BY j.id DESC LIMIT :limit"""
 ATTEMPTS = """
-SELECT fence, worker, spawn, outcome, error, started, ended FROM attempt WHERE job_id = :id ORDER BY fence"""
+SELECT fence, worker, spawn, outcome, error, evidence, started, ended FROM attempt WHERE job_id = :id ORDER BY fence"""
+MEMBERS = """
+SELECT t.id, g.name AS "group", t.key, t.reward, t.tokens, t.state FROM trajectory t JOIN trajectory_group g ON g.id = t.group_id
+WHERE t.batch_id = :batch ORDER BY t.id"""
 REPLAYABLE = """
 SELECT j.id, j.kind, j.step, j.epoch, j.fence, r.name AS run, r.spec, r.base_digest, r.base_manifest,
   k.sha, k.dir, k.lineage, k.state, k.bytes,
   p.sha AS parent_sha, p.dir AS parent_dir, p.lineage AS parent_lineage, p.state AS parent_state, p.step AS parent_step,
-  p.epoch AS parent_epoch, b.tensors, b.manifest, b.replay, b.replay_manifest
+  p.epoch AS parent_epoch, b.payload, b.tensors, b.manifest, b.replay, b.replay_manifest
 FROM job j JOIN run r ON r.id = j.run_id JOIN checkpoint k ON k.job_id = j.id
   LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
 WHERE j.state = 'succeeded' AND (:id = 0 OR j.id = :id) ORDER BY j.id DESC LIMIT :limit"""
@@ -59,8 +62,8 @@ FROM trajectory t JOIN run r ON r.id = t.run_id JOIN trajectory_group g ON g.id 
 WHERE (:run = '' OR r.name = :run) AND (:state = '' OR t.state = :state) AND (:group = '' OR g.name = :group)
 ORDER BY t.id DESC LIMIT :limit"""
 CHECKPOINTS = """
-SELECT c.id, r.name AS run, c.step, c.epoch, c.lineage, p.step AS parent_step, c.job_id AS job, c.state, c.sha, c.dir,
-  c.bytes, c.created
+SELECT c.id, r.name AS run, c.step, c.epoch, c.lineage, c.abandoned, p.step AS parent_step, c.job_id AS job, c.state, c.sha,
+  c.dir, c.bytes, c.created
 FROM checkpoint c JOIN run r ON r.id = c.run_id LEFT JOIN checkpoint p ON p.id = c.parent_id
 WHERE (:run = '' OR r.name = :run) AND (:state = '' OR c.state = :state) ORDER BY c.id DESC LIMIT :limit"""
 WORKERS = """

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.replay_job import ReplayReport, ReplayRequest
 
 from . import probe, read, replay_report, replayable, show
@@ -108,7 +109,7 @@ def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: Replay
         raise KeyboardInterrupt
     try:
         report = msgspec.json.decode(done.stdout, type=ReplayReport)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         code, tail = done.returncode, read_tail(log, 0, TAIL_LINES)
         why = explain(128 - code if code < 0 else code, tail).text
         raise CliError(FAILED, f"the replay gave no answer: {why}\n{tail}", "artd doctor") from None

@@ -71,6 +71,8 @@ def _gone(data: Path, row: Row) -> Iterator[str]:
     yield from _gone_checkpoint(
         data, "its parent", row["run"], row["parent_step"], row["parent_state"], row["parent_dir"]
     )
+    if row["payload"] == "expired":
+        yield "its batch's tensors have expired (retention.batches_days)"
     for column, what in _BLOBS:
         if row[column] and not (path := _blob(data, row[column])).is_file():
             yield f"{what} ({path}) is gone"

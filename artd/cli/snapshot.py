@@ -6,26 +6,21 @@ make true (served steps, ready workers) is never claimed of a dead one.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from artd_schema.paths import boot_id, process_ticks
 
+from ..store.version import BUG, REMEDY, wal_reset_bug
 from . import read, show
-from .probe import Daemon, daemon, option, start_command
+from .probe import Daemon, daemon
+from .remedy import Problem, advice, problems
 from .show import Row, iso, span, stamped
 
-LOW_DISK = 1 << 30
 GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
 JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
-
-
-class Problem(NamedTuple):
-    """What keeps artd from working, and the command or act that helps."""
-
-    what: str
-    next: str
 
 
 class Snapshot:
@@ -35,7 +30,7 @@ class Snapshot:
         self.data = data
         self.daemon = found
         self.database = False
-        self.clean = False
+        self.meta: dict[str, str] = {}
         self.run: Row | None = None
         self.groups: dict[str, dict[str, dict[str, int]]] = {}
         self.jobs: dict[str, int] = {}
@@ -45,6 +40,24 @@ class Snapshot:
         self.events: list[Row] = []
         self.disk_free = 0
         self.problems: list[Problem] = []
+
+    @property
+    def clean(self) -> bool:
+        """Whether the last daemon ended in order."""
+        return self.meta.get("clean") == "1"
+
+    @property
+    def waiting(self) -> str:
+        """Why a job that is due is not sent to the trainer; "" when none is held back."""
+        told = json.loads(self.meta.get("waiting") or "{}")
+        held = any(job["id"] == told.get("job") and job["state"] == "queued" for job in self.active)
+        return str(told["why"]) if held and self.daemon.running else ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is not as it should be, and needs nobody now."""
+        version = self.meta.get("sqlite", "")
+        return [f"SQLite {version} {BUG}. Next: {REMEDY}"] if version and wal_reset_bug(version) else []
 
     @property
     def health(self) -> str:
@@ -62,14 +75,13 @@ def take(data: Path) -> Snapshot:
             database.close()
         disk = os.statvfs(data)
         shot.disk_free = disk.f_bavail * disk.f_frsize
-    shot.problems = _problems(shot)
+    shot.problems = problems(shot)
     return shot
 
 
 def _fill(shot: Snapshot, database: read.Database) -> None:
     shot.database = True
-    meta = {row["key"]: row["value"] for row in database.rows(read.META)}
-    shot.clean = meta.get("clean") == "1"
+    shot.meta = {row["key"]: row["value"] for row in database.rows(read.META)}
     runs = database.rows(read.RUNS, limit=1)
     if runs:
         shot.run = runs[0]
@@ -106,47 +118,6 @@ def _alive(worker: Row) -> bool:
     return process_ticks(worker["pid"]) == worker["ticks"]
 
 
-def _mend(worker: dict[str, Any], shot: Snapshot, where: str) -> str:
-    look = f"artctl logs {worker['name']}{where}"
-    if worker["state"] == "broken" and worker["name"] != "gateway" and shot.run:
-        return f"{look}, then artctl resume {shot.run['name']}{where}"
-    return look
-
-
-def _problems(shot: Snapshot) -> list[Problem]:
-    found: list[Problem] = []
-    where = option(shot.data)
-    if not shot.daemon.running:
-        return [Problem("the daemon does not run", start_command(shot.data))]
-    for worker in shot.workers:
-        if worker["state"] in ("broken", "backoff"):
-            why = f": {worker['error'].splitlines()[-1]}" if worker["error"].strip() else ""
-            found.append(Problem(f"{worker['name']} is in {worker['state']}{why}", _mend(worker, shot, where)))
-        elif worker["state"] == "stopped" and worker["error"].strip() and shot.run and shot.run["state"] == "active":
-            what, _, then = worker["error"].partition("Next: ")
-            found.append(
-                Problem(
-                    f"{worker['name']} cannot start: {what.strip()}", then or f"artctl logs {worker['name']}{where}"
-                )
-            )
-    for job in shot.active:
-        if job["state"] == "quarantined":
-            why = f": {job['error'].splitlines()[0]}" if job["error"].strip() else ""
-            found.append(Problem(f"job {job['id']} is quarantined{why}", f"artctl retry {job['id']}{where}"))
-    quarantined = any(job["state"] == "quarantined" for job in shot.active)
-    run = shot.run
-    if run and run["state"] == "paused" and run["reason"] != "operator" and not quarantined:
-        found.append(Problem(f"run {run['name']} is paused: {run['reason']}", f"artctl resume {run['name']}{where}"))
-    if shot.pushes and shot.pushes[0]["state"] == "failed":
-        push = shot.pushes[0]
-        found.append(
-            Problem(f"push {push['id']} of step {push['step']} failed: {push['error']}", f"artctl pushes{where}")
-        )
-    if shot.database and shot.disk_free < LOW_DISK:
-        found.append(Problem(f"{shot.disk_free >> 20} MiB are free under {shot.data}", "free disk space there"))
-    return found
-
-
 def doing(shot: Snapshot) -> str:
     """One clause: what is going on now, or what is waited for."""
     if shot.daemon.state in ("starting", "draining"):
@@ -166,6 +137,8 @@ def doing(shot: Snapshot) -> str:
         sending = next((push for push in shot.pushes if push["state"] == "sending"), None)
         if sending:
             return f"pushing step {sending['step']} into {sending['engine']}"
+    if shot.waiting:
+        return f"waiting for disk space: {shot.waiting}"
     if any(job["state"] == "queued" for job in shot.active):
         return f"{was}waiting for the trainer to take a job"
     train = shot.groups["train"]
@@ -175,18 +148,6 @@ def doing(shot: Snapshot) -> str:
         return f"waiting for an engine to serve step {run['step']}"
     need, sealed = run["spec"].get("groups_per_step", 8), train["sealed"]["groups"]
     return f"waiting for rollouts: {sealed} of {need} trainable groups, {train['open']['groups']} open"
-
-
-def advice(shot: Snapshot) -> str:
-    """The next command, or that none is needed."""
-    where = option(shot.data)
-    if shot.problems:
-        return shot.problems[0].next
-    if shot.run is None or shot.run["state"] == "finished":
-        return "create a run with artd.Client().run(NAME, model=FOLDER)"
-    if shot.run["state"] == "paused":
-        return f"artctl resume {shot.run['name']}{where}"
-    return "nothing to do"
 
 
 def content(shot: Snapshot) -> dict[str, Any]:
@@ -200,6 +161,7 @@ def content(shot: Snapshot) -> dict[str, Any]:
         "doing": doing(shot),
         "next": advice(shot),
         "problems": [{"what": p.what, "next": p.next} for p in shot.problems],
+        "warnings": shot.warnings,
         "daemon": {
             "state": shot.daemon.state,
             "pid": told.pid if told else None,
@@ -208,6 +170,7 @@ def content(shot: Snapshot) -> dict[str, Any]:
             "started_iso": iso(told.started) if told else None,
             "url": (told.url or None) if told and shot.daemon.running else None,
             "clean": shot.clean if not shot.daemon.running else None,
+            "sqlite": shot.meta.get("sqlite"),
         },
         "disk_free": shot.disk_free,
         "run": run,

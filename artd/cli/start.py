@@ -17,6 +17,7 @@ from pathlib import Path
 from artd_schema.paths import LOGS, read_daemon_file
 
 from .. import config
+from ..store import fs
 from . import probe
 from .outcome import FAILED, OK, TIMED_OUT, USAGE, CliError, shared
 
@@ -59,7 +60,7 @@ def _log_file(data: Path) -> Path:
     """DATA/logs/daemon.log, its folder made. Raises CliError(FAILED)."""
     os.umask(0o077)
     try:
-        (data / LOGS).mkdir(mode=0o700, parents=True, exist_ok=True)
+        fs.make_dir(data / LOGS)
     except OSError as error:
         raise CliError(
             FAILED, f"the data folder {data} cannot be made: {error.strerror}", "choose another with --data-dir"

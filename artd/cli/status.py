@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from .. import __version__
 from . import probe, show
 from .outcome import DEGRADED, NOT_RUNNING, OK, shared
+from .remedy import advice
 from .show import paint
-from .snapshot import Snapshot, advice, content, doing, take
+from .snapshot import Snapshot, content, doing, take
 
 _CODES = {"ok": OK, "degraded": DEGRADED, "down": NOT_RUNNING}
 _DOTS = {"ok": ("●", "green"), "degraded": ("●", "yellow"), "down": ("○", "red")}
@@ -40,6 +41,8 @@ def lines(shot: Snapshot) -> Iterator[str]:
     yield _row("next", advice(shot))
     for problem in shot.problems if shot.daemon.running else ():
         yield _row("problem", paint(show.one_line(problem.what, 160), "yellow"))
+    for warning in shot.warnings:
+        yield _row("warning", show.one_line(warning, 160))
     if shot.run:
         yield _row("run", _run(shot))
         yield _row("flow", _flow(shot))

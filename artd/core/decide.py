@@ -92,17 +92,18 @@ class Ending:
 
 
 def after_failure(failure: str, attempts: int, deaths: int) -> Ending:
-    """failure: transient, permanent, interrupted, died (nobody ordered it) or killed (ordered).
+    """failure: transient, permanent, rejected (the daemon refused its result), interrupted, died (nobody ordered it) or
+    killed (ordered).
 
-    permanent, the second death or the fifth attempt quarantine the job and pause the run; an interruption costs
-    nothing. Back-off 2^n s up to 300 s; a death has none: the supervisor already waits before it starts another
+    permanent, rejected, the second death or the fifth attempt quarantine the job and pause the run; an interruption
+    costs nothing. Back-off 2^n s up to 300 s; a death has none: the supervisor already waits before it starts another
     process.
     """
     if failure in ("interrupted", "killed"):
         return Ending("queued", attempts, deaths, 0, False)
     attempts += 1
     deaths += failure == "died"
-    if failure == "permanent" or deaths >= MAX_DEATHS or attempts >= MAX_ATTEMPTS:
+    if failure in ("permanent", "rejected") or deaths >= MAX_DEATHS or attempts >= MAX_ATTEMPTS:
         return Ending("quarantined", attempts, deaths, 0, True)
     delay = 0 if failure == "died" else min(2**attempts, 300) * 1000
     return Ending("queued", attempts, deaths, delay, False)

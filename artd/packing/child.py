@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from artd_schema.codec import digest, to_json
+from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import Drop
 
@@ -146,7 +146,7 @@ def main() -> Literal[0, 1]:
         answer = run(msgspec.json.decode(sys.stdin.buffer.read(), type=PackRequest))
     except PackError as error:
         answer = PackFailure(error=str(error), trajectory=error.trajectory, position=error.position, drops=error.drops)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         answer = PackFailure(error=f"the request is not a PackRequest: {error}", position="request")
     except (OSError, sqlite3.Error) as error:
         answer = PackFailure(error=f"{type(error).__name__}: {error}")

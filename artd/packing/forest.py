@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import Drop
 from artd_schema.trajectory import Turn
 
@@ -71,7 +72,7 @@ def _sequences(spec: PackSpec, source: Source, drops: list[Drop]) -> list[Sequen
         sequences = assemble(_TURNS.decode(source.body), spec.routes)
     except AssemblyError as error:
         raise PackError(f"trajectory {source.id}: {error}", trajectory=source.id, position=error.where) from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         message = f"trajectory {source.id}: its body is not a list of turns: {error}"
         raise PackError(message, trajectory=source.id, position="body") from error
     kept = []

@@ -12,6 +12,7 @@ import os
 import sqlite3
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,16 +20,18 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from artd_schema.codec import digest
+from artd_schema.codec import UNREADABLE, digest
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import BatchManifest
 from artd_schema.spec import RunSpec
 
 from ..core.decide import Group, batch_to_pack
+from ..disk import is_full
 from ..rundir import DataDir
 from ..store import fs
 from ..store.blobs import Blobs, add_row
 from ..store.store import Store, emit, move
+from ..supervise.spawn import death_pipe, guarded
 from ..views import active_run, load_run, route_shape
 from .child import MANIFEST, REPLAY, REPLAY_MANIFEST, TENSORS, PackFailure, PackRequest, PackResult, WrittenFile
 
@@ -45,9 +48,13 @@ class Blob(NamedTuple):
 
 
 class Packer:
-    """One batch at a time, in an exec'ed child, so that packing never holds the event loop."""
+    """One batch at a time, in an exec'ed child, so that packing never holds the event loop. lacks(bytes): why there is no room to write so
+    much; "" when there is."""
 
-    def __init__(self, store: Store, blobs: Blobs, data: DataDir) -> None:
+    def __init__(
+        self, store: Store, blobs: Blobs, data: DataDir, lacks: Callable[[int], str] = lambda needed: ""
+    ) -> None:
+        self._lacks = lacks
         self._store = store
         self._blobs = blobs
         self._data = data
@@ -59,7 +66,7 @@ class Packer:
             request, groups = await self._store.write(self._due)
             if request is None:
                 await changed.wait()
-            elif not await self._pack(request, groups):
+            elif self._lacks(0) or not await self._pack(request, groups):
                 await anyio.sleep(RETRY_S)
 
     def _due(self, c: sqlite3.Connection) -> tuple[PackRequest | None, tuple[Group, ...]]:
@@ -103,7 +110,13 @@ class Packer:
             log.warning("packing step %d failed: %s", request.step, answer.error)
             return await self._store.write(lambda c: self._failed(c, request, groups, answer))
         manifest = msgspec.json.decode((out / MANIFEST).read_bytes(), type=BatchManifest)
-        blobs = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
+        try:
+            blobs = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            log.warning("step %d cannot be packed now: %s", request.step, error)
+            return False
         await anyio.to_thread.run_sync(fs.remove_tree, out)
         seconds = time.monotonic() - started
         reach("pack.adopted")
@@ -143,9 +156,11 @@ class Packer:
         seconds: float,
     ) -> None:
         now = self._store.clock.now_ms()
-        run = c.execute("SELECT id, next_epoch, step, state FROM run WHERE name = ?", (manifest.run,)).fetchone()
+        run = c.execute("SELECT * FROM run WHERE name = ?", (manifest.run,)).fetchone()
         if run["step"] + 1 != manifest.step or run["state"] != "active":
             return  # the run moved on meanwhile; the next look at the rows decides again
+        if self._blobs.missing(blob.sha for blob in blobs.values()):
+            return  # collected before its row came: packed again
         for blob in blobs.values():
             add_row(c, blob.sha, blob.bytes, blob.kind, now)
         batch = _insert_batch(c, now, run["id"], manifest, result, {name: blob.sha for name, blob in blobs.items()})
@@ -153,8 +168,9 @@ class Packer:
         for packed in manifest.trajectories:
             if packed.rows:
                 move(c, "trajectory", packed.id, "packed", start="queued", batch_id=batch)
-            else:
+            elif c.execute("SELECT 1 FROM trajectory WHERE id = ? AND state = 'queued'", (packed.id,)).fetchone():
                 move(c, "trajectory", packed.id, "discarded", start="queued", reason=reasons.get(packed.id, "dropped"))
+            # Else it was dropped before, from a batch that was cancelled; its reward still counts for its group.
         kept = {packed.group for packed in manifest.trajectories if packed.rows}
         for group in groups:
             if group.id in kept:
@@ -163,15 +179,11 @@ class Packer:
                 move(
                     c, "trajectory_group", group.id, "discarded", start="sealed", reason="no trajectory could be packed"
                 )
-        parent = c.execute(
-            "SELECT k.id FROM checkpoint k JOIN run r ON r.id = k.run_id AND r.step = k.step AND r.lineage = k.lineage"
-            " WHERE r.id = ?",
-            (run["id"],),
-        ).fetchone()["id"]
+        spent = msgspec.json.encode({"pack": seconds})
         c.execute(
             "INSERT INTO job (run_id, kind, step, epoch, batch_id, parent_id, state, seconds, created)"
             " VALUES (?, 'train', ?, ?, ?, ?, 'queued', ?, ?)",
-            (run["id"], manifest.step, run["next_epoch"], batch, parent, msgspec.json.encode({"pack": seconds}), now),
+            (run["id"], manifest.step, run["next_epoch"], batch, run["checkpoint_id"], spent, now),
         )
         c.execute("UPDATE run SET next_epoch = next_epoch + 1, flush = 0 WHERE id = ?", (run["id"],))
         emit(
@@ -221,11 +233,14 @@ def _insert_batch(
 
 
 async def run_child(request: PackRequest) -> PackResult | PackFailure:
-    """Exec `python -m artd.packing.child` for one batch."""
-    command = [sys.executable, "-m", "artd.packing.child"]
-    done = await anyio.run_process(command, input=msgspec.json.encode(request), check=False, start_new_session=True)
+    """Exec `python -m artd.packing.child` for one batch, under a guardian: it does not outlive the daemon."""
+    with death_pipe() as death:
+        command = guarded(death, [sys.executable, "-m", "artd.packing.child"])
+        done = await anyio.run_process(
+            command, input=msgspec.json.encode(request), check=False, start_new_session=True, pass_fds=(death,)
+        )
     try:
         return msgspec.json.decode(done.stdout, type=PackResult | PackFailure)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         tail = done.stderr.decode(errors="replace").strip()[-2000:]
         return PackFailure(error=f"the packer ended with status {done.returncode}: {tail or digest(done.stdout)}")

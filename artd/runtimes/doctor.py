@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from artd.runtimes import diagnose, lockfile, paths, registry
+from artd.store.version import BUG, REMEDY, wal_reset_bug
 
 FSYNC_ROUNDS = 20
 LOW_DISK = 5_000_000_000
@@ -57,18 +58,10 @@ def _python() -> Finding:
                    "artd runtime install NAME --cpu --python python3.11")  # fmt: skip
 
 
-def wal_reset_bug(version: tuple[int, int, int]) -> bool:
-    """SQLite 3.7.0 to 3.51.2 can lose a commit when a checkpoint resets the WAL under a second connection."""
-    return (3, 7, 0) <= version <= (3, 51, 2)
-
-
 def _sqlite() -> Finding:
     version = sqlite3.sqlite_version
-    numbers = tuple(int(part) for part in version.split(".")[:3])
-    if wal_reset_bug((numbers[0], numbers[1], numbers[2])):
-        return Finding(
-            "sqlite", "warning", f"{version}, has the WAL-reset bug of 3.7.0 to 3.51.2 (it needs two connections that "
-            "checkpoint; artd lets only its writer do so)", "a Python linked with SQLite 3.51.3 or later")  # fmt: skip
+    if wal_reset_bug(version):
+        return Finding("sqlite", "warning", f"{version}, {BUG}", REMEDY)
     return Finding("sqlite", "ok", version)
 
 

@@ -1,25 +1,54 @@
 """The few file-system calls that durability rests on, in one place.
 
 Invariants: a name appears only after its contents are durable; whoever publishes a name fsyncs its folder before a
-row may point to it. An error of fsync is never passed over: the caller must treat the file as unknown and the daemon
-ends.
+row may point to it. After an error of fsync nobody knows what is durable: `on_sync_error` is called, which ends the daemon,
+before anybody can be answered. Only a full disk is no such error: what was being written has no row yet, and is written
+again from the start.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
+import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from artd_schema.crashpoint import reach
+
+log = logging.getLogger(__name__)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_serial = itertools.count()
+_durable: set[Path] = set()
+"""Folders whose names this process made durable. One that it finds may have been made by a process that was killed
+before its fsync, so finding it says nothing about the next power loss."""
+
+on_sync_error: Callable[[OSError], object] | None = None
+"""Set by the daemon, and by nobody else: for a command the exception is enough."""
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error says that nothing more can be written, rather than that something is broken."""
+    return isinstance(error, OSError) and error.errno in FULL
 
 
 def fsync_file(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        _fsync(fd)
     finally:
         os.close(fd)
+
+
+def _fsync(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if on_sync_error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            on_sync_error(error)
+        raise
 
 
 fsync_dir = fsync_file
@@ -34,23 +63,30 @@ def fsync_tree(folder: Path) -> None:
 
 
 def make_dir(path: Path) -> None:
-    """Create `path` and its parents, 0700, durably."""
-    if path.is_dir():
+    """Create `path` and its parents, 0700, durably; the name of one that is there already is made durable too."""
+    found = path.is_dir()
+    if found and path in _durable:
         return
-    make_dir(path.parent)
-    path.mkdir(mode=0o700, exist_ok=True)
-    fsync_dir(path.parent)
+    if not found:
+        make_dir(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        fsync_dir(path.parent)
+    except PermissionError:
+        if not found:  # else it was made by whoever may write there
+            raise
+    _durable.add(path)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Durable and atomic: a new file beside, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Durable and atomic: a new file beside, fsync, rename, fsync of the folder. Threads may write the same one at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_serial)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            _fsync(file.fileno())
         reach("file.written")
         os.rename(temporary, path)
         reach("file.renamed")
@@ -70,6 +106,12 @@ def publish(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder if it is there."""
-    if path.exists():
-        shutil.rmtree(path)
+    """Remove a folder that nobody needs, if it is there. A disk that is too full even for that keeps it until the next
+    start."""
+    try:
+        if path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        log.warning("%s stays until the next start: %s", path, error)

@@ -1,17 +1,25 @@
 """Migrations: numbered SQL files of `artd_schema.sql`, one transaction each, counted by `PRAGMA user_version`.
 
-Until the first release there is one file, 0001, edited in place: a database of another draft is refused, not guessed
-at.
+Owner of: the schema, and the copy of the database that is made before an older one is migrated. Invariants: a database is of
+exactly the first so many scripts (`meta.schema_draft` is their digest), and is changed only after its copy is durable; a
+newer one is refused. Until the first release there is one file, 0001, edited in place: a database of another
+draft is refused, not guessed at.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
+from contextlib import closing
 from importlib.resources import files
+from pathlib import Path
 
 from artd_schema.crashpoint import reach
 
+from . import fs
+
+Scripts = list[tuple[int, str]]
 APPLICATION_ID = 0x61727464  # "artd"
 
 
@@ -19,7 +27,7 @@ class SchemaMismatch(Exception):
     """The database was made by another version of artd."""
 
 
-def scripts() -> list[tuple[int, str]]:
+def scripts() -> Scripts:
     """(number, SQL) of every migration, in order."""
     folder = files("artd_schema").joinpath("sql")
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".sql"))
@@ -27,38 +35,111 @@ def scripts() -> list[tuple[int, str]]:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the schema up to date. Errors: SchemaMismatch."""
-    if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-        known = scripts()
+    """Bring the schema up to date, after a backup beside the database. Errors: SchemaMismatch; nothing is changed then."""
+    known = scripts()
+    found = _version(connection)
+    if found == 0:
         _create(connection, known, _draft(known))
         reach("schema.created")
         return
-    require_known(connection)
+    _require_draft(connection, found, known)
+    steps = [(number, sql) for number, sql in known if number > found]
+    if steps:
+        _back_up(connection, found)
+        reach("migrate.backed_up")
+    for number, sql in steps:
+        _step(connection, number, sql, _draft(_up_to(known, number)))
+        reach("migrate.done")
 
 
 def require_known(connection: sqlite3.Connection) -> None:
     """Errors: SchemaMismatch unless the database is of this very schema; nothing is changed."""
-    found = connection.execute("PRAGMA user_version").fetchone()[0]
-    known = scripts()
+    known, found = scripts(), _version(connection)
     if found == 0:
         raise SchemaMismatch("the database holds no schema of artd")
+    _require_draft(connection, found, known)
+    if found < known[-1][0]:
+        raise SchemaMismatch(
+            f"the database has schema {found}, this artd {known[-1][0]}: `artd start` migrates it (and keeps a copy), or use the "
+            "artd that wrote it"
+        )
+
+
+def _require_draft(connection: sqlite3.Connection, found: int, known: Scripts) -> None:
+    """Errors: SchemaMismatch unless the database has exactly the first `found` of the scripts."""
     if found > known[-1][0]:
         raise SchemaMismatch(
             f"the database has schema {found}, this artd knows up to {known[-1][0]}: start the artd that wrote it, or a newer one"
         )
     stored = connection.execute("SELECT value FROM meta WHERE key = 'schema_draft'").fetchone()
-    if stored is None or stored[0] != _draft(known):
+    if stored is None or stored[0] != _draft(_up_to(known, found)):
         raise SchemaMismatch(
             "the database was made by another unreleased draft of artd (until 1.0 there are no migrations between drafts): "
             "start with an empty --data-dir, or with the artd that made it"
         )
 
 
-def _draft(known: list[tuple[int, str]]) -> str:
+def backup_path(database: Path, version: int) -> Path:
+    """Where the copy from before the migration of schema `version` lies."""
+    return database.with_name(f"{database.stem}-schema-{version:04d}.db")
+
+
+def _back_up(connection: sqlite3.Connection, version: int) -> None:
+    """Copy the database as it is to `backup_path`, durably and whole or not at all. Errors: SchemaMismatch."""
+    database = Path(connection.execute("PRAGMA database_list").fetchone()[2])
+    target = backup_path(database, version)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        with closing(sqlite3.connect(partial)) as out:
+            connection.backup(out)
+            out.execute("PRAGMA journal_mode = DELETE")
+        fs.fsync_file(partial)
+        os.rename(partial, target)
+        fs.fsync_dir(target.parent)
+    except (OSError, sqlite3.Error) as error:
+        partial.unlink(missing_ok=True)
+        raise SchemaMismatch(
+            f"the database has to be migrated from schema {version}, and its copy {target} cannot be written: {error}; nothing "
+            "was changed. Next: free space, then artd start"
+        ) from None
+
+
+def _step(connection: sqlite3.Connection, number: int, sql: str, draft: str) -> None:
+    """One script in one transaction. A script may rebuild tables: references are checked at its end, not meanwhile. Errors:
+    SchemaMismatch, and everything is as it was."""
+    connection.execute("PRAGMA foreign_keys = OFF")
+    try:
+        connection.executescript(f"BEGIN IMMEDIATE;\n{sql}\n")
+        if dangling := connection.execute("PRAGMA foreign_key_check").fetchall():
+            raise sqlite3.IntegrityError(f"{len(dangling)} references to nothing, the first in {dangling[0][0]}")
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_draft'", (draft,))
+        connection.execute(f"PRAGMA user_version = {number}")
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise SchemaMismatch(
+            f"migration {number} failed: {error}; the database is as it was. Next: free space if there is none, else report it"
+        ) from error
+    finally:
+        connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _up_to(known: Scripts, number: int) -> Scripts:
+    return [(n, sql) for n, sql in known if n <= number]
+
+
+def _draft(known: Scripts) -> str:
     return hashlib.sha256("".join(sql for _, sql in known).encode()).hexdigest()
 
 
-def _create(connection: sqlite3.Connection, known: list[tuple[int, str]], draft: str) -> None:
+def _create(connection: sqlite3.Connection, known: Scripts, draft: str) -> None:
     body = "".join(sql for _, sql in known)
     connection.executescript(
         f"BEGIN IMMEDIATE;\n{body}\n"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiosqlite
 import msgspec
@@ -18,36 +18,60 @@ import msgspec
 from ..clock import Clock
 from ..core.states import IllegalTransition, sources
 from .migrate import migrate
-from .writer import Writer, connect
+from .writer import FULL_RETRY_S, StoreFull, Writer, connect, fold
 
 T = TypeVar("T")
 WAKE_S = 0.02
+HURRIED_TRIES = 3
+
+
+class Reader(Protocol):
+    """A read-only connection."""
+
+    async def execute_fetchall(self, sql: str, parameters: Sequence[Any]) -> Iterable[sqlite3.Row]: ...
+
+    async def close(self) -> None: ...
+
+
+async def open_reader(path: Path) -> Reader:
+    """A connection in a thread of its own."""
+    reader = await aiosqlite.connect(f"file:{path}?mode=ro", uri=True)
+    reader.row_factory = sqlite3.Row
+    await reader.execute("PRAGMA query_only = 1")
+    return reader
 
 
 class Store:
-    """`await write(fn)` for everything that changes rows, `await read(sql)` for the rest."""
+    """`await write(fn)` for everything that changes rows, `await read(sql)` for the rest. writer, open_reader: tests with
+    simulated time have some without threads."""
 
-    def __init__(self, path: Path, clock: Clock, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, path: Path, clock: Clock, on_fatal: Callable[[BaseException], None],
+        writer: Callable[[Path, Callable[[BaseException], None]], Writer] = Writer,
+        open_reader: Callable[[Path], Awaitable[Reader]] = open_reader,
+    ) -> None:  # fmt: skip
         self.path = path
         self.clock = clock
         self._on_fatal = on_fatal
+        self._patient = True
+        self._make_writer = writer
+        self._open_reader = open_reader
         self._changed = asyncio.Event()
         self._woken = float("-inf")
         self._waking: asyncio.TimerHandle | None = None
-        self._reader: aiosqlite.Connection | None = None
+        self._reader: Reader | None = None
 
     async def open(self) -> None:
         """Create or migrate the file and start the writer. Errors: migrate.SchemaMismatch."""
         connection = connect(self.path)
         try:
             migrate(connection)
+            fold(connection, "TRUNCATE")  # close does it too, but passes over an error
         finally:
             connection.close()
-        self._writer = Writer(self.path, self._on_fatal)
+        self._writer = self._make_writer(self.path, self._on_fatal)
         self._writer.start(asyncio.get_running_loop(), self.announce)
-        self._reader = await aiosqlite.connect(f"file:{self.path}?mode=ro", uri=True)
-        self._reader.row_factory = sqlite3.Row
-        await self._reader.execute("PRAGMA query_only = 1")
+        self._reader = await self._open_reader(self.path)
 
     async def close(self) -> None:
         if self._waking is not None:
@@ -57,12 +81,30 @@ class Store:
         await asyncio.to_thread(self._writer.stop)
 
     def submit(self, fn: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
-        """Queue `fn` for the writer; the future resolves after COMMIT returned."""
+        """Queue `fn` for the writer; the future resolves after COMMIT returned, or with StoreFull."""
         return self._writer.submit(fn)
 
     async def write(self, fn: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `fn(connection)` in a transaction of the writer. A cancelled caller's write still happens."""
-        return await self._writer.submit(fn)
+        """Run `fn(connection)` in a transaction of the writer, again and again while the disk is full. A cancelled caller's
+        write still happens."""
+        refused = 0
+        while True:
+            try:
+                return await self._writer.submit(fn)
+            except StoreFull as error:
+                refused += 1
+                if not self._patient and refused >= HURRIED_TRIES:
+                    self._on_fatal(error)
+                    raise
+                await asyncio.sleep(FULL_RETRY_S)
+
+    def hurry(self) -> None:
+        """The daemon ends: a full disk is not waited for any more; if giving up the reserve does not help, it is the end."""
+        self._patient = False
+
+    def on_full(self, free: Callable[[], None]) -> None:
+        """free: called in the writer's thread when there is no room to commit."""
+        self._writer.on_full = free
 
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         assert self._reader is not None

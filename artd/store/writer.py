@@ -2,7 +2,8 @@
 
 Owner of: the connection, the WAL's checkpoints. Invariants: a caller hears of a write only after COMMIT returned; an
 error from BEGIN's disk work inside a function fails that function alone; an error from COMMIT means *unknown*, so
-nobody is answered and `on_fatal` ends the daemon: the next boot's reading of the file decides.
+nobody is answered and `on_fatal` ends the daemon: the next boot's reading of the file decides. A full disk alone is no
+such error: `_disown` makes sure of it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from artd_schema.crashpoint import reach
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], Any]
+Group = list[tuple[Write, asyncio.Future[Any]]]
 MAX_GROUP = 256
 CHECKPOINT_BYTES = 4 << 20
 CHECKPOINT_BUSY_BYTES = 64 << 20
+FULL_RETRY_S = 0.5
 
 
 class StoreFull(Exception):
@@ -60,8 +63,11 @@ class Writer:
         self._on_fatal = on_fatal
         self._queue: queue.SimpleQueue[tuple[Write, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="artd-writer", daemon=True)
+        self._stopping = threading.Event()
         self.commits = 0
         self.writes = 0
+        self.on_full: Callable[[], None] = lambda: None
+        """Called in the writer's thread when there was no room for a commit: may free some."""
 
     def start(self, loop: asyncio.AbstractEventLoop, on_commit: Callable[[], None]) -> None:
         """on_commit is called in the loop after each commit that changed something."""
@@ -77,6 +83,7 @@ class Writer:
 
     def stop(self) -> None:
         """Finish what is queued, truncate the WAL, close."""
+        self._stopping.set()
         self._queue.put(None)
         self._thread.join()
 
@@ -85,12 +92,12 @@ class Writer:
             while (group := self._next_group()) is not None:
                 self._commit(group)
                 self._checkpoint()
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            fold(self._connection, "TRUNCATE")
             self._connection.close()
         except BaseException as error:
             self._on_fatal(error)
 
-    def _next_group(self) -> list[tuple[Write, asyncio.Future[Any]]] | None:
+    def _next_group(self) -> Group | None:
         first = self._queue.get()
         if first is None:
             return None
@@ -103,24 +110,56 @@ class Writer:
             group.append(item)
         return group
 
-    def _commit(self, group: list[tuple[Write, asyncio.Future[Any]]]) -> None:
+    def _commit(self, group: Group) -> None:
         connection = self._connection
         before = connection.total_changes
         results: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         connection.execute("BEGIN IMMEDIATE")
         for fn, future in group:
-            results.append((future, *self._apply(fn)))
-            if not connection.in_transaction:  # SQLite itself rolled the whole group back: disk full or I/O error
-                full = StoreFull("the disk is full: free space; artd goes on by itself")
-                results = [(item[1], None, full) for item in group]
+            result, error = self._apply(fn)
+            results.append((future, result, error))
+            if not connection.in_transaction:  # SQLite itself rolled the whole group back
+                if not _is_full(error):
+                    raise error or sqlite3.OperationalError("the transaction is gone")
+                self._make_room()
+                results = _full(group)
                 break
         else:
             reach("writer.commit")
-            connection.execute("COMMIT")
+            try:
+                connection.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                if not _is_full(error):
+                    raise
+                self._disown()
+                results = _full(group)
             reach("writer.committed")
         self.commits += 1
         self.writes += len(group)
         self._loop.call_soon_threadsafe(self._resolve, results, connection.total_changes != before)
+
+    def _make_room(self) -> None:
+        self.on_full()
+        fold(self._connection, "PASSIVE")  # a log that is in the database begins anew, and need not grow
+
+    def _disown(self) -> None:
+        """A COMMIT found no room for its frames, and SQLite took it back. What of it lies in the WAL is overwritten by the next
+        commit, so only after one has succeeded is "no" the answer for certain; until there is room for one, nobody is
+        answered. Errors: sqlite3.OperationalError when the daemon is to end first: then it is unknown.
+        """
+        while True:
+            self._make_room()
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute(
+                    "INSERT INTO meta (key, value) VALUES ('disk_full', '1')"
+                    " ON CONFLICT (key) DO UPDATE SET value = value + 1"
+                )
+                self._connection.execute("COMMIT")
+                return
+            except sqlite3.OperationalError as error:
+                if not _is_full(error) or self._stopping.wait(FULL_RETRY_S):
+                    raise
 
     def _apply(self, fn: Write) -> tuple[Any, BaseException | None]:
         connection = self._connection
@@ -155,9 +194,23 @@ class Writer:
         if size <= (CHECKPOINT_BYTES if self._queue.empty() else CHECKPOINT_BUSY_BYTES):
             return
         reach("wal.checkpoint")
-        try:
-            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
-                raise
-            log.warning("no room to checkpoint the WAL of %d bytes: free space; artd goes on by itself", size)
+        fold(self._connection, "PASSIVE")
+
+
+def fold(connection: sqlite3.Connection, mode: str) -> None:
+    """Checkpoint the WAL; a disk that has no room for it is no error. Errors: sqlite3.OperationalError."""
+    try:
+        connection.execute(f"PRAGMA wal_checkpoint({mode})")
+    except sqlite3.OperationalError as error:
+        if not _is_full(error):
+            raise
+        log.warning("no room to fold the write-ahead log into the database: free space; artd goes on by itself")
+
+
+def _full(group: Group) -> list[tuple[asyncio.Future[Any], Any, BaseException | None]]:
+    error = StoreFull("the disk is full: free space; artd goes on by itself")
+    return [(future, None, error) for _, future in group]
+
+
+def _is_full(error: BaseException | None) -> bool:
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from artd_schema.paths import boot_id
+
 PACKAGES = ("artd_schema", "artd_workers")
 DIGITS = 12
 
@@ -34,6 +36,7 @@ def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
     root = data / "code"
     target = root / digest_files(files)
     if target.is_dir() and digest_files(read_tree(target)) == target.name:
+        _drop_old_byte_code(target)
         return target
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
@@ -45,7 +48,19 @@ def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
         _sync(root)
     finally:
         shutil.rmtree(aside)
+    _drop_old_byte_code(target)
     return target
+
+
+def _drop_old_byte_code(folder: Path) -> None:
+    """Python writes byte code without fsync: a power loss can leave half of one, which it then fails to import for good. So what an
+    earlier boot of the machine wrote goes."""
+    marker = folder / ".boot"
+    if marker.exists() and marker.read_text() == boot_id():
+        return
+    for cache in list(folder.rglob("__pycache__")):
+        shutil.rmtree(cache)
+    marker.write_text(boot_id())
 
 
 def read_tree(folder: Path, prefix: str = "") -> dict[str, bytes]:

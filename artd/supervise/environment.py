@@ -24,8 +24,8 @@ _PYTHON = (
     "VIRTUAL_ENV",
     "__PYVENV_LAUNCHER__",
 )
-TRAINER_EXTRA = {"TORCH_COMPILE_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""What a trainer needs besides, wherever one is started."""
+TRAINER_EXTRA = {"TOKENIZERS_PARALLELISM": "false"}
+"""What a trainer needs besides, wherever one is started. What hangs on its device it sets itself (`placement.prepare`)."""
 _SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 

@@ -1,15 +1,20 @@
 """The guardian: a small process between the daemon and one worker that ends the worker's whole subtree.
 
 Run as `python -I -S guardian.py DEATH_FD -- ARGV...` in a session of its own. DEATH_FD is the read end of a pipe whose
-only write end the daemon holds: its end-of-file means that the daemon is gone or wants the subtree dead.
+only write end the daemon holds: a byte in it means that the daemon wants the subtree dead, its end-of-file that the
+daemon is gone.
 
-- end-of-file, or a second SIGTERM: SIGKILL to every descendant until none is left, then exit;
+- a byte, end-of-file, or a second SIGTERM: SIGKILL to every descendant until none is left, then exit;
+- end-of-file before the main child was started: it is not started at all;
 - the first SIGTERM: passed on to the main child alone;
-- the main child ended: what it left behind is killed, then exit with its status (128 + n after signal n).
+- the main child ended: what it left behind is killed, then exit with its status (128 + n after signal n);
+- last of all, when the daemon is gone: SIGKILL to whatever carries the tags of the same daemon, because its own guardian
+  may have been killed with the daemon. Other guardians are left to their work.
 
 Owner of: nothing on disk. Invariants: stand-alone (standard library only, no threads, no fork without exec); a
 subreaper, so that no descendant escapes by a session of its own or by the death of its parent; never the victim of a
-parent-death signal itself (that one is SIGCONT: it only wakes a guardian that somebody had stopped).
+parent-death signal itself (that one is SIGCONT: it only wakes a guardian that somebody had stopped); a process that is no
+descendant is signalled only when it carries this very daemon's tags and that daemon is dead.
 `procfs` re-uses the readers below, so that there is one parser of /proc/PID/stat.
 """
 
@@ -28,7 +33,13 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LINGER_S = 30.0
 """How long a guardian waits for descendants that do not die of SIGKILL (uninterruptible sleep, a driver's teardown)."""
+KIN_S = 5.0
+"""How long the last look for processes of guardians that were killed may take."""
 DEAD = ("Z", "X", "x")
+KIN = ("ARTD_INSTANCE", "ARTD_BOOT", "ARTD_OWNER")
+"""Tags by which the processes of one daemon know each other. ARTD_OWNER is that daemon, as PID:TICKS."""
+ORDER = b"k"
+"""What the daemon writes into the pipe before it closes it: it lives, and wants the subtree dead."""
 
 
 class Stat(NamedTuple):
@@ -59,6 +70,17 @@ def all_stats() -> Iterator[Stat]:
     for name in os.listdir("/proc"):
         if name.isdigit() and (stat := read_stat(int(name))) is not None:
             yield stat
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """The environment that a process was exec'ed with; empty when it is gone, unreadable or was overwritten."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            raw = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
+    return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
 def descendants(roots: Iterable[int], stats: Iterable[Stat]) -> list[Stat]:
@@ -182,7 +204,17 @@ def _end_all(main: int, status: int | None) -> int:
     return 128 + signal.SIGKILL if status is None else status
 
 
-def _watch(death: int, wake: int, main: int, terms: list[int]) -> int:
+def _word(death: int) -> str:
+    """What the daemon says by the pipe: "" nothing, "order", or "gone" (end-of-file)."""
+    poll = select.poll()
+    poll.register(death, select.POLLIN)
+    if not poll.poll(0):
+        return ""
+    return "order" if os.read(death, len(ORDER)) else "gone"
+
+
+def _watch(death: int, wake: int, main: int, terms: list[int]) -> tuple[int, bool]:
+    """Until the subtree is dead: (exit status, whether the daemon is gone)."""
     poll = select.poll()
     poll.register(death, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -193,11 +225,54 @@ def _watch(death: int, wake: int, main: int, terms: list[int]) -> int:
         if wake in ready:
             os.read(wake, 4096)
         status, _ = _reap(main, status)
-        if status is not None or (death in ready and not os.read(death, 1)) or len(terms) > 1:
-            return _end_all(main, status)
+        word = _word(death)
+        if status is not None or word or len(terms) > 1:
+            code = _end_all(main, status)
+            return code, (word or _word(death)) == "gone"
         if terms and not passed_on:
             os.kill(main, signal.SIGTERM)
             passed_on = True
+
+
+def _end_kin() -> None:
+    """SIGKILL what is left of the daemon's other workers, once the daemon itself is dead."""
+    mark = {key: os.environ.get(key, "") for key in KIN}
+    pid, _, ticks = mark["ARTD_OWNER"].partition(":")
+    if not all(mark.values()) or not (pid.isdecimal() and ticks.isdecimal()):
+        return
+    deadline = time.monotonic() + KIN_S
+    # A process closes its files a moment before it is dead.
+    while (owner := read_stat(int(pid))) is not None and owner.ticks == int(ticks) and owner.state not in DEAD:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.005)
+    while left := _kin(mark):
+        if time.monotonic() > deadline:
+            _say("not dead after SIGKILL: " + ", ".join(f"{stat.pid} (state {stat.state})" for stat in left))
+            return
+        for stat in left:
+            try:
+                signal_exact(stat.pid, stat.ticks, signal.SIGKILL)
+            except PermissionError:
+                _say(f"may not signal process {stat.pid}")
+        time.sleep(0.01)
+
+
+def _kin(mark: dict[str, str]) -> list[Stat]:
+    """Living processes that carry these tags, and what descends from them; guardians are left out."""
+    stats = list(all_stats())
+    tagged = [stat for stat in stats if mark.items() <= read_environment(stat.pid).items()]
+    found = dict.fromkeys([*tagged, *descendants([stat.pid for stat in tagged], stats)])
+    return [stat for stat in found if stat.state not in DEAD and not _is_guardian(stat.pid)]
+
+
+def _is_guardian(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    return os.fsencode(sys.argv[0]) in words[:4]
 
 
 def main(arguments: list[str]) -> int:
@@ -218,7 +293,12 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
-    return _watch(death, wake, _start(command), terms)
+    if _word(death):
+        return 128 + signal.SIGKILL
+    status, orphaned = _watch(death, wake, _start(command), terms)
+    if orphaned:
+        _end_kin()
+    return status
 
 
 if __name__ == "__main__":

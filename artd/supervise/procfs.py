@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .guardian import DEAD, Stat, all_stats, descendants, read_stat, signal_exact
+from .guardian import read_environment as environment
 
 __all__ = [
     "DEAD",
@@ -69,16 +70,6 @@ def strike(processes: Iterable[Stat], number: int) -> None:
             signal_exact(stat.pid, stat.ticks, number)
         except PermissionError:
             continue
-
-
-def environment(pid: int) -> dict[str, str]:
-    """The environment that a process was exec'ed with; empty when it is gone, unreadable or was overwritten."""
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
-    pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
-    return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
 def oom_kills() -> int:

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from . import procfs
@@ -26,13 +26,13 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A row of table `process`: the guardian that a worker had. session: the session that it led."""
+    """A row of table `process`: the guardian that a worker had. session: the session that it led, if it was one."""
 
     name: str
     boot_id: str
     pid: int
     ticks: int
-    session: int
+    session: int | None
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,18 @@ async def reap(
     stuck = {left.key for left in living}
     ended = tuple(left for key, left in known.items() if key not in stuck)
     return Reaped(ended=ended, broken=tuple(living))
+
+
+def strike_again(leftovers: Iterable[Leftover]) -> tuple[Leftover, ...]:
+    """Those that live still, as of now; each has got another SIGKILL."""
+    stats = [(left, procfs.read_stat(left.pid)) for left in leftovers]
+    living = tuple(
+        replace(left, state=stat.state)
+        for left, stat in stats
+        if stat is not None and stat.ticks == left.ticks and stat.state not in procfs.DEAD
+    )
+    _strike(living, signal.SIGKILL)
+    return living
 
 
 def find(

@@ -8,18 +8,20 @@ goes to a (pid, start ticks) that was read again; the death pipe's write end is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from artd_schema.crashpoint import reach
 
 from . import procfs
+from .guardian import ORDER
 from .postmortem import TAIL_LINES, read_tail
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -90,8 +92,10 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def sever(self) -> None:
-        """Close the death pipe: the guardian SIGKILLs the whole subtree. Returns at once; may be called again."""
+        """Order the guardian to SIGKILL the whole subtree. Returns at once; may be called again."""
         if self._death >= 0:
+            with contextlib.suppress(BrokenPipeError):  # the guardian has ended
+                os.write(self._death, ORDER)
             os.close(self._death)
             self._death = -1
             self._signal(signal.SIGCONT)
@@ -182,6 +186,22 @@ async def _prove(name: str, survivors: Callable[[], Iterable[procfs.Stat]], with
         await asyncio.sleep(0.005)
 
 
+def guarded(death: int, argv: Sequence[str]) -> list[str]:
+    """The command that runs argv under a guardian. death: the read end of its death pipe, to be inherited."""
+    return [sys.executable, "-I", "-S", str(GUARDIAN), str(death), "--", *argv]
+
+
+@contextlib.contextmanager
+def death_pipe() -> Iterator[int]:
+    """The read end of a pipe for `guarded`. What runs by it is ended when the block is left, or with this process."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 def spawn(
     name: str,
     argv: Sequence[str],
@@ -203,7 +223,7 @@ def spawn(
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARDIAN), str(reading), "--", *argv],
+                guarded(reading, argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

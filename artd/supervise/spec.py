@@ -13,6 +13,7 @@ from typing import Protocol
 from artd_schema.worker import WorkerKind
 
 from .postmortem import Status
+from .reap import Leftover
 from .states import State
 
 
@@ -28,17 +29,20 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A worker. launch: called with each new spawn number; start_timeout_s: from its start to Ready."""
+    """A worker. launch: called with each new spawn number; start_timeout_s: from its start to Ready; leftovers: processes
+    of it from older boots that outlived SIGKILL: nothing is started beside them."""
 
     name: str
     kind: WorkerKind
     launch: Callable[[int], Launch]
     start_timeout_s: float
+    leftovers: tuple[Leftover, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """What table `process` holds of a worker. pid, ticks, session: None while it has no process."""
+    """What table `process` holds of a worker. pid, ticks, session: None while it has no process; a leftover of an older
+    boot counts as one."""
 
     kind: WorkerKind
     spawn: int

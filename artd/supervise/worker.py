@@ -1,8 +1,9 @@
 """One supervised worker: a single task that starts its process, watches it, and starts it again by the policy.
 
 Owner of: the worker's state, its living process and its back-off. Invariants: at most one process, and the next one is
-made only after the last one is proven dead; the spawn number is durable before the process exists; a state is told
-(and persisted by the listener) before what follows from it; a listener never calls back into the worker it hears of.
+made only after the last one is proven dead, whichever boot made it (until then the worker is broken; the breaker besides
+waits for the operator); the spawn number is durable before the process exists; a state is told (and persisted by the
+listener) before what follows from it; a listener never calls back into the worker it hears of.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import anyio
 
 from . import postmortem, procfs
 from .backoff import Backoff
+from .reap import strike_again
 from .spawn import Child, Undead, spawn
 from .spec import Info, Launch, Listener, Spec
 from .states import State, follow
 
 ERROR_LINES = 10
+LOOK_S = 2.0
+"""How often a broken worker looks whether the process that does not die is gone."""
 
 
 class Worker:
@@ -40,6 +44,8 @@ class Worker:
         self._clock = clock
         self._child: Child | None = None
         self._launch: Launch | None = None
+        self._leftovers = spec.leftovers
+        self._tripped = False
         self._oom_kills = 0
         self._wanted = False
         self._retry = False
@@ -148,26 +154,38 @@ class Worker:
 
     async def _lie_broken(self) -> None:
         while True:
-            if self._child is not None and (self._retry or self._waiters):
+            if self._child is not None:
                 buried = await self._bury()
                 self._retry = self._retry and buried
             if self._child is None:
                 if not self._wanted:
                     return await self._set("stopped")
-                if self._retry:
+                if self._retry or not (self._tripped or self._haunted()):
                     return await self._start_again()
                 self._settle()
-            await self._sleep(None)
+            await self._sleep(LOOK_S if self._child is not None or self._leftovers else None)
+
+    def _haunted(self) -> bool:
+        """Whether a process of an older boot lives still, in spite of yet another SIGKILL."""
+        self._leftovers = strike_again(self._leftovers)
+        if self._leftovers:
+            first = self._leftovers[0]
+            self.error = str(Undead(self.spec.name, first.pid, first.state))
+        return bool(self._leftovers)
 
     async def _start_again(self) -> None:
         if self._retry:
             self._backoff.reset()
-        self._retry = False
+        self._retry = self._tripped = False
         self.restarts += 1
         await self._set("starting")
 
     async def _live(self) -> None:
         self._retry = False
+        if self._haunted():
+            await self._set("backoff")
+            await self._set("broken")
+            return
         self.spawn = await self._listener.next_spawn(self.spec.name)
         started = self._clock()
         self._why, self._ordered = self._make()
@@ -184,7 +202,8 @@ class Worker:
             await self._set("stopped")
         else:
             await self._set("backoff")
-            if not buried or (delay is None and self._wanted):
+            self._tripped = delay is None and self._wanted
+            if not buried or self._tripped:
                 await self._set("broken")
 
     def _make(self) -> tuple[str, bool]:
@@ -267,13 +286,16 @@ class Worker:
     def info(self) -> Info:
         """What table `process` holds of it, as of now."""
         child, launch = self._child, self._launch
+        who: procfs.Identity | None = child.who if child else None
+        if who is None and self._leftovers:
+            who = procfs.Identity(procfs.boot_id(), *self._leftovers[0].key)
         return Info(
             kind=self.spec.kind,
             spawn=self.spawn,
             restarts=self.restarts,
-            boot_id=child.boot_id if child else "",
-            pid=child.pid if child else None,
-            ticks=child.ticks if child else None,
+            boot_id=who.boot_id if who else "",
+            pid=who.pid if who else None,
+            ticks=who.ticks if who else None,
             session=child.session if child else None,
             error=self.error,
             log=str(launch.log) if launch else "",

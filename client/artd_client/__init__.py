@@ -18,12 +18,14 @@ from .errors import (
     Draining,
     Failed,
     Invalid,
+    NotAllowed,
     NotFound,
     Stalled,
     TimedOut,
     TooLarge,
     WrongProtocol,
 )
+from .remote import Remote
 from .run import Run
 from .sync import SyncClient, SyncRun
 from .turns import turn
@@ -44,8 +46,10 @@ __all__ = [
     "Invalid",
     "LoraSpec",
     "LossSpec",
+    "NotAllowed",
     "NotFound",
     "OptimizerSpec",
+    "Remote",
     "Run",
     "RunInfo",
     "RunSpec",

@@ -20,6 +20,7 @@ from artd_schema.spec import RunSpec
 
 from .connection import Connection
 from .errors import Closed, Invalid
+from .remote import Remote
 from .run import Row, Run
 
 Table = Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
@@ -30,12 +31,18 @@ class Client:
     """`async with Client() as art:`; everything artd does, for asyncio programs.
 
     data_dir: the daemon's data folder; None = $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data. timeout: seconds that a
-    request may take, time without a daemon included: when the daemon is restarted within it, nothing is noticed.
+    request may take, time without a daemon included: when the daemon is restarted within it, nothing is noticed. remote: a
+    daemon on another machine, in place of data_dir.
     Safe for many tasks of one event loop.
     """
 
-    def __init__(self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0, remote: Remote | None = None
+    ) -> None:
+        if remote is not None and data_dir is not None:
+            raise Invalid("give either data_dir or remote, not both", "remote")
         self.data_dir = paths.data_dir(data_dir)
+        self._where = remote or self.data_dir
         self._timeout = timeout
         self._connection: Connection | None = None
         self._closing: list[Callable[[], Awaitable[object]]] = []
@@ -43,7 +50,7 @@ class Client:
     async def __aenter__(self) -> Client:
         if self._connection is not None:
             raise Closed("this client is open already")
-        connection = Connection(self.data_dir, self._timeout)
+        connection = Connection(self._where, self._timeout)
         await connection.open()
         self._connection = connection
         return self
@@ -129,9 +136,18 @@ class Client:
         """Cancel a job for good: its trajectories wait again, and its run pauses."""
         await self._open.ask(api.CancelJob(job=job), api.Done)
 
+    async def discard(self, job: int) -> None:
+        """End a job for good, with its trajectories: they are never trained."""
+        await self._open.ask(api.DiscardJob(job=job), api.Done)
+
     async def retry(self, job: int) -> None:
         """Queue a quarantined job again on the same batch."""
         await self._open.ask(api.RetryJob(job=job), api.Done)
+
+    async def collect(self, dry: bool = False, resume: bool = False) -> api.Collected:
+        """Have deleted what has had its time and what nothing refers to. dry: only say what would go; resume: retention that a
+        jump of the clock stopped goes on."""
+        return await self._open.ask(api.Collect(dry=dry, resume=resume), api.Collected)
 
     async def shutdown(self, drain_s: float = 60.0) -> None:
         """Stop the daemon; its workers get drain_s seconds."""

@@ -31,23 +31,25 @@ from .errors import (
     DaemonNotRunning,
     Disconnected,
     Failed,
+    NotAllowed,
     TimedOut,
     TooLarge,
     WrongProtocol,
     from_answer,
 )
 from .link import Link
+from .remote import Remote
 
 log = logging.getLogger(__name__)
 A = TypeVar("A", bound=api.Answer)
 
-ONCE = (api.CancelJob, api.RetryJob, api.Shutdown)
+ONCE = (api.RetryJob, api.Shutdown)
 """Requests that must not be repeated blindly: a second one would meet a state that the first has changed."""
 HELLO_S = 5.0
 QUIET_S = 5.0
 DEAD_S = 15.0
 TICK_S = 0.25
-BACKOFF_S = (0.02, 1.0)
+BACKOFF_S = (0.02, 0.2)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +62,10 @@ class _Call:
 
 
 class Connection:
-    """data: the daemon's data folder; timeout: seconds a request may take, reconnects included."""
+    """data: the daemon's data folder, or where on another machine it is; timeout: seconds a request may take, reconnects
+    included."""
 
-    def __init__(self, data: Path, timeout: float) -> None:
+    def __init__(self, data: Path | Remote, timeout: float) -> None:
         self.data = data
         self.timeout = timeout
         self.welcome: api.Welcome | None = None
@@ -180,7 +183,8 @@ class Connection:
         endpoint = locate.endpoint(self.data)
         self._gone.clear()
         self._refusal: ArtdError | None = None
-        self._link = link = Link(self._context, endpoint, self._take, self._gone.set)
+        remote = self.data if isinstance(self.data, Remote) else None
+        self._link = link = Link(self._context, endpoint, self._take, self._gone.set, remote)
         silent = self._loop.call_later(HELLO_S, self._unanswered)
         try:
             self._heard = self._pinged = self._loop.time()
@@ -193,6 +197,8 @@ class Connection:
             link.close()
         if self._refusal is not None:
             raise self._refusal
+        if link.refused:
+            raise NotAllowed(f"{endpoint} does not know this client's key; `artctl key add` there allows it")
         self._why = locate.not_running(self.data, "no daemon answers")
         for entry in list(self._calls.values()):
             if entry.sent and isinstance(entry.op, ONCE):

@@ -87,6 +87,10 @@ class Disconnected(ArtdError):
     """The connection ended before the answer to a request that is not safe to repeat: it may or may not have been done."""
 
 
+class NotAllowed(ArtdError):
+    """A daemon on another machine does not know this client's key."""
+
+
 class WrongProtocol(ArtdError):
     """Client and daemon speak different protocols."""
 

@@ -11,6 +11,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from .remote import Remote
 
 GONE = (
     zmq.EVENT_DISCONNECTED
@@ -26,7 +29,8 @@ NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Link:
-    """`on_frames(frames)` is called in the loop for every message, `on_gone()` once, unless `close` came first."""
+    """`on_frames(frames)` is called in the loop for every message, `on_gone()` once, unless `close` came first. refused:
+    whether it is gone because the daemon does not know this client's key."""
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Link:
         endpoint: str,
         on_frames: Callable[[list[bytes]], None],
         on_gone: Callable[[], None],
+        remote: Remote | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_frames = on_frames
@@ -41,6 +46,9 @@ class Link:
         self._closed = False
         self._looking = False
         self._socket = context.socket(zmq.DEALER)
+        self.refused = False
+        if remote is not None:
+            remote.secure(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         # The requests in flight are held by their callers anyway: a limit here would only be a second, silent one.
@@ -87,6 +95,7 @@ class Link:
         if not self._closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._drain()  # what came before the end
             if not self._closed:
+                self.refused = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 self.close()
                 self._on_gone()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from artd_schema import paths
 
 from .errors import DaemonNotRunning
+from .remote import Remote
 
 
 class Starting(DaemonNotRunning):
@@ -22,14 +23,18 @@ def start_command(data: Path) -> str:
     return "artd start" if data == paths.data_dir() else f"artd start --data-dir {shlex.quote(str(data))}"
 
 
-def not_running(data: Path, what: str) -> DaemonNotRunning:
+def not_running(data: Path | Remote, what: str) -> DaemonNotRunning:
     """what: such as `no daemon runs`."""
+    if isinstance(data, Remote):
+        return DaemonNotRunning(f"{what} at {data.endpoint}, or its public key is not the one given", "artd start")
     command = start_command(data)
     return DaemonNotRunning(f"{what} on {data}; start it with `{command}`", command)
 
 
-def endpoint(data: Path) -> str:
+def endpoint(data: Path | Remote) -> str:
     """ZeroMQ endpoint of the daemon on `data`. Raises DaemonNotRunning, or Starting when waiting may help."""
+    if isinstance(data, Remote):
+        return data.endpoint
     told = paths.read_daemon_file(data)
     if told is None or not told.alive():
         raise not_running(data, "no daemon runs")

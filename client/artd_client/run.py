@@ -210,6 +210,13 @@ class Run:
     async def resume(self) -> None:
         await self._connection.ask(api.Resume(run=self.name), api.Done)
 
+    async def rollback(self, step: int) -> None:
+        """Go on from an older step, in a new lineage: the steps after it are left, and what they trained stays trained. The
+        run keeps its state; pause it first, or what waits is trained at once."""
+        await self.refresh()
+        await self._connection.ask(api.Rollback(run=self.name, step=step, lineage=self.info.lineage), api.Done)
+        await self.refresh()
+
     async def finish(self) -> None:
         """End the run for good; its engine and trainer stop."""
         await self._connection.ask(api.Finish(run=self.name), api.Done)

@@ -19,6 +19,7 @@ from artd_schema.trajectory import Split, Turn
 from .client import Client, Table
 from .errors import Closed
 from .openai_client import sync_openai
+from .remote import Remote
 from .run import Row, Run
 
 if TYPE_CHECKING:
@@ -52,8 +53,10 @@ class _Loop:
 class SyncClient:
     """`with SyncClient() as art:`; see `Client`."""
 
-    def __init__(self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0) -> None:
-        self._client = Client(data_dir, timeout=timeout)
+    def __init__(
+        self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0, remote: Remote | None = None
+    ) -> None:
+        self._client = Client(data_dir, timeout=timeout, remote=remote)
         self._running: _Loop | None = None
 
     def __enter__(self) -> SyncClient:
@@ -128,8 +131,14 @@ class SyncClient:
     def cancel(self, job: int) -> None:
         self._call(self._client.cancel(job))
 
+    def discard(self, job: int) -> None:
+        self._call(self._client.discard(job))
+
     def retry(self, job: int) -> None:
         self._call(self._client.retry(job))
+
+    def collect(self, dry: bool = False, resume: bool = False) -> api.Collected:
+        return self._call(self._client.collect(dry, resume))
 
     def shutdown(self, drain_s: float = 60.0) -> None:
         self._call(self._client.shutdown(drain_s))
@@ -247,6 +256,9 @@ class SyncRun:
 
     def resume(self) -> None:
         self._client._call(self._run.resume())
+
+    def rollback(self, step: int) -> None:
+        self._client._call(self._run.rollback(step))
 
     def finish(self) -> None:
         self._client._call(self._run.finish())

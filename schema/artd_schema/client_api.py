@@ -108,12 +108,39 @@ class Finish(_Op, frozen=True):
     run: str
 
 
+class Rollback(_Op, frozen=True):
+    """Go on from an older step of the run's chain, in a new lineage; answered by Done. lineage: the run's now (RunInfo); the
+    same request again changes nothing, whatever has been trained meanwhile."""
+
+    run: str
+    step: int
+    lineage: int
+
+
 class CancelJob(_Op, frozen=True):
+    """End a job for good: its trajectories wait again, and its run pauses."""
+
+    job: int
+
+
+class DiscardJob(_Op, frozen=True):
+    """End a job for good, with its trajectories: they are never trained. A run that its quarantine had paused goes on."""
+
     job: int
 
 
 class RetryJob(_Op, frozen=True):
+    """Queue a quarantined job again on the same batch; its run goes on."""
+
     job: int
+
+
+class Collect(_Op, frozen=True):
+    """Delete now what has had its time and what nothing refers to; answered by Collected. dry: only say what would go;
+    resume: retention that stopped at a jump of the clock goes on."""
+
+    dry: bool = False
+    resume: bool = False
 
 
 class Shutdown(_Op, frozen=True):
@@ -134,8 +161,11 @@ Op = (
     | Pause
     | Resume
     | Finish
+    | Rollback
     | CancelJob
+    | DiscardJob
     | RetryJob
+    | Collect
     | Shutdown
 )
 
@@ -160,7 +190,7 @@ class Welcome(_Answer, frozen=True):
 
 class RunInfo(_Answer, frozen=True):
     """state: active, paused or finished; step: newest committed (-1 before the init job); served: newest live step
-    (-1)."""
+    (-1); lineage: of the next step, one more with each rollback."""
 
     name: str
     state: str
@@ -171,6 +201,7 @@ class RunInfo(_Answer, frozen=True):
     created: bool
     base_url: str
     api_key: str
+    lineage: int = 0
 
 
 class Submitted(_Answer, frozen=True):
@@ -220,6 +251,13 @@ class Rows(_Answer, frozen=True):
     rows: list[dict[str, Any]]
 
 
+class Collected(_Answer, frozen=True):
+    """rows: {what, kind, count, bytes}; stopped: why nothing went by its age."""
+
+    rows: list[dict[str, Any]]
+    stopped: str = ""
+
+
 class Done(_Answer, frozen=True):
     pass
 
@@ -235,7 +273,7 @@ class Error(_Answer, frozen=True):
 
 CODES = ("invalid", "not_found", "conflict", "busy", "too_large", "draining", "failed")
 
-Answer = Welcome | RunInfo | Submitted | GroupInfo | StepInfo | Stalled | Pending | Rows | Done | Error
+Answer = Welcome | RunInfo | Submitted | GroupInfo | StepInfo | Stalled | Pending | Rows | Collected | Done | Error
 
 
 class Reply(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,10 @@ MAGIC = b"A1"
 T = TypeVar("T")
 
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what was expected."""
+
+
 class WireError(Exception):
     """A message that cannot be decoded: wrong magic, unknown tag, missing field, too few frames."""
 
@@ -34,7 +38,7 @@ class Codec(Generic[T]):
             raise WireError(f"not an artd message: {len(frames)} frames")
         try:
             return self._decoder.decode(frames[1]), list(frames[2:])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise WireError(str(error)) from None
 
 

@@ -5,7 +5,8 @@ every process of a daemon inherits. Without that variable `reach` is an empty fu
 
 Arming: a file named as the point, holding an action and optionally at which arrival (`kill`, `stop`, `kill 3`). The
 process that takes the action renames the file to `NAME.taken-PID` first, so an action happens once. `kill` is SIGKILL,
-`stop` is SIGSTOP (the process goes on when somebody continues it). Every arrival is a line `NAME PID` in the file
+`late` the same after 0.1 s in which other threads go on (what was sent too early gets out), `stop` is SIGSTOP (the process
+goes on when somebody continues it). Every arrival is a line `NAME PID` in the file
 `reached`. Invariants: `POINTS` names every point, with the process that reaches it; a test reads that none is left out.
 """
 
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 VARIABLE = "ARTD_CRASH_DIR"
 REACHED = "reached"
-ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+ACTIONS = {"kill": signal.SIGKILL, "late": signal.SIGKILL, "stop": signal.SIGSTOP}
+LATE_S = 0.1
 
 POINTS: dict[str, str] = {
     # the daemon: what comes in
@@ -94,13 +97,23 @@ def _on(name: str) -> None:
     with (folder / REACHED).open("a") as file:
         file.write(f"{name} {os.getpid()}\n")
     if (action := _take(folder / name)) is not None:
+        if action == "late":
+            time.sleep(LATE_S)
         os.kill(os.getpid(), ACTIONS[action])
+
+
+def reached(folder: Path) -> list[str]:
+    """Every arrival so far, oldest first, in the folder that $ARTD_CRASH_DIR names to others."""
+    path = folder / REACHED
+    return [line.partition(" ")[0] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _take(armed: Path) -> str | None:
     """The action that this arrival takes; an arrival before its turn counts down."""
     try:
         action, _, left = armed.read_text().strip().partition(" ")
+        if action not in ACTIONS:
+            return None  # another process counts down at this moment
         if int(left or 1) > 1:
             armed.write_text(f"{action} {int(left) - 1}")
             return None

@@ -16,6 +16,7 @@ DATABASE = "artd.db"
 LOCK = "artd.lock"
 DAEMON_JSON = "daemon.json"
 LOGS = "logs"
+KEYS = "keys"
 CLIENT_SOCKET = "client.sock"
 WORKER_SOCKET = "worker.sock"
 SOCKET_BYTES = 107

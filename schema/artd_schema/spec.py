@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.json import Decoder
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -53,6 +54,20 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_cache_mib: Positive = 256
 
 
+class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the trainer computes, and in what numbers.
+
+    device: `auto` takes a GPU if torch sees one and what is trained can be trained there (an adapter; `parameters` full only
+    on a CPU). dtype: of base weights and activations; masters of what is trained are float32 in any case; `bfloat16` needs a
+    GPU. recompute: what the backward computes again instead of keeping it: nothing, the experts (`selective`) or every
+    layer (`full`); the CPU keeps all.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One policy being trained.
 
@@ -63,8 +78,9 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     each token to, and refuse a batch that lacks them; no effect on a dense model.
     group_size: trajectories per group; groups_per_step: trainable groups per batch; group_timeout_s: an open group
     seals after this many seconds. row_length: tokens per packed row. scale_rewards: divide advantages by the
-    population standard deviation (+1e-6). push_drain_s: how long a merged push waits for requests in flight.
-    threads: OpenMP threads of the CPU trainer (0 = all cores of the machine). keep_checkpoints: newest ones kept.
+    population standard deviation (+1e-6). trainer: where the trainer computes, and in what numbers. push_drain_s: how
+    long a merged push waits for requests in flight. threads: OpenMP threads of the CPU trainer (0 = all cores of the
+    machine). keep_checkpoints: newest ones kept.
     """
 
     model: str
@@ -81,6 +97,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     engine: EngineSpec = EngineSpec()
+    trainer: TrainerSpec = TrainerSpec()
     push_drain_s: NonNegative = 30.0
     threads: Annotated[int, Meta(ge=0)] = 0
     keep_checkpoints: Positive = 3
@@ -100,3 +117,8 @@ def _difference(a: dict[str, Any], b: dict[str, Any], prefix: str) -> str | None
         elif value != other:
             return prefix + name
     return None
+
+
+# msgspec takes a type in at its first use. Two threads at once have been seen to crash there (the daemon's loop and its writer both
+# decode specs at a boot), so it is done here, by whoever imports this first.
+Decoder(RunSpec)

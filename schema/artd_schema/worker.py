@@ -238,11 +238,12 @@ ToWorker = (
 
 
 class Hello(_Message, frozen=True):
-    """First message. spawn: number that the supervisor gave this process (environment ARTD_SPAWN); build: code
-    digest."""
+    """First message. instance: of the data folder that this process was started for (ARTD_INSTANCE); spawn: number that
+    the supervisor gave it (ARTD_SPAWN); build: code digest."""
 
     kind: WorkerKind
     name: str
+    instance: str
     protocol: int
     spawn: int
     pid: int

@@ -38,13 +38,13 @@ KEEP = 3
 GROUP = 5
 BASE = BaseModel("b" * 64, 256, ())
 SPEC = RunSpec(model="/models/toy", group_size=GROUP, keep_checkpoints=KEEP)
-Row = tuple[object, ...]
 
 
 class World:
     """A data folder being filled. members: trajectories of a batch."""
 
-    def __init__(self, root: Path, trajectories: int, jobs: int) -> None:
+    def __init__(self, root: Path, trajectories: int, jobs: int, spec: RunSpec = SPEC, base: BaseModel = BASE) -> None:
+        self.spec, self.base = spec, base
         self.data = DataDir(root, root)
         self.jobs = jobs
         self.members = trajectories // jobs
@@ -57,20 +57,17 @@ class World:
 
     def fill(self) -> None:
         self.c.execute("BEGIN")
-        self._row("meta", ("instance", "i" * 32))
-        self._row("meta", ("boot", "1"))
-        self._row("meta", ("push_fence", str(self.jobs + 1)))
-        self.c.execute(
-            "INSERT INTO run (id, name, spec, base_digest, base_manifest, vocab_size, state, step, next_epoch, created)"
-            " VALUES (1, 'r', ?, ?, ?, 256, 'active', ?, ?, 0)",
-            (to_json(SPEC), BASE.digest, to_json(BASE), self.jobs, self.jobs + 1),
-        )
-        self.c.executemany(
-            "INSERT INTO process (name, kind, state, boot, spawn, since) VALUES (?, ?, 'stopped', 1, 1, 0)",
-            [("trainer", "trainer"), ("engine", "engine")],
-        )
+        for key, value in (("instance", "i" * 32), ("boot", "1"), ("push_fence", str(self.jobs + 1))):
+            self._row("meta", key=key, value=value)
+        self._row(
+            "run", id=1, name="r", spec=to_json(self.spec), base_digest=self.base.digest, base_manifest=to_json(self.base),
+            vocab_size=256, state="active", step=self.jobs, next_epoch=self.jobs + 1, created=0,
+        )  # fmt: skip
+        for name in ("trainer", "engine"):
+            self._row("process", name=name, kind=name, state="stopped", boot=1, spawn=1, since=0)
         for step in range(self.jobs + 1):
             self._step(step)
+        self.c.execute("UPDATE run SET checkpoint_id = ?", (self.jobs + 1,))
         self.c.execute("COMMIT")
         self.c.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self.c.close()
@@ -79,32 +76,36 @@ class World:
         manifest = self._batch(step) if step else ""
         number = step + 1
         self._row(
-            "job", (number, 1, "train" if step else "init", step, step, step or None, step or None, "succeeded", 1, 0, 0, 0,
-                    None, 1, 0, "", b'{"loss": 0.5}', b"{}", 0, 0, 0)
+            "job", id=number, run_id=1, kind="train" if step else "init", step=step, epoch=step, batch_id=step or None,
+            parent_id=step or None, state="succeeded", fence=1, spawn=1, metrics=b'{"loss": 0.5}', created=0, started=0, ended=0,
         )  # fmt: skip
-        self._row("attempt", (number, 1, "trainer", 1, 0, 0, "succeeded", ""))
+        self._row("attempt", job_id=number, fence=1, worker="trainer", spawn=1, started=0, ended=0, outcome="succeeded")
         folder = self.data.checkpoint("r", 0, step, number, 1)
         kept = step > self.jobs - KEEP
         sha, size = self._checkpoint(step, folder, manifest) if kept else (digest(folder.encode()), 100)
         self._row(
-            "checkpoint", (number, 1, step, step, 0, step or None, number, sha, folder, size,
-                           "committed" if kept else "retired", 0)
+            "checkpoint", id=number, run_id=1, step=step, epoch=step, lineage=0, parent_id=step or None, job_id=number, sha=sha,
+            dir=folder, bytes=size, state="committed" if kept else "retired", created=0,
         )  # fmt: skip
         live = step == self.jobs
         self._row(
-            "push", (number, 1, "engine", number, "merged", "live", "live" if live else "superseded", number, 0, 0, 0.0, 0.0,
-                     b"{}", "", 0, 0, None if live else 0)
+            "push", id=number, run_id=1, engine="engine", checkpoint_id=number, mode="merged", source="live",
+            state="live" if live else "superseded", fence=number, max_abs=0.0, mean_abs=0.0, created=0, started=0,
+            ended=None if live else 0,
         )  # fmt: skip
-        self._row("serving", (number, "engine", 1, 1, number, f"r@{step}", "live" if live else "gone", 0))
-        self._row("metric", (1, step, "loss", 0.5))
-        self._row("event", (None, 0, "r", "step.committed", str(step), json.dumps({"sha": sha}).encode()))
+        self._row(
+            "serving", id=number, engine="engine", spawn=1, run_id=1, checkpoint_id=number, name=f"r@{step}",
+            state="live" if live else "gone", created=0,
+        )  # fmt: skip
+        self._row("metric", run_id=1, lineage=0, step=step, name="loss", value=0.5)
+        self._row("event", at=0, run="r", kind="step.committed", ref=str(step), data=json.dumps({"sha": sha}).encode())
         self.parent = sha
 
     def _checkpoint(self, step: int, folder: str, manifest: str) -> tuple[str, int]:
         order = w.Run(job=step + 1, fence=1, kind="train", step=step, epoch=step, lineage=0, dir="", instance="i" * 32,
                       batch_sha=manifest)  # fmt: skip
         target = self.data.root / folder
-        sha = stage(target, order, BASE.digest, parent=self.parent)
+        sha = stage(target, order, self.base.digest, parent=self.parent)
         return sha, sum(path.stat().st_size for path in target.iterdir() if path.name != "manifest.json")
 
     def _batch(self, step: int) -> str:
@@ -112,28 +113,34 @@ class World:
         first = (step - 1) * self.members + 1
         packed = [self._trajectory(step, number) for number in range(first, first + self.members)]
         manifest = BatchManifest(
-            packer="bench", run="r", step=step, seed=0, base_digest=BASE.digest, row_length=1024, rows=1, tensors={},
+            packer="bench", run="r", step=step, seed=0, base_digest=self.base.digest, row_length=1024, rows=1, tensors={},
             token_digest="", trajectories=tuple(packed), groups=(), logical_tokens=1000, physical_tokens=1000,
             trainable_tokens=500, scale_rewards=True,
         )  # fmt: skip
         tensors = self._blob(b"tensors of step %d" % step, "batch")
         sha = self._blob(to_json(manifest), "manifest")
         self._row(
-            "batch", (step, 1, step, "trained", tensors, sha, None, None, None, len(packed), 1000, 1000 / 1024, 0)
-        )
+            "batch", id=step, run_id=1, step=step, state="trained", tensors=tensors, manifest=sha, trajectories=len(packed),
+            tokens=1000, fill=1000 / 1024, created=0,
+        )  # fmt: skip
         return sha
 
     def _trajectory(self, step: int, number: int) -> PackedTrajectory:
         body = msgspec.msgpack.encode([_turn(number)])
         group, member = divmod(number - 1, GROUP)
         if member == 0:
-            self._row("trajectory_group", (group + 1, 1, f"g{group}", "train", "trained", "", GROUP, 0, 0))
+            self._row(
+                "trajectory_group", id=group + 1, run_id=1, name=f"g{group}", split="train", state="trained", size=GROUP,
+                deadline=0, created=0,
+            )  # fmt: skip
         sha, key = digest(body), str(number)
         self._row(
-            "trajectory", (number, 1, group + 1, key, sha, sha, float(member), "train", "trained", "", "kept", body, None,
-                           b'{"metrics":{},"metadata":{}}', TOKENS, step - 1, step - 1, step, 0)
+            "trajectory", id=number, run_id=1, group_id=group + 1, key=key, content=sha, digest=sha, reward=float(member),
+            split="train", state="trained", body=body, metrics=b'{"metrics":{},"metadata":{}}', tokens=TOKENS,
+            epoch_min=step - 1, epoch_max=step - 1, batch_id=step, created=0,
         )  # fmt: skip
-        self._row("event", (None, 0, "r", "trajectory.submitted", key, b'{"group":"g","reward":1.0,"split":"train"}'))
+        told = b'{"group":"g","reward":1.0,"split":"train"}'
+        self._row("event", at=0, run="r", kind="trajectory.submitted", ref=key, data=told)
         return PackedTrajectory(id=number, digest=sha, group=group + 1, reward=float(member), advantage=0.0, rows=(0,))
 
     def _blob(self, content: bytes, kind: str) -> str:
@@ -141,11 +148,12 @@ class World:
         path = Path(self.data.blob(sha))
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-        self._row("blob", (sha, len(content), kind, 0))
+        self._row("blob", sha=sha, bytes=len(content), kind=kind, created=0)
         return sha
 
-    def _row(self, table: str, values: Row) -> None:
-        self.c.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(values))})", values)
+    def _row(self, table: str, **values: object) -> None:
+        marks = ", ".join(f":{name}" for name in values)
+        self.c.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", values)
 
 
 TOKENS = BODY // 24

@@ -56,6 +56,7 @@ class Scripted:
                 created=False,
                 base_url="",
                 api_key="",
+                lineage=3,
             )
         self.seen.append(op)
         return self.answer(op)
@@ -79,7 +80,9 @@ def scripted(daemon: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     ("words", "op", "says"),
     [
         (("cancel", "4"), api.CancelJob(job=4), "job 4 will not run again"),
+        (("discard", "4"), api.DiscardJob(job=4), "job 4 and its batch are discarded"),
         (("retry", "4"), api.RetryJob(job=4), "job 4 is queued again"),
+        (("rollback", "toy@1"), api.Rollback(run="toy", step=1, lineage=3), "toy@1 is the newest step again"),
         (("pause",), api.Pause(run="toy", reason="operator"), "run toy is paused"),
         (("pause", "toy", "--reason", "lunch"), api.Pause(run="toy", reason="lunch"), "run toy is paused"),
         (("resume", "toy"), api.Resume(run="toy"), "run toy is active"),
@@ -111,11 +114,20 @@ def test_no_answer(made: Made, scripted: Scripted, artctl: Call) -> None:
 def test_names_are_checked_before_anything_is_sent(made: Made, scripted: Scripted, artctl: Call) -> None:
     assert artctl("retry", "77")[0] == 5
     assert artctl("resume", "toi")[0] == 5
+    assert artctl("rollback", "toi@1")[0] == 5
+    assert artctl("rollback", "toy")[0] == artctl("rollback", "toy@x")[0] == 2
     assert artctl("finish")[0] == 2, "what cannot be undone is named in full"
     assert scripted.seen == []
 
 
 def test_without_a_daemon(made: Made, artctl: Call) -> None:
-    for words in (("cancel", "4"), ("retry", "4"), ("pause",), ("resume",), ("finish", "toy")):
+    for words in (
+        ("cancel", "4"),
+        ("discard", "4"),
+        ("retry", "4"),
+        ("pause",),
+        ("finish", "toy"),
+        ("rollback", "toy@1"),
+    ):
         code, _, err = artctl(*words)
         assert code == 3 and "next: artd start --detach" in err

@@ -29,6 +29,8 @@ def test_defaults(tmp_path: Path) -> None:
         0,
     )
     assert settings.limits.max_message_mib == 64 and settings.runtimes.engine.python == ""
+    days = settings.retention
+    assert (days.trajectories_days, days.batches_days, days.exchanges_days) == (30.0, 30.0, 7.0)
 
 
 def test_precedence(toml: Path) -> None:
@@ -69,6 +71,12 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
         ("[runtimes.engine]\npyton = 'x'\n", "unknown key runtimes.engine.pyton (did you mean python?)"),
         ("[gateway]\nport = 70000\n", "gateway.port: Expected `int` <= 65535"),
         ("[limits]\nmax_message_mib = 'x'\n", "limits.max_message_mib: Expected `int`, got `str`"),
+        ("[limits]\nreserve_mib = -1\n", "limits.reserve_mib: Expected `int` >= 0"),
+        (
+            "[retention]\ntrajectory_days = 1\n",
+            "unknown key retention.trajectory_days (did you mean trajectories_days?)",
+        ),
+        ("[retention]\nbatches_days = -1\n", "retention.batches_days: Expected `float` >= 0"),
         ("gateway = 3\n", "gateway: Expected `object`, got `int`"),
         ("log_level = 'loud'\n", "log_level: Invalid enum value 'loud'"),
         ("x = = 1\n", "cannot be read: Invalid value (at line 1"),

@@ -33,7 +33,7 @@ def test_every_key_is_documented(path: Path) -> None:
 
 def test_every_verb_with_json_has_its_schema_documented() -> None:
     text = (ROOT / "docs/cli-json.md").read_text()
-    steering = {"cancel", "retry", "pause", "resume", "finish", "export"}
+    steering = {"cancel", "discard", "retry", "pause", "resume", "finish", "rollback", "export"}
     for verb in ctl.VERBS.keys() - steering:
         assert f"artctl.{verb}/1" in text, verb
 

@@ -81,8 +81,8 @@ def test_check_names_what_is_broken(world: Path, call: Call) -> None:
     code, out, err = call("artd", "check")
     assert code == 1
     assert (
-        "BROKEN  run.step: a run's step is the newest checkpoint" in out
-        and "\n        run 2: step 1, lineage 0, newest 2" in out
+        "BROKEN  run.step: a run's step is that of its newest checkpoint" in out
+        and "\n        run 2: step 1, lineage 0, checkpoint 6, checkpoint step 2" in out
     )
     assert "note    1 staged: " in out and "(tmp/job-9-f1)" in out
     assert err == "next: docs/operations.md, `A check that is not clean`\n"

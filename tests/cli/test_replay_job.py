@@ -108,7 +108,7 @@ def test_the_work_is_done_in_the_trainers_environment(artd: Any, interpreter: In
     env = dict(line.split("=", 1) for line in interpreter.told("environment").splitlines() if "=" in line)
     assert interpreter.told("arguments").split() == ["-m", "artd_workers.trainer.replay_job"]
     assert interpreter.told("cwd") == "/\n"
-    assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"], env["TORCH_COMPILE_DISABLE"]) == ("PASSIVE", "0", "1")
+    assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"], env["TOKENIZERS_PARALLELISM"]) == ("PASSIVE", "0", "false")
     code, further = env["PYTHONPATH"].split(":")
     assert Path(code).is_relative_to(scratch) and further == "/further"
     assert interpreter.told("code").split() == ["artd_schema", "artd_workers"]

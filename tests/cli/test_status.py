@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,48 @@ def test_a_quarantined_job_shows_its_retry(made: Made, daemon: FakeDaemon, artct
     assert code == 0 and f"next      artctl retry 4 --data-dir {made.data}" in out
 
 
+def test_what_helps_a_quarantined_job_depends_on_how_it_failed(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    made.connection.execute("UPDATE job SET state = 'quarantined', worker = NULL, error = 'NaN' WHERE id = 4")
+    made.connection.execute("UPDATE process SET state = 'backoff', error = 'Killed' WHERE name = 'trainer'")
+    sql = "UPDATE attempt SET ended = 1, outcome = ?, evidence = 'first\nlast words' WHERE job_id = 4 AND fence = 2"
+    for outcome, best in (("died", "retry"), ("rejected", "retry"), ("transient", "retry"), ("permanent", "discard")):
+        made.connection.execute(sql, (outcome,))
+        told = json.loads(artctl("status", "--json")[1])
+        assert told["next"] == f"artctl {best} 4 --data-dir {made.data}", "a worker that starts by itself comes last"
+        document = json.loads(artctl("job", "4", "--json")[1])
+        assert document["job"]["next"] == document["choices"][0]["command"] == told["next"]
+        assert [row["next"] for row in json.loads(artctl("jobs", "--json")[1])["jobs"]] == [told["next"], "", "", ""]
+    lines = artctl("job", "4")[1].splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("  next ")]
+    words = [line.removeprefix("  next").split() for line in lines[first : first + 3]]
+    assert [found[1] for found in words] == ["discard", "retry", "cancel"]
+    assert "attempt 2 (permanent), last lines of its worker:" in lines and "  | last words" in lines
+    assert any(line.split()[:4] == ["2", "g2", "b", "0.5"] for line in lines), "the batch's trajectories"
+    made.connection.execute("UPDATE job SET kind = 'init', batch_id = NULL WHERE id = 4")
+    commands = [choice["command"] for choice in json.loads(artctl("job", "4", "--json")[1])["choices"]]
+    assert [command.split()[1] for command in commands] == ["retry", "finish"]
+
+
+def test_a_push_that_paused_its_run_is_told_once(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    made.connection.execute("UPDATE push SET state = 'failed', error = 'canary' WHERE id = 2")
+    made.connection.execute("UPDATE run SET state = 'paused', reason = 'push 2 failed 5 times: canary' WHERE id = 2")
+    told = json.loads(artctl("status", "--json")[1])
+    assert [problem["next"] for problem in told["problems"]] == [f"artctl resume toy --data-dir {made.data}"]
+    assert "push 2 failed 5 times" in told["problems"][0]["what"]
+
+
+def test_a_batch_that_cannot_be_packed_is_told(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    def problems() -> list[str]:
+        return [problem["what"] for problem in json.loads(artctl("status", "--json")[1])["problems"]]
+
+    made.event("batch.failed", "4", error="the packer ended with status -9: \nmore", trajectory=0)
+    assert problems() == []
+    made.event("batch.failed", "4", error="the packer ended with status -9: \nmore", trajectory=0)
+    assert problems() == ["step 4 cannot be packed: the packer ended with status -9: "]
+    made.connection.execute("UPDATE event SET at = at - 70000 WHERE kind = 'batch.failed'")
+    assert problems() == [], "it was long ago"
+
+
 @pytest.mark.parametrize(
     ("sql", "what", "advice"),
     [
@@ -99,10 +142,32 @@ def test_degraded(sql: str, what: str, advice: str, made: Made, daemon: FakeDaem
     assert code == 4 and problem["what"] == what and advice in problem["next"]
 
 
-def test_low_disk_degrades(made: Made, daemon: FakeDaemon, artctl: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot.os, "statvfs", lambda _: SimpleNamespace(f_bavail=1000, f_frsize=1 << 20))
+def test_a_full_disk_degrades_even_when_the_daemon_cannot_say_so(
+    made: Made, daemon: FakeDaemon, artctl: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot.os, "statvfs", lambda _: SimpleNamespace(f_bavail=255, f_frsize=4096))
     code, out, _ = artctl("status")
-    assert code == 4 and "1000 MiB are free" in out
+    assert code == 4 and "0 MiB are free" in out
+
+
+def test_what_the_daemon_says_of_disk_clock_and_sqlite(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    def meta(key: str, value: str) -> dict[str, Any]:
+        made.connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, value))
+        return dict(json.loads(artctl("status", "--json")[1]))
+
+    assert meta("disk", "the disk is nearly full")["problems"][0]["what"].startswith("the disk is nearly full; ")
+    assert meta("disk", "")["health"] == "ok"
+    shown = meta("retention", "the clock jumped 1.0 days ahead")
+    assert shown["health"] == "degraded" and "artctl gc --resume" in shown["next"]
+    meta("retention", "")
+    made.connection.execute("UPDATE job SET state = 'queued', worker = NULL WHERE id = 4")
+    shown = meta("waiting", '{"job": 4, "why": "50 MiB must be free under X"}')
+    assert shown["doing"] == "waiting for disk space: 50 MiB must be free under X" and shown["health"] == "degraded"
+    assert meta("waiting", '{"job": 3, "why": "long ago"}')["health"] == "ok"
+    shown = meta("sqlite", "3.40.1")
+    assert shown["daemon"]["sqlite"] == "3.40.1" and shown["health"] == "ok"
+    assert "WAL-reset" in shown["warnings"][0] and "warning  SQLite 3.40.1 has the WAL-reset bug" in artctl("status")[1]
+    assert meta("sqlite", "3.51.3")["warnings"] == []
 
 
 def test_an_operators_pause_is_no_problem(made: Made, daemon: FakeDaemon, artctl: Call) -> None:

@@ -25,11 +25,13 @@ from typing import Any
 from artd.check import check
 from artd_client import Client
 from artd_client.run import Run
+from artd_schema import crashpoint
 from artd_schema.paths import read_daemon_file, runtime_dir
 from artd_schema.trajectory import Turn
 from tests.fakes.script import VARIABLE, Script
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = (ROOT, ROOT / "schema", ROOT / "client", ROOT / "workers")  # this checkout's, wherever artd is installed from
 VOCAB = 256
 CONFIG = """
 drain_s = 5.0
@@ -68,6 +70,8 @@ class Rig:
         self.model = str(root / "model")
         self.process: subprocess.Popen[bytes] | None = None
         self.config = root / "artd.toml"
+        self.points = root / "points"  # of crashes: the folder is there once one was armed
+        self.strangers: set[int] = set()  # processes of the test's own that carry this folder in their command line
         wrapper = root / "python"
         wrapper.write_text(WRAPPER.format(python=sys.executable, fakes=ROOT / "tests" / "fakes"))
         wrapper.chmod(0o755)
@@ -80,14 +84,32 @@ class Rig:
         """Make the base model another one."""
         (Path(self.model) / "config.json").write_text(json.dumps(config))
 
+    def environment(self) -> dict[str, str]:
+        """Of a daemon, or of a client in a process of its own."""
+        env = os.environ | {VARIABLE: str(self.script.path), "PYTHONPATH": ":".join(map(str, FOLDERS))}
+        return env | {crashpoint.VARIABLE: str(self.points)} if self.points.exists() else env
+
+    # ---- crash points -------------------------------------------------------------------------------------------------
+
+    def arm(self, *points: str, action: str = "kill") -> None:
+        """Let `action` happen at the next arrival at each point, in processes of daemons started from the first call on."""
+        self.points.mkdir(exist_ok=True)
+        for point in points:
+            (self.points / f".{point}").write_text(action)
+            (self.points / f".{point}").rename(self.points / point)  # whoever comes by sees all of it or nothing
+
+    def taken(self, point: str) -> int:
+        """Process id of whoever took the newest action of this point, 0 while nobody has."""
+        found = sorted(self.points.glob(f"{point}.taken-*"), key=lambda path: path.stat().st_ctime_ns)
+        return int(found[-1].name.rpartition("-")[2]) if found else 0
+
     # ---- the process ----------------------------------------------------------------------------------------------------
 
-    def start(self, die_at: str = "", wait: bool = True, under: Sequence[str] = ()) -> None:
-        """Start a daemon. die_at: a point of tests/daemon/mortal.py at which it kills itself, such as `commit:1`; under:
-        a command that runs it, such as strace."""
-        code = ["-m", "tests.daemon.mortal", die_at] if die_at else ["-m", "artd.cli.main", "start"]
-        command = [*under, sys.executable, *code, "--data-dir", str(self.data), "--config", str(self.config)]
-        env = os.environ | {VARIABLE: str(self.script.path), "PYTHONPATH": str(ROOT)}
+    def start(self, wait: bool = True, under: Sequence[str] = ()) -> None:
+        """Start a daemon. under: a command that runs it, such as strace."""
+        code = ["-m", "artd.cli.main", "start", "--data-dir", str(self.data), "--config", str(self.config)]
+        command = [*under, sys.executable, *code]
+        env = self.environment()
         with (self.root / "daemon.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
         if wait:
@@ -117,11 +139,16 @@ class Rig:
         assert self.process is not None
         return self.process.wait(within_s)
 
-    def stop(self) -> int:
-        """SIGTERM; the exit status."""
+    def terminate(self) -> None:
+        """SIGTERM, if it lives."""
         assert self.process is not None
         if self.process.poll() is None:
             os.kill(self.pid or self.process.pid, signal.SIGTERM)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        self.terminate()
+        assert self.process is not None
         code = self.process.wait(20)
         self.assert_nothing_lives()
         return code
@@ -153,7 +180,7 @@ class Rig:
         """Processes with this rig's folder in their environment or command line: daemon, packer, workers."""
         needle, found = os.fsencode(self.root), []
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            if not entry.name.isdigit() or int(entry.name) in (os.getpid(), *self.strangers):
                 continue
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 command = (entry / "cmdline").read_bytes()

@@ -51,7 +51,8 @@ async def test_without_expert_replay_there_is_no_bundle(rig):
 
 async def test_the_bundle_survives_a_kill_between_its_files_and_its_row(rig):
     rig.configure(MIXTURE)
-    rig.start(die_at="packed:1")
+    rig.arm("pack.adopted")
+    rig.start()
     async with rig.run() as (_, run):
         await fill(run, 1, routes=ROUTES)
         assert rig.died() == -signal.SIGKILL

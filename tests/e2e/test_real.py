@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from artd.supervise.guardian import all_stats, descendants
 from artd_client import Client, Conflict, ExchangeRef, Failed, Invalid, NotFound, Run
+from artd_schema.paths import read_daemon_file
 from tests.e2e.rig import BIN, Rig, make_toy
+from tests.listening import beyond_loopback, listening
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
 SPEC = {
@@ -75,6 +78,7 @@ async def test_two_steps_are_trained_pushed_and_served(rig: Rig, tmp_path: Path,
             await check_only_newest(openai)
         await check_eval_and_errors(run, openai)
         await check_second_run_is_refused(art, model, mode)
+    check_sockets(rig)
     check_export(rig, tmp_path)
     check_status(rig)
     rig.stop()
@@ -112,6 +116,15 @@ async def check_second_run_is_refused(art: Client, model: Path, mode: str) -> No
         await art.run("toy", model=model, rollout_weights_mode=mode, **(SPEC | {"group_size": 5}))
     with pytest.raises((Invalid, Failed), match="no model folder"):
         await art.run("missing", model=model / "nowhere", **SPEC)
+
+
+def check_sockets(rig: Rig) -> None:
+    """Daemon, gateway, Megatron-Core, vLLM and its EngineCore: none listens where another machine could reach it."""
+    found = read_daemon_file(rig.data)
+    assert found is not None
+    pids = [found.pid, *(stat.pid for stat in descendants([found.pid], all_stats()))]
+    assert len(pids) >= 8 and listening(pids), "the gateway at least"
+    assert not beyond_loopback(pids)
 
 
 def check_export(rig: Rig, tmp_path: Path) -> None:

@@ -61,3 +61,34 @@ async def test_two_and_two_steps_are_four(tmp_path: Path) -> None:
         for name in FILES:
             ours, theirs = (rig.checkpoint("toy", step) / name for rig in (straight, broken))
             assert ours.read_bytes() == theirs.read_bytes(), f"step {step}: {name} differs"
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_step_after_a_rollback_is_the_step_without_it(tmp_path: Path) -> None:
+    """A third step on other data, back to step 2, and the right third step: the bytes of a run that never went wrong."""
+    model = make_toy(tmp_path / "toy", "llama")
+    straight, strayed = (Rig(tmp_path / name, engine_config(tmp_path / name)) for name in ("straight", "strayed"))
+    try:
+        straight.start()
+        await train(straight, model, range(1, 4))
+        straight.stop()
+        strayed.start()
+        await train(strayed, model, range(1, 3))
+        async with Client(data_dir=strayed.data) as art:
+            run = await art.run("toy")
+            await submit_step(run, 9)
+            await run.wait(3, timeout=60)
+            left = (strayed.checkpoint("toy", 3) / FILES[0]).read_bytes()
+            await run.rollback(2)
+            await submit_step(run, 3)
+            await run.wait(3, timeout=60)
+            assert run.info.lineage == 1
+    finally:
+        straight.stop()
+        strayed.stop()
+    (ours,) = (strayed.data / "checkpoints" / "toy").glob("l1-s000003-*")
+    for name in FILES:
+        wanted = (straight.checkpoint("toy", 3) / name).read_bytes()
+        assert (ours / name).read_bytes() == wanted, f"{name} differs"
+    assert left != (ours / FILES[0]).read_bytes()

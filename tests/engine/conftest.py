@@ -42,6 +42,7 @@ class Bench:
     fences: int = 0
     python: str = ""
     folder: str = "e"
+    spawn: int = SPAWN
 
     @property
     def shm(self) -> Path:
@@ -68,13 +69,14 @@ class Bench:
     def start(self) -> FakeDaemon:
         """A harness process with a fake server."""
         self.prepare()
-        return FakeDaemon(self.config, env={"FAKE_VLLM": str(self.root / "script")})
+        return FakeDaemon(self.config, env={"FAKE_VLLM": str(self.root / "script")}, spawn=self.spawn)
 
     @contextmanager
     def serve(self) -> Iterator[Pusher]:
         """A fake server without harness, and a pusher to it in this process."""
         self.prepare()
-        env = os.environ | {"FAKE_VLLM": str(self.root / "script")}
+        tags = {"ARTD_INSTANCE": INSTANCE, "ARTD_SPAWN": str(SPAWN)}
+        env = os.environ | tags | {"FAKE_VLLM": str(self.root / "script")}
         socket = self.root / "s"
         argv = [self.config.python, "-m", "module", "--uds", str(socket)]
         with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, process_group=0) as process:

@@ -22,7 +22,13 @@ INSTANCE, SPAWN = "test-instance", 7
 class FakeDaemon:
     """Starts `python -m artd_workers.engines` and talks to it. Use as a context manager: it leaves no process."""
 
-    def __init__(self, config: w.EngineConfig, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: w.EngineConfig,
+        python: str = sys.executable,
+        env: dict[str, str] | None = None,
+        spawn: int = SPAWN,
+    ) -> None:
         self.config = config
         self.received: list[w.FromWorker] = []
         self._codec: Codec[w.FromWorker] = Codec(w.FromWorker)
@@ -31,7 +37,7 @@ class FakeDaemon:
         self._peer = b""
         path = Path(config.dir).parent / "daemon"
         self._socket.bind(f"ipc://{path}")
-        tags = {"ARTD_SOCKET": f"ipc://{path}", "ARTD_INSTANCE": INSTANCE, "ARTD_BOOT": "b", "ARTD_SPAWN": str(SPAWN),
+        tags = {"ARTD_SOCKET": f"ipc://{path}", "ARTD_INSTANCE": INSTANCE, "ARTD_BOOT": "b", "ARTD_SPAWN": str(spawn),
                 "ARTD_WORKER": "engine-toy", "SPT_NOENV": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
                 "PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}"}  # fmt: skip
         self.process = subprocess.Popen(

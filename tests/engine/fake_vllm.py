@@ -1,9 +1,9 @@
 """A scripted stand-in for the vLLM server, run as `FAKE -m vllm.entrypoints.openai.api_server --uds PATH ...`.
 
 The file named by FAKE_VLLM holds its script (JSON): {"calls": PATH, "faults": {ROUTE: FAULT}, "start": HOW, "term": HOW}.
-FAULT: an integer status, "hang", "die", "wrong" (scores off by 1e-3) or "false". start: a last log line before
+FAULT: an integer status, "hang", "die", "wrong" (scores off by 1e-3), "false", or a path: wait until that file is there. start: a last log line before
 exit 1. term: "hang" ignores SIGTERM. Every call is appended to `calls`. `running` requests are those to /busy (seconds).
-Its scores are a function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
+Updates pass the real fence of artd's extension, for the instance and spawn in its environment. Its scores are a function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
 Like the real one it has a child in its process group and files in /dev/shm.
 """
 
@@ -25,8 +25,12 @@ from urllib.parse import parse_qs, urlsplit
 sys.path.insert(0, str(Path(__file__).parent))
 from folders import scores, seed_of_adapter, seed_of_table
 
+from artd_workers.engines.base import Fence
+from artd_workers.engines.fence import FenceError, Gate
+
 SCRIPT = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
 LOCK = threading.Lock()
+GATE = Gate(os.environ["ARTD_INSTANCE"], int(os.environ["ARTD_SPAWN"]))
 
 
 @dataclass
@@ -68,8 +72,14 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "die":
             print("RuntimeError: the worker fell over", flush=True)
             os._exit(3)
+        while isinstance(fault, str) and fault.startswith("/") and not Path(fault).exists():
+            time.sleep(0.01)
         if isinstance(fault, int):
             return self._reply(fault, {"error": {"message": f"scripted failure of {route}"}})
+        try:
+            pass_fence(route, body)
+        except FenceError as error:
+            return self._reply(500, {"error": {"message": str(error)}})
         status, reply = self._answer(route, parse_qs(url.query), body, fault)
         return self._reply(status, reply)
 
@@ -130,6 +140,22 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def pass_fence(route: str, body: dict[str, Any]) -> None:
+    """What artd's extension asks of every call that leads to new weights. Raises FenceError."""
+    match route:
+        case "artd_begin":
+            GATE.begin(Fence(**body["kwargs"]["fence"]))
+        case "artd_load_merged":
+            GATE.check(Fence(**body["kwargs"]["fence"]))
+        case "/init_weight_transfer_engine" | "/start_weight_update" | "/finish_weight_update":
+            GATE.require_open()
+        case "/update_weights":
+            GATE.check(Fence(**body["update_info"]["fence"]))
+        case "artd_finish":
+            GATE.check(Fence(**body["kwargs"]["fence"]))
+            GATE.finish()
 
 
 def busy(seconds: float, model: str) -> bool:

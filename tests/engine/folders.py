@@ -45,11 +45,21 @@ def sha(folder: Path) -> str:
     return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 
-def write(folder: Path, mode: str, step: int, parameters: str = "lora") -> str:
-    """Write a checkpoint folder of two tensors of 8 floats; returns the sha of its manifest."""
-    folder.mkdir(parents=True)
+def tensors_of(mode: str, step: int) -> dict[str, bytes]:
+    """Two tensors of 8 floats."""
     prefix = "base_model.model.layers.0.q_proj." if mode == "lora" else "layers.0."
-    tensors = {f"{prefix}{name}": struct.pack("<8f", *range(step + i, step + i + 8)) for i, name in enumerate("ab")}
+    return {f"{prefix}{name}": struct.pack("<8f", *range(step + i, step + i + 8)) for i, name in enumerate("ab")}
+
+
+def merged_seed(step: int) -> str:
+    """What the scores of an engine are made from that holds this step, merged."""
+    return "".join(hashlib.sha256(raw).hexdigest() for raw in tensors_of("merged", step).values())
+
+
+def write(folder: Path, mode: str, step: int, parameters: str = "lora") -> str:
+    """Write a checkpoint folder; returns the sha of its manifest."""
+    folder.mkdir(parents=True)
+    tensors = tensors_of(mode, step)
     (folder / "adapter_model.safetensors").write_bytes(safetensors(tensors))
     (folder / "adapter_config.json").write_text("{}")
     rows = [

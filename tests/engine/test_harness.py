@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from artd_schema import crashpoint
 from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
@@ -61,7 +62,11 @@ def live(daemon: FakeDaemon, push: w.Push) -> w.Live:
     return daemon.expect(w.Live, where=lambda message: message.fence == push.fence)
 
 
-def test_merged_push_goes_through_the_phases_in_order(bench: Bench) -> None:
+PUSHED = ["engine.fenced", "engine.paused", "engine.updated", "engine.resumed", "engine.verified"]
+
+
+def test_merged_push_goes_through_the_phases_in_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(crashpoint.VARIABLE, str(bench.root))
     with bench.start() as daemon:
         daemon.ready()
         first = live(daemon, bench.push(0))
@@ -75,6 +80,7 @@ def test_merged_push_goes_through_the_phases_in_order(bench: Bench) -> None:
     assert routes == ["/version", *one, *one, "/abort_requests"]
     versions = [call["body"]["new_version"] for call in bench.calls() if call["route"] == "/update_weight_version"]
     assert versions == ["toy@0", "toy@1"]
+    assert crashpoint.reached(bench.root) == ["engine.started", *PUSHED, *PUSHED]
     gone(bench)
 
 

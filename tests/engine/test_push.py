@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from artd_workers.engines.base import Deadline
 from artd_workers.engines.push import PushError
 from tests.engine.conftest import Bench
 
@@ -101,6 +102,17 @@ def test_every_phase_of_a_lora_push_can_fail(bench: Bench, fault: Any, phase: st
     with bench.serve() as pusher, pytest.raises(PushError) as failed:
         pusher.run(bench.push(1, deadline_s=0.5))
     assert failed.value.phase == phase
+
+
+def test_a_step_that_is_loaded_already_stays_as_it_is(bench: Bench) -> None:
+    """A rollback pushes it again; requests may be using it, and it may have been on its way out."""
+    bench.mode = "lora"
+    with bench.serve() as pusher:
+        pusher.run(bench.push(4))
+        pusher.unload("toy@4")
+        live = pusher.run(bench.push(4))
+        assert "verify" in live.seconds and pusher.tidy(Deadline(5.0)) == []
+    assert [route for route in bench.routes() if "lora" in route] == ["/v1/load_lora_adapter"]
 
 
 def test_a_step_of_another_lineage_replaces_its_namesake(bench: Bench) -> None:

@@ -1,9 +1,10 @@
 """An engine that serves no model: speaks the protocol through the real link, and says Live to every push.
 
 Run by a stand-in for the vllm runtime's interpreter. Faults (see script.py): `dead:N` spawns that report Down at their
-start, `bad:STEP` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gate: `push:STEP`.
-With `http` in the script it also serves the OpenAI fake of tests/gateway on its socket, which captures routed experts
-when the daemon wants them.
+start, `bad:STEP` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gates: `push:STEP` before
+its weights change, `verify:STEP` when they have. Mark: `live:SHA FENCE` before it says Live. With `http` in the script it also
+serves the OpenAI fake of tests/gateway on its socket, which captures routed experts when the daemon wants them. With `sign`
+besides it says nothing but which weights it holds.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import threading
 from pathlib import Path
 
 from artd_schema import worker as w
+from artd_schema.crashpoint import reach
 from artd_schema.trajectory import RouteShape
 from artd_workers.harness import Link, LinkClosed
 from tests.fakes.script import Script
+
+SIGNED = 32  # characters of a sha256: one token each
 
 
 def main() -> int:
@@ -32,9 +36,10 @@ def main() -> int:
         link.close()
         return 1
     socket = Path(config.dir) / "engine.sock"
-    served = Served(config.run, config.routes)
+    served = Served(config.run, config.routes, script)
     if "http" in script.read():
         served.start(socket)
+    reach("engine.started")
     link.send(w.Ready(socket=str(socket)))
     highest = 0
     try:
@@ -44,8 +49,7 @@ def main() -> int:
             if isinstance(message, w.Push):
                 assert message.fence > highest, f"fence {message.fence} after {highest}"
                 highest = message.fence
-                served.names.add(message.name)
-                if not push(link, script, message):
+                if not push(link, script, message, served):
                     return 1
             elif isinstance(message, w.Exit):
                 link.close()
@@ -54,9 +58,10 @@ def main() -> int:
         return 0
 
 
-def push(link: Link, script: Script, message: w.Push) -> bool:
+def push(link: Link, script: Script, message: w.Push, served: Served) -> bool:
     """Whether the engine is still good afterwards."""
     step = message.checkpoint.step
+    reach("engine.fenced")
     assert (Path(message.checkpoint.dir) / "manifest.json").is_file(), "the checkpoint is not there"
     script.gate(f"push:{step}", message.fence)
     if script.wants(f"crash:{step}", message.fence):
@@ -65,28 +70,73 @@ def push(link: Link, script: Script, message: w.Push) -> bool:
         link.send(w.PushFailed(push=message.push, fence=message.fence, phase="verify", error="told to fail"))
         link.close()
         return False
+    served.update(message)
+    script.gate(f"verify:{step}", message.fence)
+    reach("engine.verified")
+    script.mark(f"live:{message.checkpoint.sha}", message.fence)
     link.send(w.Live(push=message.push, fence=message.fence, max_abs=1e-6, mean_abs=1e-7, seconds={"load": 0.01}))
     return True
 
 
 class Served:
-    """The names that the OpenAI fake knows: the base model, and each step from its push on."""
+    """The names that the OpenAI fake knows, the base model's and each step's from its push on, and which weights (sha of a
+    checkpoint's manifest) each of them is. In merged mode all names are the same weights, the version that is told with the
+    tokens is the newest push's, and nothing is generated between pause and resume."""
 
-    def __init__(self, run: str, routes: RouteShape | None) -> None:
-        self.names = {f"{run}@base"}
+    def __init__(self, run: str, routes: RouteShape | None, script: Script) -> None:
+        self.run = run
+        self.names = {run, f"{run}@base"}
+        self.weights = dict.fromkeys(self.names, "(nothing was pushed)")
+        self.version = "default"
         self.routes = routes
+        self.script = script
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listening = threading.Event()
+
+    def update(self, push: w.Push) -> None:
+        """Take the weights, past the crash points of a real push."""
+        if push.mode == "lora":
+            self._take(push.name, push.checkpoint.sha)
+            reach("engine.updated")
+            return
+        self._gate("clear")
+        reach("engine.paused")
+        self._take(self.run, push.checkpoint.sha)
+        self.version = push.name
+        reach("engine.updated")
+        self._gate("set")
+        reach("engine.resumed")
+
+    def _take(self, name: str, sha: str) -> None:
+        self.weights[name] = sha
+        self.names.add(name)
+
+    # ---- the server, in a thread of its own -----------------------------------------------------------------------------
 
     def start(self, socket: Path) -> None:
-        """Serve in a thread of its own, until the process ends."""
+        """Serve until the process ends; returns when it listens."""
         threading.Thread(target=lambda: asyncio.run(self._serve(str(socket))), daemon=True).start()
+        self._listening.wait()
 
     async def _serve(self, socket: str) -> None:
         from tests.gateway.fake_engine import FakeEngine
 
-        engine = FakeEngine(socket)
+        self._engine = engine = FakeEngine(socket)
         engine.models = self.names
         engine.routes = self.routes
-        await engine.server.serve()
+        if "sign" in self.script.read():
+            engine.says = lambda model: (f"{self.weights[model][:SIGNED]}$", self.version)
+        async with engine.server.running():
+            self._loop = asyncio.get_running_loop()
+            self._listening.set()
+            await asyncio.Event().wait()
+
+    def _gate(self, change: str) -> None:
+        """`set` or `clear` what requests wait for; done when this returns."""
+        if self._loop is not None:
+            done = threading.Event()
+            self._loop.call_soon_threadsafe(lambda: (getattr(self._engine.gate, change)(), done.set()))
+            done.wait()
 
 
 if __name__ == "__main__":

@@ -21,11 +21,8 @@ from .rows import FakeWire, add_worker, make_ingest, stage, submit
 INSTANCE = "i" * 32
 
 
-def make_dispatch(
-    store: Store, data: DataDir, wire: Any = None, kills: list[tuple[str, str]] | None = None
-) -> Dispatch:
-    taken: list[tuple[str, str]] = [] if kills is None else kills
-    return Dispatch(store, wire or FakeWire(trainer=1), data, INSTANCE, lambda name, why: taken.append((name, why)))
+def make_dispatch(store: Store, data: DataDir, wire: Any = None) -> Dispatch:
+    return Dispatch(store, wire or FakeWire(trainer=1), data, INSTANCE)
 
 
 def make_pusher(store: Store, data: DataDir, wire: Any = None, kills: list[tuple[str, str]] | None = None) -> Pusher:
@@ -78,10 +75,10 @@ async def pack(store: Store, data: DataDir) -> bool:
 async def train_next(store: Store, data: DataDir, run: str = "r") -> w.CheckpointRef:
     """Submit one group, pack it, and commit the step."""
     ingest = make_ingest(store, data)
-    size, step = (await store.read("SELECT json_extract(spec, '$.group_size'), step FROM run WHERE name = ?", (run,)))[
-        0
-    ]
-    for number in range(size):
-        await submit(ingest, group=f"auto-{step}", key=f"auto-{step}-{number}", reward=float(number))
+    sql = "SELECT json_extract(spec, '$.group_size') AS size, lineage, step FROM run WHERE name = ?"
+    (now,) = await store.read(sql, (run,))
+    group = f"auto-{now['lineage']}-{now['step']}"
+    for number in range(now["size"]):
+        await submit(ingest, group=group, key=f"{group}-{number}", reward=float(number))
     assert await pack(store, data), "nothing was packed"
     return await commit_next(store, data)

@@ -16,15 +16,15 @@ from unittest import mock
 import msgspec
 
 from artd.base_model import BaseModel
-from artd.commit import cancel_job
 from artd.dispatch import TRAINER
 from artd.ingest import Ingest
+from artd.jobs import abandon
 from artd.packing import child, service
 from artd.push import ENGINE, Pusher
 from artd.recover import identify
-from artd.requests import set_run_state
 from artd.retain import Retain
 from artd.rundir import DataDir
+from artd.runs import set_run_state
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_client import turn
@@ -125,7 +125,7 @@ class World:
 
         def write(c: object) -> None:
             job = c.execute("SELECT * FROM job WHERE state = 'queued'").fetchone()
-            cancel_job(c, self.store.clock.now_ms(), job, self.name)
+            abandon(c, self.store.clock.now_ms(), job, self.name)
 
         await self.store.write(write)
 

@@ -64,7 +64,8 @@ class QuietServer(uvicorn.Server):
 
 class FakeEngine:
     """texts: what the choices say, in turn; EOS is the character `$`. gate: generate waits for it. routes: capture
-    experts in this shape; damage: a function that changes what is told of a choice's (or the reply's edit does)."""
+    experts in this shape; damage: a function that changes what is told of a choice's (or the reply's edit does). says: a
+    function of the model's name that gives text and weight version instead."""
 
     def __init__(self, socket: str, *, base_model: str = "tiny", max_model_len: int = 100) -> None:
         self.socket = socket
@@ -86,6 +87,7 @@ class FakeEngine:
         self.routes: RouteShape | None = None
         self.captured: dict[str, Json] = {}
         self.damage: Any = None
+        self.says: Any = None
         self.server = QuietServer(uvicorn.Config(self._app(), uds=socket, log_level="critical", lifespan="off"))
 
     def bodies(self, suffix: str) -> list[Any]:
@@ -163,6 +165,9 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        if self.says is not None:
+            text, version = self.says(body["model"])
+            self.texts, self.versions = [text], [(version, 1.0)]
         choices = [self._choice(body, index) for index in range(body["sampling_params"]["n"])]
         self._capture(body, [len(body["token_ids"]) + len(choice["token_ids"]) - 1 for choice in choices])
         total = sum(len(choice["token_ids"]) for choice in choices)

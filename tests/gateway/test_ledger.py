@@ -165,6 +165,21 @@ async def test_a_response_waits_for_the_route_that_names_its_weights(rig: Rig) -
     assert rig.daemon.ledger[0][1][0].policy_epoch == ((0, 6),)
 
 
+async def test_after_a_rollback_a_label_stands_for_the_new_step_alone(rig: Rig) -> None:
+    """Step 4 is left, step 3 served again, and another step 4 comes: its tokens wait for the route that tells its epoch."""
+    await rig.limits(label_s=5.0)
+    engine = await rig.engine()
+    for step, epoch in ((3, 4), (4, 6), (3, 4)):
+        await rig.daemon.route(merged(engine, step, epoch))
+    engine.versions = [("pol@4", 1.0)]
+    request = asyncio.create_task(rig.chat())
+    await asyncio.sleep(0.2)
+    assert not request.done(), "the epoch of the step that was left was stamped"
+    await rig.daemon.route(merged(engine, 4, 8))
+    assert (await request).status_code == 200
+    assert rig.daemon.ledger[0][1][0].policy_epoch == ((0, 8),)
+
+
 async def test_weights_that_no_route_names_are_never_recorded(rig: Rig, engine: FakeEngine) -> None:
     engine.versions = [("pol@9", 1.0)]
     response = await rig.chat()

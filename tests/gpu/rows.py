@@ -6,20 +6,38 @@ Owner of: no state. Invariants: seeded; a batch is read back through the trainer
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from artd.packing.manifest import PackSpec, Source, pack
+from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
+from artd_schema.manifest import BatchManifest
 from artd_schema.trajectory import Sampling, Turn
 from artd_workers.trainer.model import Policy
 from artd_workers.trainer.packed import Batch, PackedRow, make_batch
 
 
-def packed(groups: int, members: int, prompt: int, answer: int, length: int, vocab: int, seed: int = 0) -> Batch:
-    """Groups of `members` answers of `answer` tokens to one prompt each, in rows of at most `length` tokens."""
+def packed(
+    groups: int, members: int, prompt: int, answer: int, length: int, vocab: int, seed: int = 0, shared: bool = True
+) -> Batch:
+    """Groups of `members` answers of `answer` tokens to one prompt each, in rows of at most `length` tokens.
+
+    shared: a group has one prompt; otherwise each answer's prompt begins with another token, so that none is shared.
+    """
+    columns, manifest = drawn(groups, members, prompt, answer, length, vocab, seed, shared)
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
+    return make_batch(tensors, manifest, digest(to_json(manifest)), vocab)
+
+
+def drawn(
+    groups: int, members: int, prompt: int, answer: int, length: int, vocab: int, seed: int = 0, shared: bool = True
+) -> tuple[dict[str, Any], BatchManifest]:
+    """Such a batch as the packer gives it."""
     generator = torch.Generator().manual_seed(seed)
     sources = []
     for group in range(groups):
@@ -27,6 +45,9 @@ def packed(groups: int, members: int, prompt: int, answer: int, length: int, voc
         for member in range(members):
             said = torch.randint(3, vocab, (answer,), generator=generator, dtype=torch.int32)
             logprobs = -torch.rand(answer, generator=generator) - torch.tensor(float(vocab)).log()
+            number = group * members + member
+            if not shared:
+                asked[0] = 3 + number
             turn = Turn(
                 prompt_ids=asked.numpy().tobytes(), token_ids=said.numpy().tobytes(),
                 logprobs=logprobs.numpy().tobytes(), sampling=Sampling(temperature=1.0), policy_epoch=((0, 0),),
@@ -34,12 +55,18 @@ def packed(groups: int, members: int, prompt: int, answer: int, length: int, voc
             body = msgspec.msgpack.encode([turn])
             # A group of one has no advantage of its own: neighbours in pairs.
             owner = group + 1 if members > 1 else group // 2 + 1
-            number = group * members + member
             sources.append(Source(id=number + 1, group=owner, reward=float(number % 2), digest=digest(body), body=body))
     spec = PackSpec(run="gpu", step=1, seed=seed, row_length=length, scale_rewards=True, base_digest="base")
-    tensors, manifest, _ = pack(spec, sources)
-    columns = {name: torch.from_numpy(array.copy()) for name, array in tensors.items()}
-    return make_batch(columns, manifest, digest(to_json(manifest)), vocab)
+    columns, manifest, _ = pack(spec, sources)
+    return columns, manifest
+
+
+def written(folder: Path, name: str, columns: dict[str, Any], manifest: BatchManifest) -> dict[str, str]:
+    """A batch's files as a daemon writes them; gives the fields of a Run that name them."""
+    tensors, described, raw = folder / f"{name}.safetensors", folder / f"{name}.json", to_json(manifest)
+    tensors.write_bytes(serialise(columns))
+    described.write_bytes(raw)
+    return {"batch": str(tensors), "manifest": str(described), "batch_sha": digest(raw)}
 
 
 @torch.no_grad()
@@ -49,7 +76,9 @@ def routes_of(policy: Policy, row: PackedRow) -> Tensor:
     found: dict[int, Tensor] = {}
 
     def keep(router: torch.nn.Module, _args: object, output: tuple[Tensor, Tensor]) -> None:
-        found[router.layer_number] = output[1].nonzero()[:, 1].view(len(output[1]), -1).to(torch.uint8).cpu()
+        used = output[1]  # a map over all experts, or the experts themselves
+        chosen = used.nonzero()[:, 1].view(len(used), -1) if used.dtype == torch.bool else used
+        found[router.layer_number] = chosen.to(torch.uint8).cpu()
 
     hooks = [router.register_forward_hook(keep) for router in routers]
     try:

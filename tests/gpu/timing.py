@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +77,33 @@ def timed(policy: Policy, optimizer: Optimizer, batch: Batch, tiny: bool, steps:
     } | memory(tiny)  # fmt: skip
 
 
+SHARED = {4: (24, 8204, 10_240), 8: (18, 9237, 7680), 16: (12, 10_270, 10_240)}
+"""Answers a prompt: how many groups, and row lengths that trees and single sequences fill; six rows of trees each."""
+
+
+def sharing(tiny: bool) -> Iterator[dict[str, Any]]:
+    """The same trajectories of 1,024 + 256 tokens as trees, and each with its own prompt."""
+    policy, lora = made(2 if tiny else 8, tiny, on(tiny))
+    optimizer, vocab, part = Optimizer.make(lora, OptimizerSpec(lr=1e-6)), policy.plan.vocab_size, 32 if tiny else 1
+    for members, (groups, *lengths) in SHARED.items():
+        found, rates = {"what": "trees against single sequences", "members": members}, []
+        for name, length in zip(("trees", "single"), lengths, strict=True):
+            batch = rows.packed(
+                groups, members, 1024 // part, 256 // part, length // part, vocab, shared=name == "trees"
+            )
+            one = timed(policy, optimizer, rows.with_routes(policy, batch), tiny)
+            manifest, took = batch.manifest, statistics.median(one["seconds"])
+            rates.append(groups * members / took)
+            found |= {f"{name}_{key}": one[key] for key in ("row_tokens", "seconds", "tokens_per_s", "mfu")} | {
+                f"{name}_fill": manifest.physical_tokens / (manifest.rows * (length // part)),
+                f"{name}_trajectories_per_s": rates[-1],
+            }
+            if name == "trees":
+                found["logical_by_physical"] = manifest.logical_tokens / manifest.physical_tokens
+        speedup = rates[0] / rates[1]
+        yield found | {"speedup": speedup, "share_of_saved": speedup / found["logical_by_physical"]}
+
+
 def replay_cost(tiny: bool) -> Iterator[dict[str, Any]]:
     """The same rows with the same routes, live and replayed, in turns."""
     policy, lora = made(2 if tiny else 8, tiny, on(tiny))
@@ -123,15 +153,39 @@ def profile(tiny: bool) -> Iterator[dict[str, Any]]:
         settle(tiny)
     done = {"us": whole, "forward_us": time.perf_counter() - started, "forward_launched_us": launched}
     yield {"what": "one step without the profiler"} | {name: round(1e6 * value) for name, value in done.items()}
+    yield {
+        "what": "waits for the device in a step",
+        "where": waits(lambda: train_step(policy, optimizer, batch, LossSpec(), 0)),
+    }
     kinds = [torch.profiler.ProfilerActivity.CPU] + ([] if tiny else [torch.profiler.ProfilerActivity.CUDA])
-    with torch.profiler.profile(activities=kinds) as seen:
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
         train_step(policy, optimizer, batch, LossSpec(), 0)
         settle(tiny)
-    wanted = torch.autograd.DeviceType.CPU if tiny else torch.autograd.DeviceType.CUDA
-    table = [
-        (round(e.self_cpu_time_total if tiny else e.self_device_time_total), e.count, e.key[:100])
-        for e in seen.key_averages() if e.device_type == wanted
-    ]  # fmt: skip
-    busy = sum(microseconds for microseconds, _, _ in table)
-    kernels = sorted(table, reverse=True)[:60]
-    yield {"what": "device microseconds, calls, kernel", "busy_us": busy, "kernels": kernels}
+    averages = seen.key_averages()
+    launched = [(round(e.self_cpu_time_total), e.count, e.key[:60]) for e in averages if e.self_cpu_time_total]
+    yield {"what": "CPU microseconds, calls, operation", "operations": sorted(launched, reverse=True)[:50]}
+    if not tiny:
+        cuda = torch.autograd.DeviceType.CUDA
+        kernels = [(round(e.self_device_time_total), e.count, e.key[:100]) for e in averages if e.device_type == cuda]
+        busy, count = sum(row[0] for row in kernels), sum(row[1] for row in kernels)
+        listed = sorted(kernels, reverse=True)[:60]
+        shaped = [
+            (round(e.self_device_time_total), e.count, e.key, str(e.input_shapes)[:120])
+            for e in seen.key_averages(group_by_input_shape=True) if e.device_type != cuda and e.self_device_time_total
+        ]  # fmt: skip
+        yield {"what": "device microseconds, calls, operation, shapes", "operations": sorted(shaped, reverse=True)[:60]}
+        yield {"what": "device microseconds, calls, kernel", "busy_us": busy, "count": count, "kernels": listed}
+
+
+def waits(step: Callable[[], object]) -> dict[str, int]:
+    """Where torch makes the CPU wait for the device, and how often. Empty without one."""
+    if not torch.cuda.is_available():
+        return {}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return dict(Counter(f"{Path(one.filename).name}:{one.lineno}" for one in seen if "synchron" in str(one.message)))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +33,16 @@ SETSID = (
     "time.sleep(600)"
 )
 """A grandchild in a session of its own whose parent is dead: only a subreaper or its tag finds it."""
+BARE = (
+    "import os, time\n"
+    "if os.fork() == 0:\n"
+    "    os.setsid()\n"
+    "    if os.fork() == 0: os.execve('/bin/sleep', ['sleep', '600'], {})\n"
+    "    os._exit(0)\n"
+    "os.wait()\n"
+    "time.sleep(600)"
+)
+"""The same without its tags."""
 STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"
 DEAF = (
@@ -86,8 +96,29 @@ def until(condition: Callable[[], object], within_s: float = 15.0) -> float:
     return time.monotonic() - began
 
 
-def gone(instance: str, before: list[procfs.Stat], within_s: float) -> float:
-    """Seconds until every process of `before` is dead and nothing carries the tag; fails with who lived, and why.
+@contextmanager
+def process(env: dict[str, str], argv: Sequence[str] = ("/bin/sleep", "600")) -> Iterator[procfs.Stat]:
+    """A process in a session of its own, as an older boot would have left it (no guardian)."""
+    made = subprocess.Popen(argv, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        # Until the exec is done, the environment shown is not yet the child's own.
+        until(lambda: procfs.environment(made.pid) == env)
+        stat = procfs.read_stat(made.pid)
+        assert stat is not None
+        yield stat
+    finally:
+        made.kill()
+        made.wait()
+
+
+def gone(instance: str, before: list[procfs.Stat], within_s: float) -> None:
+    """Every process of `before` is dead in time, and then nothing carries the tag."""
+    dead(before, within_s)
+    assert not tagged(instance), "a process that was made meanwhile lives"
+
+
+def dead(before: list[procfs.Stat], within_s: float) -> None:
+    """Every process of `before` is dead in time; fails with who lived, and why.
 
     Deaths are read from /proc/PID/stat alone: reading environments of a whole machine may itself wait for others.
     """
@@ -100,9 +131,6 @@ def gone(instance: str, before: list[procfs.Stat], within_s: float) -> float:
             seen = [f"{stat.pid} {procfs.read_stat(stat.pid)} in {_wait_channel(stat.pid)}" for stat in living]
             raise AssertionError(f"alive after {now - began:.2f} s (own longest stall {stall:.2f} s): {seen}")
         time.sleep(0.005)
-    took = time.monotonic() - began
-    assert not tagged(instance), "a process that was made meanwhile lives"
-    return took
 
 
 def _wait_channel(pid: int) -> str:
@@ -129,26 +157,29 @@ import asyncio, os, signal, sys, time
 from pathlib import Path
 from tests.process import helpers
 async def main():
-    instance, program, log, at_once = sys.argv[1:5]
+    instance, log, at_once, *programs = sys.argv[1:]
     # A test run in the background inherits SIGINT as ignored; a daemon in a terminal does not.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    child = helpers.start(instance, program, Path(log), owner=":".join(map(str, helpers.procfs.identity()[1:])))
+    owner = ":".join(map(str, helpers.procfs.identity()[1:]))
+    children = [helpers.start(instance, program, Path(log), owner=owner) for program in programs]
     if at_once == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    print(child.pid, child.ticks, flush=True)
-    await child.wait()
+    for child in children:
+        print(child.pid, child.ticks, flush=True)
+    for child in children:
+        await child.wait()
 asyncio.run(main())
 """
 
 
 @contextmanager
-def spawner(instance: str, program: str, log: Path, at_once: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """A process that plays the daemon: it spawns the program, prints the guardian's pid and ticks, and waits.
+def spawner(instance: str, log: Path, *programs: str, at_once: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that plays the daemon: it spawns the programs, prints each guardian's pid and ticks, and waits.
 
     at_once: it kills itself between spawn and the guardian's first instruction.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", SPAWNER, instance, program, str(log), str(int(at_once))],
+        [sys.executable, "-c", SPAWNER, instance, str(log), str(int(at_once)), *programs],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'schema'}"},

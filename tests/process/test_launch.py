@@ -87,6 +87,17 @@ def test_byte_code_in_the_copy_does_not_change_it(tmp_path: Path) -> None:
     assert list(target.rglob("__pycache__")), "the child wrote its byte code there"
     inode = target.stat().st_ino
     assert install_code(tmp_path).stat().st_ino == inode
+    assert list(target.rglob("__pycache__")), "and it is still there at the next start"
+
+
+def test_byte_code_from_before_a_power_loss_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = install_code(tmp_path)
+    torn = target / "artd_schema" / "__pycache__" / "worker.cpython-311.pyc"
+    torn.parent.mkdir()
+    torn.write_bytes(b"half")
+    assert install_code(tmp_path) == target and torn.exists()
+    monkeypatch.setattr(code, "boot_id", lambda: "the machine was started again")
+    assert install_code(tmp_path) == target and not torn.exists()
 
 
 def test_a_damaged_copy_is_replaced(tmp_path: Path) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,21 +21,6 @@ DEAD_OWNER = "1:1"
 """PID:TICKS of a process that does not exist: pid 1 started at another tick."""
 
 
-@contextmanager
-def stray(env: dict[str, str], argv: Sequence[str] = ("/bin/sleep", "600")) -> Iterator[procfs.Stat]:
-    """A process in a session of its own, as an older boot would have left it (no guardian)."""
-    process = subprocess.Popen(argv, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
-    try:
-        # Until the exec is done, the environment shown is not yet the child's own.
-        helpers.until(lambda: procfs.environment(process.pid) == env)
-        stat = procfs.read_stat(process.pid)
-        assert stat is not None
-        yield stat
-    finally:
-        process.kill()
-        process.wait()
-
-
 def recorded(stat: procfs.Stat) -> Recorded:
     return Recorded("trainer", procfs.boot_id(), stat.pid, stat.ticks, stat.session)
 
@@ -52,13 +34,13 @@ async def sweep(instance: str, *rows: Recorded, owner: Identity | None = None) -
 
 
 async def test_leftovers_of_a_killed_daemon_and_guardian(instance: str, tmp_path: Path) -> None:
-    with helpers.spawner(instance, helpers.SETSID, tmp_path / "log") as daemon:
+    with helpers.spawner(instance, tmp_path / "log", helpers.SETSID) as daemon:
         assert daemon.stdout is not None
-        guardian, ticks = map(int, daemon.stdout.readline().split())
+        guardian = int(daemon.stdout.readline().split()[0])
         helpers.until(lambda: len(helpers.tagged(instance)) == 3)
-        procfs.signal_exact(guardian, ticks, signal.SIGSTOP)
-        daemon.kill()
+        daemon.send_signal(signal.SIGSTOP)  # it would notice the guardian's death, and do its work
         os.kill(guardian, signal.SIGKILL)
+        daemon.kill()
         daemon.wait()
         helpers.until(lambda: len(helpers.tagged(instance)) == 1)
         found = await sweep(instance)
@@ -75,8 +57,8 @@ async def test_tag_of_an_older_boot_is_ended_and_only_that(instance: str) -> Non
         {"ARTD_INSTANCE": instance, "PATH": "/bin"},  # no boot: not a managed child
         {},
     ]
-    with stray(helpers.tags(instance, boot=1, owner=DEAD_OWNER)) as old:
-        kept = [stray(env) for env in others]
+    with helpers.process(helpers.tags(instance, boot=1, owner=DEAD_OWNER)) as old:
+        kept = [helpers.process(env) for env in others]
         spared = [each.__enter__() for each in kept]
         try:
             found = await sweep(instance)
@@ -90,7 +72,7 @@ async def test_tag_of_an_older_boot_is_ended_and_only_that(instance: str) -> Non
 
 async def test_recorded_process_without_tag_and_its_descendants(instance: str) -> None:
     script = ("/bin/sh", "-c", "setsid sleep 600 & sleep 600 & wait")
-    with stray({"PATH": "/bin:/usr/bin"}, script) as old:
+    with helpers.process({"PATH": "/bin:/usr/bin"}, script) as old:
         helpers.until(lambda: len(procfs.descendants([old.pid], procfs.all_stats())) == 2)
         below = procfs.descendants([old.pid], procfs.all_stats())
         found = await sweep(instance, recorded(old))
@@ -99,7 +81,7 @@ async def test_recorded_process_without_tag_and_its_descendants(instance: str) -
 
 
 async def test_a_reused_pid_is_a_stranger(instance: str) -> None:
-    with stray({}) as other:
+    with helpers.process({}) as other:
         row = recorded(other)
         for wrong in (replace(row, ticks=row.ticks - 1), replace(row, boot_id="another boot of the machine")):
             assert await sweep(instance, wrong) == Reaped()
@@ -107,7 +89,7 @@ async def test_a_reused_pid_is_a_stranger(instance: str) -> None:
 
 
 async def test_a_reused_session_number_is_a_stranger(instance: str) -> None:
-    with stray({}) as other:
+    with helpers.process({}) as other:
         gone = Recorded("trainer", procfs.boot_id(), other.pid, other.ticks - 5, other.session)
         elsewhere = replace(recorded(other), pid=2, ticks=0, session=other.session)
         assert await sweep(instance, gone, elsewhere) == Reaped()
@@ -115,21 +97,21 @@ async def test_a_reused_session_number_is_a_stranger(instance: str) -> None:
 
 
 async def test_a_session_that_the_recorded_process_does_not_lead_is_a_strangers(instance: str) -> None:
-    with stray({}) as old, stray({}) as other:
+    with helpers.process({}) as old, helpers.process({}) as other:
         found = await sweep(instance, replace(recorded(old), session=other.session))
         assert [left.pid for left in found.ended] == [old.pid]
         assert living(other)
 
 
 async def test_copied_data_folder_spares_the_living_originals_workers(instance: str) -> None:
-    with stray({}) as owner, stray(helpers.tags(instance, boot=1)) as worker:
+    with helpers.process({}) as owner, helpers.process(helpers.tags(instance, boot=1)) as worker:
         alive = Identity(procfs.boot_id(), owner.pid, owner.ticks)
         assert await sweep(instance, recorded(worker), owner=alive) == Reaped(owner_alive=True)
         assert living(worker)
         # A copy older than the original's last start names an owner that is dead: the worker's own tag still tells.
         assert await sweep(instance, recorded(worker), owner=replace_ticks(alive)) != Reaped()
     tag = f"{os.getpid()}:{procfs.identity().ticks}"
-    with stray(helpers.tags(instance, boot=1, owner=tag)) as worker:
+    with helpers.process(helpers.tags(instance, boot=1, owner=tag)) as worker:
         assert await sweep(instance, recorded(worker), owner=Identity(procfs.boot_id(), 1, 1)) == Reaped()
         assert living(worker)
 
@@ -139,14 +121,14 @@ def replace_ticks(who: Identity) -> Identity:
 
 
 async def test_stopped_leftovers_die(instance: str) -> None:
-    with stray(helpers.tags(instance, owner=DEAD_OWNER)) as old:
+    with helpers.process(helpers.tags(instance, owner=DEAD_OWNER)) as old:
         os.kill(old.pid, signal.SIGSTOP)
         assert len((await sweep(instance)).ended) == 1
         assert not living(old)
 
 
 async def test_what_does_not_die_is_reported_in_time(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with stray(helpers.tags(instance, owner=DEAD_OWNER)) as old:
+    with helpers.process(helpers.tags(instance, owner=DEAD_OWNER)) as old:
         with monkeypatch.context() as patch:
             patch.setattr(procfs, "strike", lambda *_: None)
             began = time.monotonic()
@@ -166,7 +148,7 @@ async def test_never_itself_nor_its_ancestors(instance: str) -> None:
 
 
 async def test_guardians_that_are_ending_by_themselves_are_awaited(instance: str, tmp_path: Path) -> None:
-    with helpers.spawner(instance, helpers.SETSID, tmp_path / "log") as daemon:
+    with helpers.spawner(instance, tmp_path / "log", helpers.SETSID) as daemon:
         assert daemon.stdout is not None
         daemon.stdout.readline()
         helpers.until(lambda: len(helpers.tagged(instance)) == 3)
@@ -178,7 +160,7 @@ async def test_guardians_that_are_ending_by_themselves_are_awaited(instance: str
 
 
 async def test_a_signal_reaches_exactly_the_process_that_was_meant() -> None:
-    with stray({}) as other:
+    with helpers.process({}) as other:
         assert not procfs.signal_exact(other.pid, other.ticks - 1, signal.SIGKILL), "a stranger under that number"
         assert living(other)
         assert procfs.signal_exact(other.pid, other.ticks, signal.SIGKILL)

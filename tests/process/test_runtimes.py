@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from artd.runtimes import diagnose, doctor, install, lockfile, paths, pip, registry
+from artd.store.version import wal_reset_bug
 
 FORBIDDEN = ("nvidia", "cuda", "cupy", "torchvision", "torchaudio", "torchcodec", "flash-attn", "transformer-engine")
 MINOR = paths.minor_of_running()
@@ -300,10 +301,10 @@ def test_interrupted_install_ends_pip_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("version", "bad"), [((3, 6, 23), False), ((3, 7, 0), True), ((3, 51, 2), True), ((3, 51, 3), False)]
+    ("version", "bad"), [("3.6.23", False), ("3.7.0", True), ("3.51.2", True), ("3.51.3", False), ("3.46.0.1", True)]
 )
-def test_wal_reset_verdict(version: tuple[int, int, int], bad: bool) -> None:
-    assert doctor.wal_reset_bug(version) is bad
+def test_wal_reset_verdict(version: str, bad: bool) -> None:
+    assert wal_reset_bug(version) is bad
 
 
 def test_file_system_is_that_of_the_longest_mount(tmp_path: Path) -> None:

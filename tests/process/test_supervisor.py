@@ -18,6 +18,7 @@ import pytest
 from artd.supervise import procfs
 from artd.supervise.backoff import Policy
 from artd.supervise.postmortem import Status
+from artd.supervise.reap import Leftover
 from artd.supervise.spawn import Child, Undead
 from artd.supervise.spec import Info, Launch, Spec
 from artd.supervise.states import State
@@ -68,14 +69,18 @@ class Rig:
     instance: str
     folder: Path
 
-    def add(self, program: str, timeout_s: float = 30.0, name: str = "trainer", start: bool = True) -> None:
+    def add(
+        self, program: str, timeout_s: float = 30.0, name: str = "trainer", start: bool = True,
+        leftovers: tuple[Leftover, ...] = (),
+    ) -> None:  # fmt: skip
         def launch(spawn: int) -> Launch:
             env = helpers.tags(self.instance, spawn=spawn, worker=name)
             return Launch(
                 argv=helpers.python(program), env=env, log=self.folder / f"{name}.log", tmpdir=self.folder / f"t{spawn}"
             )
 
-        self.supervisor.add(Spec(name=name, kind="trainer", launch=launch, start_timeout_s=timeout_s), start=start)
+        spec = Spec(name=name, kind="trainer", launch=launch, start_timeout_s=timeout_s, leftovers=leftovers)
+        self.supervisor.add(spec, start=start)
 
     async def until(self, state: State, name: str = "trainer") -> Info:
         await helpers.until_async(lambda: self.supervisor.state(name) == state)
@@ -247,6 +252,7 @@ async def test_no_process_can_be_made(rig: Make, tmp_path: Path) -> None:
 
 
 async def test_undead_is_broken_until_it_is_gone(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("artd.supervise.worker.LOOK_S", 0.05)
     async with rig() as each:
         await each.running()
         real = Child.kill
@@ -267,9 +273,26 @@ async def test_undead_is_broken_until_it_is_gone(rig: Make, monkeypatch: pytest.
             await asyncio.sleep(0.1)
             assert (each.supervisor.state("trainer"), each.record.spawns, each.record.exits) == ("broken", 1, [])
         assert Child.kill is real
-        each.supervisor.retry_broken("trainer")
         await helpers.until_async(lambda: each.record.spawns == 2)
         assert [(spawn, ordered) for spawn, _, ordered, _ in each.record.exits] == [(1, True)]
+
+
+async def test_nothing_is_started_beside_a_leftover_of_an_older_boot(
+    rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("artd.supervise.worker.LOOK_S", 0.05)
+    monkeypatch.setattr(procfs, "strike", lambda *_: None)  # it does not die
+    async with rig() as each:
+        with helpers.process({}) as old:
+            each.add(helpers.SLEEP, leftovers=(Leftover("trainer", old.pid, old.ticks, "D"),))
+            info = await each.until("broken")
+            assert f"broken(pid {old.pid}, state S)" in info.error
+            assert (info.boot_id, info.pid, info.ticks) == (procfs.boot_id(), old.pid, old.ticks), "the row names it"
+            each.supervisor.retry_broken("trainer")
+            await asyncio.sleep(0.3)
+            assert (each.supervisor.state("trainer"), each.record.spawns) == ("broken", 0)
+        await helpers.until_async(lambda: each.record.spawns == 1)  # it is gone: no operator is needed
+        assert each.record.exits == []
 
 
 async def test_words_that_come_too_early_or_too_late(rig: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -12,15 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from artd_schema.spec import OptimizerSpec
+from artd_schema.spec import OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import head, tree
+from artd_workers.trainer import head, placement, tree
 from artd_workers.trainer.layers import MaskedAttention
 from artd_workers.trainer.lora import Lora, shapes_of
 from artd_workers.trainer.merge import BaseWeights
 from artd_workers.trainer.model import ALONE, Policy, build
 from artd_workers.trainer.packed import subtree_ends
 from artd_workers.trainer.placement import CPU, CUDA, Placement
+from artd_workers.trainer.product import adapted_product
+from artd_workers.trainer.replay import ReplayError
 from artd_workers.trainer.step import Optimizer
 
 from . import moe_rig, rig
@@ -95,7 +98,7 @@ def test_flex_attention_is_masked_attention(monkeypatch: pytest.MonkeyPatch, siz
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, heads, size, 16, generator=g) for heads in (4, 2, 2))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~mask, enable_gqa=True)
-    padded = [tree.pad_rows(x) for x in (q, k, v)]
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, tree.padding(size))) for x in (q, k, v)]
     found = flex.flex_attention(*padded, block_mask=tree.RowMask().of(until), enable_gqa=True)[:, :, :size]
     assert (found - wanted).abs().max() <= 1e-5
 
@@ -126,13 +129,13 @@ def policies(folder: Path) -> tuple[Policy, Policy]:
     """The same model and adapter, with experts one by one and as one parameter."""
     plan, base = plan_for(read_config(folder)), BaseWeights(folder)
     made = []
-    for placement in (CPU, GROUPED):
-        lora = Lora(plan.codec, shapes_of(plan.codec, base), rig.RANK, rig.ALPHA, placement.grouped)
+    for place in (CPU, GROUPED):
+        lora = Lora(plan.codec, shapes_of(plan.codec, base), rig.RANK, rig.ALPHA, place.grouped)
         lora.initialise(5)
         for name, slot in lora.state().items():
             if ".lora_B." in name:
                 slot.copy_(torch.randn(slot.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
-        made.append(Policy(plan, build(plan, base, ALONE, placement), lora))
+        made.append(Policy(plan, build(plan, base, ALONE, place), lora))
     return made[0], made[1]
 
 
@@ -207,10 +210,10 @@ def test_recomputed_layers_are_replayed_and_change_nothing(
     folder = toy_folders["moe"]
     plan, base = plan_for(read_config(folder)), BaseWeights(folder)
     found = []
-    for placement in (GROUPED, Placement(grouped=True, recompute=2)):
+    for one in (GROUPED, Placement(grouped=True, recompute=2), Placement(grouped=True, selective=True)):
         lora = Lora(plan.codec, shapes_of(plan.codec, base), rig.RANK, rig.ALPHA, True)
         lora.initialise(5)
-        policy = Policy(plan, build(plan, base, ALONE, placement), lora)
+        policy = Policy(plan, build(plan, base, ALONE, one), lora)
         row = rig.only_row(moe_pieces(), 80)
         routes = moe_rig.routes_rig.random_routes(plan.routes, len(row.tokens), seed=3)
         with policy.replaying(True) as step:
@@ -219,9 +222,9 @@ def test_recomputed_layers_are_replayed_and_change_nothing(
             ).logprobs.sum().backward()
             calls = step.finish()
         found.append((calls, {name: p.grad for name, p in lora.named()}))
-    (plain, wanted), (again, grads) = found
-    assert again == plain + 2
-    assert all(torch.equal(wanted[name], grads[name]) for name in wanted)
+    (plain, wanted), *recomputed = found
+    assert [calls for calls, _ in recomputed] == [plain + 2, 2 * plain]
+    assert all(torch.equal(wanted[name], grads[name]) for _, grads in recomputed for name in wanted)
 
 
 def test_placements_say_what_they_are() -> None:
@@ -256,4 +259,103 @@ def test_an_adapter_joined_is_the_adapter(toy_folders: dict[str, Path]) -> None:
         linear = one.model.get_submodule(f"decoder.layers.1.{path}")
         x = torch.randn(5, 1, linear.adapter.a[0].shape[1], generator=torch.Generator().manual_seed(6))
         a, b = linear.adapter.joined(torch.float32)
-        assert (x @ a.t() @ b.t() * linear.adapter.scale - linear.adapter(x)).abs().max() <= 1e-6
+        assert (x @ a.t() @ b.t() - linear.adapter(x)).abs().max() <= 1e-6
+
+
+def test_what_is_made_of_an_adapter_follows_its_parameters(toy_folders: dict[str, Path]) -> None:
+    """After a step of a fused optimizer, which writes without counting it, and after a load."""
+    _, grouped = policies(toy_folders["moe"])
+    lora = grouped.lora
+    assert lora is not None
+    linears = [m for m in grouped.model.modules() if getattr(m, "adapter", None) is not None]
+    optimizer = Optimizer.make(lora, OptimizerSpec(lr=0.1))
+    optimizer.torch.param_groups[0]["fused"] = True
+    for _, parameter in lora.named():
+        parameter.grad = torch.ones_like(parameter)
+    before = [linear.adapter.joined(torch.float32) for linear in linears]
+    assert all(one is linear.adapter.joined(torch.float32) for one, linear in zip(before, linears, strict=True))
+    optimizer.step()
+    after = [linear.adapter.joined(torch.float32) for linear in linears]
+    assert not any(
+        torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True)
+    )
+    lora.load({name: torch.zeros_like(tensor) for name, tensor in lora.state().items()})
+    assert not any(part.any() for linear in linears for part in linear.adapter.joined(torch.float32))
+
+
+def test_an_adapted_product_is_a_linear_and_its_adapter(toy_folders: dict[str, Path]) -> None:
+    """Values and all gradients of the one function against autograd over the single steps."""
+    one, _ = policies(toy_folders["moe"])
+    for path in ("self_attention.linear_qkv", "self_attention.linear_proj"):
+        linear = one.model.get_submodule(f"decoder.layers.1.{path}")
+        generator = torch.Generator().manual_seed(6)
+        x = torch.randn(5, 1, linear.weight.shape[1], generator=generator).requires_grad_()
+        slope = torch.randn(5, 1, linear.weight.shape[0], generator=generator)
+        inputs = (x, *linear.adapter.a, *linear.adapter.b)
+        wanted = x @ linear.weight.t() + linear.adapter(x)
+        found = adapted_product(x, linear.weight, linear.adapter)
+        assert (found - wanted).abs().max() <= 1e-5
+        for a, b in zip(
+            torch.autograd.grad(found, inputs, slope), torch.autograd.grad(wanted, inputs, slope), strict=True
+        ):
+            assert a.dtype == torch.float32 and rig.relative(a, b) <= 1e-5
+
+
+def test_a_grouped_router_that_strays_is_seen(toy_folders: dict[str, Path]) -> None:
+    """Its experts come as ids, not as a map."""
+    _, grouped = policies(toy_folders["moe"])
+    row, shape = rig.only_row(moe_pieces(), 80), grouped.plan.routes
+    assert shape is not None
+
+    def stray(_router: object, _args: object, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        used = out[1].clone()
+        used[3, 0] = (used[3, 0] + 1) % shape.experts
+        return out[0], used
+
+    routes = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3)
+    grouped.model.decoder.layers[1].mlp.router.register_forward_hook(stray)
+    with grouped.replaying(True) as step, torch.no_grad():
+        grouped.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes)
+        with pytest.raises(ReplayError, match="MoE layer 1: the router differs from the given routes in 1 places"):
+            step.finish()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"dtype": "bfloat16"}, "needs a GPU"),
+        ({"recompute": "full"}, "needs a GPU"),
+        ({"device": "cuda"}, "torch sees no GPU"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused(fields: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        placement.of(RunSpec(model="/m", trainer=TrainerSpec(**fields)), 2)
+
+
+def test_a_spec_places_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placement.of(RunSpec(model="/m"), 2) is CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spec = RunSpec(model="/m", trainer=TrainerSpec(dtype="bfloat16"))
+    assert placement.of(spec, 2) == CUDA
+    again = {"full": {"recompute": 5}, "selective": {"selective": True}}
+    for name, fields in again.items():
+        found = placement.of(RunSpec(model="/m", trainer=TrainerSpec(device="cuda", recompute=name)), 5)
+        assert found == Placement("cuda", torch.float32, True, **fields) and found.again
+    assert placement.of(RunSpec(model="/m", parameters="full"), 2) is CPU
+    assert placement.of(RunSpec(model="/m", trainer=TrainerSpec(device="cpu")), 2) is CPU
+    with pytest.raises(ValueError, match="trained on a CPU only"):
+        placement.of(RunSpec(model="/m", parameters="full", trainer=TrainerSpec(device="cuda")), 2)
+
+
+def test_libraries_are_told_before_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler on a CPU; on a GPU the compiler, and one queue for all launches."""
+    for name in ("TORCH_COMPILE_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    spec = RunSpec(model="/m")
+    placement.prepare(spec)
+    assert os.environ.pop("TORCH_COMPILE_DISABLE") == "1" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    placement.prepare(spec)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "TORCH_COMPILE_DISABLE" not in os.environ

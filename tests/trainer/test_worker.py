@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from artd_schema import crashpoint
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec
 from artd_workers.engines import gloo
@@ -29,7 +30,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, toy_folders: dict[str, Path]) -> Iterator[FakeDaemon]:
+def daemon(tmp_path: Path, toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    monkeypatch.setenv(crashpoint.VARIABLE, str(tmp_path))
     fake = FakeDaemon(tmp_path / "d", spec_for(toy_folders["llama"]))
     fake.start()
     yield fake
@@ -110,12 +112,17 @@ def test_a_parent_that_is_not_resident(daemon: FakeDaemon) -> None:
     assert files(daemon.commit(1, zero, one)) == files(first)
 
 
-def test_memory_is_used_when_it_is_the_parent(daemon: FakeDaemon) -> None:
+STAGED = ["stage.files", "stage.manifest", "train.committed"]
+
+
+def test_memory_is_used_when_it_is_the_parent(daemon: FakeDaemon, tmp_path: Path) -> None:
     zero = daemon.commit(0, None, None)
     one, two = batches(daemon, 2)
     first = daemon.commit(1, zero, one)
     shutil.rmtree(first.dir)
     daemon.commit(2, first, two)  # would be CheckpointError if it read the folder
+    init, step = ["train.accepted", *STAGED], ["train.accepted", "train.stepped", *STAGED]
+    assert crashpoint.reached(tmp_path)[:9] == [*init, *step]
 
 
 def test_damaged_inputs_are_permanent(daemon: FakeDaemon, tmp_path: Path) -> None:

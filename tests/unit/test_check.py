@@ -16,7 +16,9 @@ from artd.check import Report, check
 from artd.check.report import LISTED, Outcome, Violation
 from artd.check.run import INVARIANTS
 from artd.recover import identify
+from artd.rollback import rollback
 from artd.store.migrate import SchemaMismatch
+from artd_schema.client_api import Rollback
 from tests.fakes.rows import BASE, data_dir, open_store
 from tests.fakes.world import World, copy, template
 
@@ -116,6 +118,9 @@ PLANTS = [
     # steps
     Plant("run.step", "run 2", "UPDATE run SET step = step - 1 WHERE id = 2"),
     Plant("run.step", "run 2", "UPDATE checkpoint SET lineage = 1 WHERE run_id = 2"),
+    Plant("run.step", "run 2", "UPDATE run SET checkpoint_id = 1 WHERE id = 2"),
+    Plant("run.step", "run 2", f"UPDATE checkpoint SET abandoned = 1 WHERE id = {NEWEST}"),
+    Plant("checkpoint.chain", "checkpoint ", "UPDATE checkpoint SET abandoned = 1 WHERE run_id = 2 AND step = 1"),
     Plant("run.epochs", "run 2", "UPDATE run SET next_epoch = next_epoch - 1 WHERE id = 2"),
     Plant("run.epochs", "run 2", f"UPDATE job SET epoch = 1 WHERE id = {RUNNING}"),
     Plant("job.order", "run 2", f"UPDATE job SET step = step + 1 WHERE id = {RUNNING}"),
@@ -126,7 +131,9 @@ PLANTS = [
     Plant("job.result", "checkpoint ", f"UPDATE checkpoint SET parent_id = 1 WHERE id = {NEWEST}"),
     Plant("job.parent", "job ", f"UPDATE job SET parent_id = 1 WHERE id = {RUNNING}"),
     Plant("job.parent", "job ", "UPDATE job SET parent_id = 1 WHERE kind = 'init' AND run_id = 2"),
+    Plant("job.parent", "job ", f"UPDATE job SET parent_id = (SELECT parent_id FROM checkpoint WHERE id = {NEWEST}) WHERE id = {RUNNING}"),
     Plant("job.cancel", "job ", f"UPDATE job SET cancel = 1 WHERE id = {DONE}"),
+    Plant("job.cancel", "job ", "UPDATE job SET cancel = 0 WHERE state = 'cancelled'"),
     Plant("job.worker", "job ", f"UPDATE job SET spawn = 7 WHERE id = {RUNNING}"),
     Plant("job.worker", "job ", f"UPDATE job SET state = 'running', ended = NULL, worker = 'trainer' WHERE id = {DONE}"),
     Plant("attempt.open", "job ", f"UPDATE attempt SET ended = 1, outcome = 'died' WHERE job_id = {RUNNING}"),
@@ -141,7 +148,7 @@ PLANTS = [
     Plant("checkpoint.dir", "checkpoint ", "UPDATE checkpoint SET dir = (SELECT dir FROM checkpoint WHERE id = 4)"),
     Plant("checkpoint.needed", "checkpoint ", f"UPDATE checkpoint SET state = 'retired' WHERE id = {NEWEST}"),
     Plant("checkpoint.event", "event ", f"UPDATE checkpoint SET sha = 'other' WHERE id = {NEWEST}"),
-    Plant("metric.step", "run 2", "INSERT INTO metric (run_id, step, name, value) VALUES (2, 77, 'loss', 0.5)"),
+    Plant("metric.step", "run 2", "INSERT INTO metric (run_id, lineage, step, name, value) VALUES (2, 1, 2, 'loss', 0.5)"),
     # serving
     Plant("push.checkpoint", "push ", f"UPDATE push SET checkpoint_id = 1 WHERE id = {LIVE}"),
     Plant("push.checkpoint", "push ", f"UPDATE push SET mode = 'lora' WHERE id = {LIVE}"),
@@ -156,6 +163,7 @@ PLANTS = [
     Plant("serving.checkpoint", "serving ", "UPDATE serving SET name = 'r@1' WHERE state = 'live'"),
     Plant("serving.checkpoint", "serving ", "UPDATE serving SET checkpoint_id = 1 WHERE state = 'live'"),
     Plant("serving.checkpoint", "serving ", f"UPDATE checkpoint SET state = 'retired' WHERE id = {NEWEST}"),
+    Plant("serving.left", "serving ", f"UPDATE checkpoint SET abandoned = 1 WHERE id = {NEWEST}"),
     Plant("serving.engine", "serving ", "UPDATE process SET spawn = 2 WHERE name = 'engine'"),
     Plant("meta.instance", "instance none", "DELETE FROM meta WHERE key = 'instance'"),
     Plant("json", "row job", f"UPDATE job SET metrics = x'7b' WHERE id = {DONE}"),
@@ -298,14 +306,35 @@ def test_expired_payloads_are_no_violation(world: Path) -> None:
     assert report.clean, told(report)
 
 
-def test_a_lineage_without_a_step_goes_on_from_an_older_one(world: Path) -> None:
-    """What a rollback leaves at first."""
-    damage(
-        world, "UPDATE run SET lineage = 1, step = 1 WHERE id = 2", "UPDATE job SET step = 2 WHERE state = 'running'"
-    )
-    assert "run.step" not in {outcome.name for outcome in check(world).broken}
-    damage(world, "UPDATE run SET step = 5 WHERE id = 2")
-    assert "run.step" in {outcome.name for outcome in check(world).broken}
+async def roll_back(root: Path) -> None:
+    """A run of three steps goes back to step 1, and trains step 2 again; after each the folder is looked at."""
+    data = data_dir(root)
+    async with open_store(root) as store:
+        await store.write(lambda c: identify(c, data, 0))
+        world = World(store, data)
+        await world.begin("old", BASE, keep_checkpoints=1)
+        for step in range(1, 4):
+            await world.submit(f"s{step}", 0.0, 1.0)
+            await world.step()
+        op = Rollback(run="old", step=1, lineage=0)
+        await store.write(lambda c: rollback(c, 0, op))
+        assert check(root, deep=True).clean, told(check(root))
+        await world.serve()
+        await world.submit("again", 0.0, 1.0)
+        await world.step()
+        assert check(root, deep=True).clean, told(check(root))
+        await world.retire()
+
+
+def test_a_run_that_was_rolled_back_is_clean(tmp_path: Path) -> None:
+    asyncio.run(roll_back(tmp_path))
+    assert check(tmp_path, deep=True).clean, told(check(tmp_path))
+    with closing(sqlite3.connect(tmp_path / "artd.db")) as c:
+        left = c.execute("SELECT step, lineage, state FROM checkpoint WHERE abandoned ORDER BY step").fetchall()
+        metrics = c.execute("SELECT lineage, step FROM metric WHERE name = 'loss' ORDER BY 1, 2").fetchall()
+    assert left == [(2, 0, "retired"), (3, 0, "retired")] and metrics == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)]
+    damage(tmp_path, "UPDATE run SET lineage = 0")
+    assert {"run.step", "checkpoint.chain"} <= {outcome.name for outcome in check(tmp_path).broken}
 
 
 def test_a_file_that_goes_while_a_daemon_runs_is_looked_for_again(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,14 +251,18 @@ async def test_steering(daemon):
         await run.pause("lunch")
         await run.resume()
         await run.finish()
+        await run.rollback(1)
         await art.cancel(3)
+        await art.discard(3)
         await art.retry(4)
         await art.shutdown(drain_s=1.5)
-    assert [op for _, _, op, _ in daemon.seen[1:]] == [
+    assert [op for _, _, op, _ in daemon.seen[1:] if not isinstance(op, api.CreateRun)] == [
         api.Pause(run="r", reason="lunch"),
         api.Resume(run="r"),
         api.Finish(run="r"),
+        api.Rollback(run="r", step=1, lineage=RUN.lineage),
         api.CancelJob(job=3),
+        api.DiscardJob(job=3),
         api.RetryJob(job=4),
         api.Shutdown(drain_s=1.5),
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from artd import commit as result
 from artd.commit import BadResult, Stale
-from artd.requests import set_run_state
+from artd.runs import set_run_state
 from artd_schema import worker as w
 from tests.fakes.rows import (
     FakeClock,
@@ -33,15 +33,8 @@ pytestmark = pytest.mark.asyncio
 class World:
     """A run at step 0 with one train job claimed, and the dispatcher that claimed it."""
 
-    def __init__(self, store, data, wire, dispatch, order, kills):
-        self.store, self.data, self.wire, self.dispatch, self.order, self.kills = (
-            store,
-            data,
-            wire,
-            dispatch,
-            order,
-            kills,
-        )
+    def __init__(self, store, data, wire, dispatch, order):
+        self.store, self.data, self.wire, self.dispatch, self.order = store, data, wire, dispatch, order
 
     async def report(self, sha, **changes):
         """Staged, and the daemon's last answer."""
@@ -62,12 +55,12 @@ async def make(store, tmp_path, **changes):
     for key, reward in (("a", 0.0), ("b", 1.0)):
         await submit(ingest, key=key, reward=reward)
     assert await pack(store, data)
-    wire, kills = FakeWire(trainer=1), []
-    dispatch = make_dispatch(store, data, wire, kills)
+    wire = FakeWire(trainer=1)
+    dispatch = make_dispatch(store, data, wire)
     await add_worker(store, "trainer")
     await dispatch._claim_next()
     (order,) = wire.of(w.Run)
-    return World(store, data, wire, dispatch, order, kills)
+    return World(store, data, wire, dispatch, order)
 
 
 async def test_the_order_names_everything_that_the_trainer_needs(tmp_path):
@@ -233,12 +226,13 @@ async def test_a_finished_run_takes_no_step_and_a_paused_one_does(tmp_path):
         await it.unchanged()
 
 
-async def test_the_step_is_compared_and_swapped(tmp_path):
+@pytest.mark.parametrize("change", ["step = 5", "checkpoint_id = NULL"])
+async def test_the_newest_checkpoint_is_compared_and_swapped(tmp_path, change):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
         stage(Path(it.order.dir), it.order)
         sha, manifest = result.verify(Path(it.order.dir))
-        await store.write(lambda c: c.execute("UPDATE run SET step = 5"))
+        await store.write(lambda c: c.execute(f"UPDATE run SET {change}"))
         with pytest.raises(Stale, match="not at step 0"):
             await store.write(lambda c: result.commit(c, 0, it.data, "x", sha, manifest, {}))
         assert await count(store, "checkpoint") == 1  # the row inserted before the check went with it
@@ -254,15 +248,18 @@ async def test_failures_requeue_or_quarantine(tmp_path):
             (2, "transient", "queued"),
             (3, "permanent", "quarantined"),
         ]:
-            await it.dispatch.failed(w.Failed(job=job, fence=fence, failure=failure, error=f"{failure}!\ntrace"))
+            await it.dispatch.failed(
+                w.Failed(job=job, fence=fence, failure=failure, error=f"{failure}!\ntrace", trace=f"in step {fence}")
+            )
             assert it.wire.sent[-1][1] == w.Ack(job=job, fence=fence)
             (row,) = await store.read("SELECT * FROM job WHERE id = ?", (job,))
             assert (row["state"], row["error"]) == (state, f"{failure}!\ntrace")
             clock.advance(10)
             await it.dispatch._claim_next()
         assert await one(store, "SELECT reason FROM run") == f"job {job} is quarantined: permanent!"
-        outcomes = await store.read("SELECT outcome FROM attempt WHERE job_id = ? ORDER BY fence", (job,))
-        assert [row[0] for row in outcomes] == ["interrupted", "transient", "permanent"]
+        attempts = await store.read("SELECT outcome, evidence FROM attempt WHERE job_id = ? ORDER BY fence", (job,))
+        assert [row[0] for row in attempts] == ["interrupted", "transient", "permanent"]
+        assert [row[1] for row in attempts] == ["in step 1", "in step 2", "in step 3"]
         await it.dispatch.failed(w.Failed(job=job, fence=1, failure="transient", error="late"))
         assert it.wire.sent[-1][1] == w.Fenced(job=job, fence=1)
 
@@ -288,13 +285,15 @@ async def test_two_deaths_that_nobody_ordered_are_quarantine_and_ordered_ones_co
             (3, True, "queued"),
             (4, False, "quarantined"),
         ]:
-            await it.dispatch.died(spawn, ordered, "Segmentation fault")
+            await it.dispatch.died(spawn, ordered, "Segmentation fault", f"last words of {spawn}")
             assert await one(store, "SELECT state FROM job WHERE kind = 'train'") == state
             await add_worker(store, "trainer", spawn + 1)
             it.wire.connected["trainer"] = spawn + 1
             await it.dispatch._claim_next()
         (job,) = await store.read("SELECT * FROM job WHERE kind = 'train'")
         assert (job["deaths"], job["attempts"], job["error"]) == (2, 2, "Segmentation fault")
+        deaths = await store.read("SELECT error, evidence FROM attempt WHERE outcome = 'died' ORDER BY fence")
+        assert [tuple(row) for row in deaths] == [("Segmentation fault", f"last words of {n}") for n in (2, 4)]
         assert await one(store, "SELECT state FROM run") == "paused"
 
 
@@ -306,21 +305,31 @@ async def test_a_death_of_an_older_process_does_not_touch_the_newer_ones_job(tmp
         assert it.dispatch._claim is not None
 
 
-async def test_the_lease(tmp_path):
-    clock = FakeClock()
-    async with open_store(tmp_path, clock) as store:
+async def test_a_process_that_is_no_longer_the_trainer_is_fenced_out(tmp_path):
+    async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
-        it.dispatch.accepted(w.Accepted(job=it.order.job, fence=1))
-        for _ in range(5):
-            clock.advance(20)
-            it.dispatch.beat("trainer", w.Beat(job=it.order.job, fence=1))
-            it.dispatch._watch()
-        assert it.kills == []
-        clock.advance(31)
-        it.dispatch.beat("engine", w.Beat())
-        it.dispatch._watch()
-        assert len(it.kills) == 1 and "no heartbeat for 30 s" in it.kills[0][1]
-        assert await one(store, "SELECT state FROM job WHERE kind = 'train'") == "running"  # until its death is proven
+        late = staged(it.order, stage(Path(it.order.dir), it.order))
+        assert await it.dispatch.late(late) is None  # its end is still being taken: it asks again
+        assert Path(it.order.dir).is_dir()
+        await it.dispatch.died(1, True, "its lease was over")
+        Path(it.order.dir).mkdir(parents=True)  # it was not dead, and wrote
+        fenced = w.Fenced(job=it.order.job, fence=1)
+        assert await it.dispatch.late(w.Beat(job=it.order.job, fence=1)) == fenced
+        assert Path(it.order.dir).is_dir()  # it writes still: its files go when it has ended
+        assert await it.dispatch.late(late) == fenced
+        assert not Path(it.order.dir).exists()
+        failed = w.Failed(job=it.order.job, fence=1, failure="interrupted", error="fenced")
+        assert await it.dispatch.late(failed) == fenced
+        await it.unchanged()
+
+
+async def test_a_result_that_was_committed_is_so_for_a_process_that_is_gone_too(tmp_path):
+    async with open_store(tmp_path) as store:
+        it = await make(store, tmp_path)
+        sha = stage(Path(it.order.dir), it.order)
+        answer = await it.report(sha)
+        assert isinstance(answer, w.Committed)
+        assert await it.dispatch.late(staged(it.order, sha)) == answer
 
 
 async def test_a_lost_order_is_sent_again(tmp_path):
@@ -328,11 +337,11 @@ async def test_a_lost_order_is_sent_again(tmp_path):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path)
         clock.advance(6)
-        it.dispatch._watch()
+        it.dispatch._send_again()
         assert len(it.wire.of(w.Run)) == 2
         it.dispatch.accepted(w.Accepted(job=it.order.job, fence=1))
         clock.advance(6)
-        it.dispatch._watch()
+        it.dispatch._send_again()
         assert len(it.wire.of(w.Run)) == 2
 
 

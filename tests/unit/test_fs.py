@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ def calls(monkeypatch):
 
 def test_write_file_syncs_before_the_name_and_the_folder_after(tmp_path, calls):
     fs.write_file(tmp_path / "a", b"data")
-    temporary = f".a.{os.getpid()}.tmp"
+    temporary = calls[0].removeprefix("fsync ")
+    assert temporary.startswith(f".a.{os.getpid()}-") and temporary.endswith(".tmp")
     assert calls == [f"fsync {temporary}", f"rename {temporary} a", f"fsync {tmp_path.name}"]
     assert (tmp_path / "a").read_bytes() == b"data" and (tmp_path / "a").stat().st_mode & 0o777 == 0o600
     fs.write_file(tmp_path / "a", b"newer")
@@ -66,9 +69,31 @@ def test_fsync_tree_takes_files_before_their_folders(tmp_path, calls):
 def test_make_dir_is_private_and_durable(tmp_path, calls):
     fs.make_dir(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
-    assert calls == [f"fsync {tmp_path.name}", "fsync a"]
+    assert calls[-2:] == [f"fsync {tmp_path.name}", "fsync a"]
+    calls.clear()
     fs.make_dir(tmp_path / "a" / "b")
-    assert len(calls) == 2
+    assert calls == []
+
+
+def test_a_folder_made_by_a_process_that_died_is_made_durable_too(tmp_path, calls):
+    (tmp_path / "a").mkdir()
+    fs.make_dir(tmp_path / "a")
+    fs.make_dir(tmp_path / "a")
+    assert calls == [f"fsync {tmp_path.name}"]
+
+
+@pytest.mark.parametrize(("number", "ends"), [(errno.EIO, True), (errno.EROFS, True), (errno.ENOSPC, False)])
+def test_an_error_of_fsync_is_told_before_anybody_else_hears_of_it(tmp_path, monkeypatch, number, ends):
+    told = []
+
+    def fail(fd):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(fs, "on_sync_error", told.append)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        fs.write_file(tmp_path / "a", b"new")
+    assert [error.errno for error in told] == [number] * ends
 
 
 def test_publish_syncs_both_folders_after_the_rename(tmp_path, calls):
@@ -123,3 +148,20 @@ def test_a_blobs_row_is_added_once(tmp_path):
         ("s", 3, "batch", 1)
     ]
     connection.close()
+
+
+def test_a_disk_too_full_to_unlink_keeps_a_folder_that_nobody_needs(tmp_path, monkeypatch, caplog):
+    (tmp_path / "a").mkdir()
+
+    def fail(number):
+        def rmtree(path):
+            raise OSError(number, os.strerror(number))
+
+        return rmtree
+
+    monkeypatch.setattr(shutil, "rmtree", fail(errno.ENOSPC))
+    fs.remove_tree(tmp_path / "a")
+    assert "stays until the next start" in caplog.text
+    monkeypatch.setattr(shutil, "rmtree", fail(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        fs.remove_tree(tmp_path / "a")

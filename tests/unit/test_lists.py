@@ -37,7 +37,7 @@ async def test_values_are_decoded(tmp_path):
         (job, _) = await read_rows(store, api.List(what="jobs"))
         assert job["metrics"] == {"loss": 0.5} and "pack" in job["seconds"] and job["run"] == "r"
         (trajectory, _) = await read_rows(store, api.List(what="trajectories"))
-        assert trajectory["group"] == "auto-0" and trajectory["metrics"] == {"metrics": {}, "metadata": {}}
+        assert trajectory["group"] == "auto-0-0" and trajectory["metrics"] == {"metrics": {}, "metadata": {}}
 
 
 async def test_filters(tmp_path):

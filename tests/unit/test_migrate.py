@@ -1,13 +1,28 @@
-"""store.migrate: a new file gets the whole schema; another draft's file is refused."""
+"""store.migrate: a new file gets the whole schema; an older one is migrated after a backup; another draft's is refused."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from artd.store.migrate import APPLICATION_ID, SchemaMismatch, migrate, scripts
+from artd.check import check
+from artd.store import fs
+from artd.store.migrate import APPLICATION_ID, SchemaMismatch, backup_path, migrate, require_known, scripts
 from artd.store.writer import connect
+from artd_schema.crashpoint import VARIABLE
+from tests.fakes.world import template
+from tests.fixtures.schema import make
+
+ROOT = Path(__file__).parents[2]
+NEXT = "ALTER TABLE run ADD COLUMN note TEXT NOT NULL DEFAULT 'none';\nUPDATE run SET note = name;"
+AFTER = "CREATE TABLE extra (id INTEGER PRIMARY KEY) STRICT;"
 
 
 @pytest.fixture
@@ -82,3 +97,133 @@ def test_one_run_is_active_at_a_time(connection):
     connection.execute(sql, ("b", "active"))
     with pytest.raises(sqlite3.IntegrityError):
         connection.execute(sql, ("c", "paused"))
+
+
+# ---- an older schema ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The fixture of the present schema, made as at a release."""
+    return make.write(tmp_path_factory.mktemp("schema"), template())
+
+
+@pytest.fixture
+def old(packed, tmp_path):
+    """A data folder of the last schema, once the artd that opens it knows newer ones (`newer`)."""
+    return make.load(packed, tmp_path / "data")
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    def know(*more):
+        known = scripts()
+        known += [(known[-1][0] + number, sql) for number, sql in enumerate(more, 1)]
+        monkeypatch.setattr("artd.store.migrate.scripts", lambda: known)
+
+    return know
+
+
+def version(path):
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as c:
+        return c.execute("PRAGMA user_version").fetchone()[0]
+
+
+def opened(path):
+    with closing(connect(path)) as c:
+        migrate(c)
+        require_known(c)
+        return c.execute("SELECT group_concat(name) FROM pragma_table_info('run')").fetchone()[0]
+
+
+def rows(path):
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as c:
+        return [line for line in c.iterdump() if line.startswith("INSERT")]
+
+
+def test_an_older_database_is_copied_and_then_migrated(old, newer):
+    database, number = old / "artd.db", scripts()[-1][0]
+    before = rows(database)
+    newer(NEXT, AFTER)
+    with closing(connect(database)) as c, pytest.raises(SchemaMismatch, match="`artd start` migrates it"):
+        require_known(c)
+    assert "note" in opened(database) and version(database) == number + 2
+    copy = backup_path(database, number)
+    assert version(copy) == number and rows(copy) == before and copy.stat().st_mode & 0o777 == 0o600
+    assert check(old, deep=True).clean
+    copy.unlink()
+    assert "note" in opened(database) and not copy.exists()  # nothing is left to do
+
+
+def test_every_released_schema_can_be_migrated(tmp_path, packed, newer):
+    released = [*sorted((ROOT / "tests/fixtures/schema").glob("*.tar.gz")), packed]
+    for source in released:
+        folder = make.load(source, tmp_path / source.name)
+        opened(folder / "artd.db")
+        assert check(folder, deep=True).clean, source
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(old, newer):
+    database, number = old / "artd.db", scripts()[-1][0]
+    before = rows(database)
+    for bad, text in (
+        (f"{NEXT} SELECT missing FROM run;", "no such column"),
+        ("DELETE FROM run;", "references to nothing"),
+    ):
+        newer(bad)
+        with pytest.raises(SchemaMismatch, match=f"migration {number + 1} failed: .*{text}"):
+            opened(database)
+        assert version(database) == number and rows(database) == before
+    newer(NEXT)
+    assert "note" in opened(database)  # the reference check is on again, and the next try is like the first
+
+
+def test_without_room_for_the_copy_nothing_is_changed(old, newer, monkeypatch):
+    database, number = old / "artd.db", scripts()[-1][0]
+    before = rows(database)
+    newer(NEXT)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(fs, "fsync_file", full)
+        with pytest.raises(SchemaMismatch, match="No space left on device; nothing was changed. Next: free space"):
+            opened(database)
+    assert version(database) == number and rows(database) == before
+    assert not [path for path in old.iterdir() if "schema" in path.name]
+    assert "note" in opened(database)
+
+
+def test_the_copy_is_durable_before_anything_changes(old, newer, monkeypatch):
+    database, number = old / "artd.db", scripts()[-1][0]
+    steps: list[str] = []
+    newer(NEXT)
+    for name in ("fsync_file", "fsync_dir"):
+        real = getattr(fs, name)
+        monkeypatch.setattr(
+            fs, name, lambda path, name=name, real=real: (steps.append(f"{name} {version(database)}"), real(path))
+        )
+    opened(database)
+    assert steps == [f"fsync_file {number}", f"fsync_dir {number}"]
+
+
+@pytest.mark.parametrize("point", ["migrate.backed_up", "migrate.done"])
+def test_a_crash_around_a_migration_is_cured_by_the_next_start(old, newer, tmp_path, point):
+    database, number = old / "artd.db", scripts()[-1][0]
+    before = rows(database)
+    (tmp_path / point).write_text("kill")
+    code = f"""
+from artd.store import migrate
+from artd.store.writer import connect
+known = migrate.scripts()
+known.append((known[-1][0] + 1, {NEXT!r}))
+migrate.scripts = lambda: known
+migrate.migrate(connect({str(database)!r}))
+"""
+    env = os.environ | {VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert version(database) == number + (point == "migrate.done") and rows(backup_path(database, number)) == before
+    newer(NEXT)
+    assert "note" in opened(database) and check(old, deep=True).clean

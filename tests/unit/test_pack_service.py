@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from artd.jobs import end_for_good
 from artd.lists import read_rows
 from artd.packing.service import Packer
-from artd.requests import set_run_state
+from artd.runs import set_run_state
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from artd_schema.codec import digest
@@ -223,3 +224,22 @@ async def test_the_bundle_stays_as_long_as_its_batch_s_tensors(tmp_path):
         assert batch["state"] == "trained"
         for column in ("tensors", "manifest", "replay", "replay_manifest"):
             assert Blobs(data.blobs).path(batch[column]).is_file()
+
+
+async def test_a_group_of_which_one_was_dropped_is_packed_again_after_a_cancel(tmp_path):
+    async with open_store(tmp_path) as store:
+        data = data_dir(tmp_path)
+        await add_run(store, group_size=3)
+        await commit_next(store, data)
+        ingest = make_ingest(store, data)
+        long = turn(token_ids=ids(*[3] * 80), logprobs=floats(*[-0.5] * 80))
+        for key, reward, made in (("a", 0.0, turn()), ("b", 1.0, turn(raw=b"b")), ("c", 0.5, long)):
+            await submit(ingest, group="g", key=key, reward=reward, turns=(made,))
+        assert await pack(store, data)
+        for _ in range(2):
+            states = [row["state"] for row in await store.read("SELECT state FROM trajectory ORDER BY id")]
+            assert states == ["packed", "packed", "discarded"]
+            job = await one(store, "SELECT id FROM job WHERE state = 'queued'")
+            await store.write(lambda c, job=job: end_for_good(c, 0, job, False))
+            await store.write(lambda c: c.execute("UPDATE run SET state = 'active'").rowcount)
+            assert await pack(store, data)

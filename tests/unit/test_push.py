@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from artd.push import HELD_S, MAX_ATTEMPTS
-from artd.requests import set_run_state
+from artd.runs import set_run_state
 from artd_schema import worker as w
 from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, serve, train_next

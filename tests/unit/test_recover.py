@@ -9,7 +9,7 @@ import pytest
 
 from artd import commit as result
 from artd.recover import identify, recover
-from artd.requests import set_run_state
+from artd.runs import set_run_state
 from artd_schema import worker as w
 from tests.fakes.rows import FakeWire, add_run, add_worker, count, data_dir, make_ingest, one, open_store, stage, submit
 from tests.fakes.steps import claim, commit_next, make_pusher, pack, serve

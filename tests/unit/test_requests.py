@@ -101,7 +101,7 @@ async def test_errors_have_codes_and_fields(tmp_path):
         for op in (api.Seal(run="r", group="g"), api.Flush(run="r"), api.Pause(run="r"), api.Resume(run="r"),
                    api.Finish(run="r"), api.WaitStep(run="r", step=1)):  # fmt: skip
             await desk.refused("not_found", "no run 'r'", op)
-        for op in (api.CancelJob(job=9), api.RetryJob(job=9)):
+        for op in (api.CancelJob(job=9), api.RetryJob(job=9), api.DiscardJob(job=9)):
             await desk.refused("not_found", "no job 9", op, field="job")
         await add_run(store)
         await desk.refused("invalid", "list[Turn]", sub, [b"\xc1"], "turns")
@@ -146,7 +146,8 @@ async def test_nothing_a_client_sends_ends_the_daemon(tmp_path):
                 assert isinstance(answer, api.Submitted | api.Error), changes
         op = api.Submit(run="r", group="h", reward=1.0, metadata=odd[0]["metadata"])
         await desk.refused("invalid", "cannot be written as JSON", op, [body()], "metadata")
-        for op in (api.CancelJob(job=2**63), api.RetryJob(job=-1), api.List(what="runs", after=-(2**62), limit=-5),
+        for op in (api.CancelJob(job=2**63), api.RetryJob(job=-1), api.DiscardJob(job=-1),
+                   api.Rollback(run="r", step=-(2**63), lineage=2**62), api.List(what="runs", after=-(2**62), limit=-5),
                    api.List(what="jobs", states=("'; DROP TABLE job",)), api.Events(after=2**62, timeout_s=0.0),
                    api.Events(timeout_s=-1.0, limit=0), api.WaitStep(run="r", step=2**62, timeout_s=-1.0)):  # fmt: skip
             assert await desk.ask(op) is not None
@@ -246,7 +247,8 @@ async def test_cancel_frees_the_trajectories_and_pauses_the_run(tmp_path):
         assert await one(store, "SELECT state FROM batch") == "abandoned"
         assert await count(store, "trajectory", "state = 'queued'") == 2
         assert await one(store, "SELECT state FROM run") == "paused"
-        await desk.refused("conflict", "cancelled already", api.CancelJob(job=job))
+        assert await desk.ask(api.CancelJob(job=job)) == api.Done()  # a client that repeats itself
+        await desk.refused("conflict", "cancelled already", api.DiscardJob(job=job))
         await desk.refused("conflict", "only a quarantined", api.RetryJob(job=job))
 
 
@@ -268,7 +270,8 @@ async def test_the_first_checkpoint_cannot_be_cancelled(tmp_path):
     async with open_store(tmp_path) as store:
         desk = Desk(store, tmp_path)
         await add_run(store)
-        await desk.refused("conflict", "finish the run instead", api.CancelJob(job=1))
+        for op in (api.CancelJob(job=1), api.DiscardJob(job=1)):
+            await desk.refused("conflict", "finish the run instead", op)
 
 
 async def test_a_request_that_cannot_be_decoded_is_answered_by_its_number(tmp_path):

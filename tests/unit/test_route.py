@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from artd.requests import set_run_state
 from artd.route import Router, load_table
+from artd.runs import set_run_state
 from artd_schema import worker as w
 from tests.fakes.rows import BASE, MIXTURE, ROUTES, FakeWire, add_run, add_worker, data_dir, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, train_next
@@ -160,6 +160,9 @@ async def test_what_the_gateway_confirmed_is_routed(tmp_path):
         router.taken(w.RouteTaken(seq=sent.seq))
         assert router.routed == {"r@0"}
         await asyncio.wait_for(changed.wait(), 2)
+        await store.write(lambda c: c.execute("UPDATE serving SET state = 'gone'").rowcount)
+        await asyncio.sleep(0.1)
+        assert router.routed == frozenset(), "a name that is served no more"
         await settle(task)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from artd.wire import Router, WorkerWire
+from artd.wire import Local, Router, WorkerWire
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import MAGIC, Codec, WireError
@@ -32,7 +32,7 @@ def folder():
 @contextlib.asynccontextmanager
 async def open_router(folder, kind=w.FromWorker, max_message=1 << 20, **more):
     taken: list = []
-    router = Router(folder / "w.sock", Codec(kind), max_message, lambda *m: taken.append(m), **more)
+    router = Router(Local(folder / "w.sock"), Codec(kind), max_message, lambda *m: taken.append(m), **more)
     router.bind()
     task = asyncio.ensure_future(router.run())
     context = zmq.Context()
@@ -160,9 +160,8 @@ async def test_a_request_that_cannot_be_decoded_is_still_answered_when_it_has_a_
 
 async def test_who_is_who(folder):
     async with open_router(folder) as (router, dealer, taken):
-        wire = WorkerWire()
+        wire = WorkerWire(router)
         assert wire.send("trainer", w.Exit(grace_s=0.0)) is False
-        wire.router = router
         peer = dealer(b"trainer:4")
         peer.send_multipart(TO_WORKER.encode(w.Beat()))
         await until(lambda: taken)

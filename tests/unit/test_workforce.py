@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest import mock
 
+import msgspec
 import pytest
 
 from artd.config import Interpreter, Runtimes, Settings
-from artd.requests import set_run_state
+from artd.runs import set_run_state
 from artd.supervise.postmortem import Status
 from artd.supervise.spec import Info
 from artd.wire import WorkerWire
 from artd.workforce import Boot, Workforce
+from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from tests.fakes.rows import add_run, data_dir, one, open_store, settle
 
@@ -45,7 +48,7 @@ def make(store, tmp_path):
     boot = Boot(instance="i", number=1, code=Path("/code"), endpoint="ipc:///x", token="t")
     settings = Settings(runtimes=Runtimes(trainer=OWN, engine=OWN))
     made = Workforce(
-        store=store, wire=WorkerWire(), data=data_dir(tmp_path), settings=settings, boot=boot,
+        store=store, wire=WorkerWire(mock.Mock()), data=data_dir(tmp_path), settings=settings, boot=boot,
         announce=lambda url: None, on_death=on_death,
     )  # fmt: skip
     made.supervisor = FakeSupervisor()
@@ -98,7 +101,7 @@ async def test_the_last_words_of_a_harness_are_the_error_of_its_row(tmp_path):
             "engine", "backoff", Info(kind="engine", spawn=3, restarts=0, error="ended with exit status 1")
         )
         assert await one(store, "SELECT error FROM process") == "no such device\nlast words"
-        assert deaths == [("engine", 3, False, "no such device\nlast words")]
+        assert deaths == [("engine", 3, False, "no such device\nlast words", "a\nb")]
         await made.on_exit("engine", 4, Status(1, "", "ended with exit status 1"), False, "a\nb")
         await made.on_state(
             "engine", "backoff", Info(kind="engine", spawn=4, restarts=1, error="ended with exit status 1")
@@ -106,3 +109,18 @@ async def test_the_last_words_of_a_harness_are_the_error_of_its_row(tmp_path):
         assert await one(store, "SELECT error FROM process") == "ended with exit status 1\na\nb"
         await made.on_state("engine", "starting", Info(kind="engine", spawn=5, restarts=1))
         assert await one(store, "SELECT error FROM process") == ""
+
+
+async def test_a_process_of_another_instance_spawn_or_protocol_is_not_taken(tmp_path):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        workforce, supervisor, _ = make(store, tmp_path)
+        supervisor.names = lambda: ("trainer",)
+        supervisor.info = lambda name: Info(kind="trainer", spawn=3, restarts=0)
+        mine = w.Hello(kind="trainer", name="trainer", instance="i", protocol=PROTOCOL, spawn=3, pid=1, build="b")
+        for changes in ({"instance": "j"}, {"spawn": 2}, {"protocol": PROTOCOL + 1}, {"name": "other"}):
+            await workforce.hello(b"peer", msgspec.structs.replace(mine, **changes))
+            (peer, answer), _ = workforce.wire.router.send.call_args
+            assert peer == b"peer" and isinstance(answer, w.Reject) and workforce.wire.spawn("trainer") is None
+        await workforce.hello(b"peer", mine)
+        assert workforce.wire.spawn("trainer") == 3

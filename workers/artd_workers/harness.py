@@ -39,19 +39,22 @@ class Identity:
     """Who this process is, from the environment that the supervisor set."""
 
     socket: str
+    instance: str
     name: str
     spawn: int
     build: str
 
     @classmethod
     def from_env(cls) -> Identity:
-        missing = [key for key in ("ARTD_SOCKET", "ARTD_WORKER", "ARTD_SPAWN") if key not in os.environ]
+        needed = ("ARTD_SOCKET", "ARTD_INSTANCE", "ARTD_WORKER", "ARTD_SPAWN")
+        missing = [key for key in needed if key not in os.environ]
         if missing:
             raise SystemExit(
                 f"artd worker: {', '.join(missing)} not set; workers are started by `artd start`, not by hand"
             )
         env = os.environ
-        return cls(env["ARTD_SOCKET"], env["ARTD_WORKER"], int(env["ARTD_SPAWN"]), env.get("ARTD_BUILD", ""))
+        socket, instance, name, spawn = (env[key] for key in needed)
+        return cls(socket, instance, name, int(spawn), env.get("ARTD_BUILD", ""))
 
 
 class Link:
@@ -139,7 +142,8 @@ class Link:
 
     def _main(self) -> None:
         try:
-            self._serve()
+            with self._connect() as socket:
+                self._serve(socket)
         except Exception as error:
             self._error = error
         finally:
@@ -148,10 +152,10 @@ class Link:
             self._inbox.put(None)
             self._context.destroy(linger=1000)
 
-    def _serve(self) -> None:
-        socket = self._connect()
-        hello = w.Hello(kind=self.kind, name=self.identity.name, protocol=PROTOCOL, spawn=self.identity.spawn,
-                        pid=os.getpid(), build=self.identity.build, versions=self._versions)  # fmt: skip
+    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        me = self.identity
+        hello = w.Hello(kind=self.kind, name=me.name, instance=me.instance, protocol=PROTOCOL, spawn=me.spawn,
+                        pid=os.getpid(), build=me.build, versions=self._versions)  # fmt: skip
         socket.send_multipart(self._codec.encode(hello))
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -167,13 +171,15 @@ class Link:
             now = time.monotonic()
             if self._welcome and now >= beat_due:
                 socket.send_multipart(self._codec.encode(self._heartbeat()))
-                beat_due = now + period
+                beat_due = now + self._welcome.heartbeat_s
             self._flush(socket, now)
         self._flush(socket, time.monotonic())
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, f"{self.identity.name}:{self.identity.spawn}".encode())
+        # With the instance: a process of another one must not be taken for the one that has its name and number here.
+        me = self.identity
+        socket.setsockopt(zmq.IDENTITY, f"{me.name}:{me.spawn}:{me.instance}".encode())
         socket.setsockopt(zmq.LINGER, 1000)
         socket.connect(self.identity.socket)
         return socket
@@ -206,7 +212,8 @@ class Link:
 
     def _settle(self, message: w.ToWorker) -> None:
         report = self._report
-        if report is None or not isinstance(message, w.Committed | w.Ack | w.Fenced):
+        # Before the report was sent, Fenced answers a heartbeat: the daemon has yet to hear that nothing more is written.
+        if report is None or not self._report_due or not isinstance(message, w.Committed | w.Ack | w.Fenced):
             return
         if (message.job, message.fence) == (report.job, report.fence):
             self._report = None

@@ -4,7 +4,7 @@
 CREATE TABLE meta (
   key TEXT PRIMARY KEY,
   value TEXT NOT NULL
-) STRICT, WITHOUT ROWID;  -- instance, boot, clean, created, device_inode
+) STRICT, WITHOUT ROWID;  -- instance, place, boot, clean, created, disk, retention, …
 
 CREATE TABLE run (
   id INTEGER PRIMARY KEY,
@@ -16,8 +16,9 @@ CREATE TABLE run (
   routes BLOB NOT NULL DEFAULT x'',          -- JSON RouteShape: mixture of experts with expert replay; else empty
   state TEXT NOT NULL CHECK (state IN ('active', 'paused', 'finished')),
   reason TEXT NOT NULL DEFAULT '',
-  step INTEGER NOT NULL DEFAULT -1,          -- newest committed step
-  lineage INTEGER NOT NULL DEFAULT 0,
+  checkpoint_id INTEGER REFERENCES checkpoint, -- the newest of its chain: commits move it on, a rollback back
+  step INTEGER NOT NULL DEFAULT -1,          -- that checkpoint's step
+  lineage INTEGER NOT NULL DEFAULT 0,        -- of the next step; every rollback opens the next one
   next_epoch INTEGER NOT NULL DEFAULT 0,     -- policy epochs are never used twice
   flush INTEGER NOT NULL DEFAULT 0 CHECK (flush IN (0, 1)),
   created INTEGER NOT NULL
@@ -74,14 +75,17 @@ CREATE TABLE trajectory (
 ) STRICT;
 CREATE INDEX trajectory_group_id ON trajectory (group_id);
 CREATE INDEX trajectory_batch ON trajectory (batch_id) WHERE batch_id IS NOT NULL;
+CREATE INDEX trajectory_blob ON trajectory (blob) WHERE blob IS NOT NULL;
+CREATE INDEX trajectory_kept ON trajectory (created) WHERE payload = 'kept' AND state IN ('trained', 'discarded');
 
 CREATE TABLE batch (
   id INTEGER PRIMARY KEY,
   run_id INTEGER NOT NULL REFERENCES run,
   step INTEGER NOT NULL,                     -- the step that training on it makes
   state TEXT NOT NULL CHECK (state IN ('packed', 'trained', 'abandoned')),
-  tensors TEXT NOT NULL REFERENCES blob,
-  manifest TEXT NOT NULL REFERENCES blob,
+  payload TEXT NOT NULL DEFAULT 'kept' CHECK (payload IN ('kept', 'expired')),
+  tensors TEXT REFERENCES blob,
+  manifest TEXT NOT NULL REFERENCES blob,    -- manifests stay for ever
   replay TEXT REFERENCES blob,               -- replay bundle and its manifest, for expert replay
   replay_manifest TEXT REFERENCES blob,
   covered INTEGER,                           -- of `tokens`: those whose routes the bundle holds
@@ -89,9 +93,15 @@ CREATE TABLE batch (
   tokens INTEGER NOT NULL,
   fill REAL NOT NULL,
   created INTEGER NOT NULL,
-  CHECK ((replay IS NULL) = (replay_manifest IS NULL) AND (replay IS NULL) = (covered IS NULL))
+  CHECK ((replay_manifest IS NULL) = (covered IS NULL)),
+  CHECK ((payload = 'expired') = (tensors IS NULL) AND (payload = 'kept' OR state <> 'packed')),
+  CHECK (CASE payload WHEN 'kept' THEN (replay IS NULL) = (replay_manifest IS NULL) ELSE replay IS NULL END)
 ) STRICT;
 CREATE UNIQUE INDEX batch_step ON batch (run_id, step) WHERE state = 'packed';
+CREATE INDEX batch_tensors ON batch (tensors) WHERE tensors IS NOT NULL;
+CREATE INDEX batch_manifest ON batch (manifest);
+CREATE INDEX batch_replay ON batch (replay) WHERE replay IS NOT NULL;
+CREATE INDEX batch_replay_manifest ON batch (replay_manifest) WHERE replay_manifest IS NOT NULL;
 
 CREATE TABLE job (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -108,7 +118,8 @@ CREATE TABLE job (
   not_before INTEGER NOT NULL DEFAULT 0,
   worker TEXT,
   spawn INTEGER,
-  cancel INTEGER NOT NULL DEFAULT 0 CHECK (cancel IN (0, 1)),
+  cancel INTEGER NOT NULL DEFAULT 0 CHECK (cancel IN (0, 1)),    -- an operator ended it, or told it to stop
+  discard INTEGER NOT NULL DEFAULT 0 CHECK (discard IN (0, 1)),  -- and its trajectories go with it
   error TEXT NOT NULL DEFAULT '',
   metrics BLOB NOT NULL DEFAULT x'7b7d',     -- JSON
   seconds BLOB NOT NULL DEFAULT x'7b7d',     -- JSON {phase: seconds}
@@ -117,7 +128,8 @@ CREATE TABLE job (
   ended INTEGER,
   CHECK ((state = 'running') = (worker IS NOT NULL)),
   CHECK ((kind = 'train') = (batch_id IS NOT NULL)),
-  CHECK ((state IN ('succeeded', 'cancelled')) = (ended IS NOT NULL))
+  CHECK ((state IN ('succeeded', 'cancelled')) = (ended IS NOT NULL)),
+  CHECK (discard <= cancel)
 ) STRICT;
 CREATE INDEX job_active ON job (run_id, id) WHERE state IN ('queued', 'running');
 
@@ -128,8 +140,10 @@ CREATE TABLE attempt (
   spawn INTEGER NOT NULL,
   started INTEGER NOT NULL,
   ended INTEGER,
-  outcome TEXT CHECK (outcome IN ('succeeded', 'transient', 'permanent', 'interrupted', 'died', 'cancelled')),
+  outcome TEXT CHECK (outcome IN
+    ('succeeded', 'transient', 'permanent', 'rejected', 'interrupted', 'died', 'cancelled')),
   error TEXT NOT NULL DEFAULT '',
+  evidence TEXT NOT NULL DEFAULT '',         -- end of the worker's log at its death, or the failure's stack
   PRIMARY KEY (job_id, fence)
 ) STRICT, WITHOUT ROWID;
 
@@ -145,10 +159,12 @@ CREATE TABLE checkpoint (
   dir TEXT NOT NULL,                         -- relative to the data folder
   bytes INTEGER NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('committed', 'retired')),
+  abandoned INTEGER NOT NULL DEFAULT 0 CHECK (abandoned IN (0, 1)),  -- a rollback left it: off its run's chain
   created INTEGER NOT NULL,
   UNIQUE (run_id, lineage, step),
   UNIQUE (run_id, epoch)
 ) STRICT;
+CREATE UNIQUE INDEX checkpoint_chain ON checkpoint (run_id, step) WHERE abandoned = 0;
 
 CREATE TABLE push (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -217,13 +233,16 @@ CREATE TABLE exchange (
   CHECK ((turn IS NOT NULL) + (blob IS NOT NULL) = (trajectory_id IS NULL))
 ) STRICT;
 CREATE INDEX exchange_trajectory ON exchange (trajectory_id) WHERE trajectory_id IS NOT NULL;
+CREATE INDEX exchange_blob ON exchange (blob) WHERE blob IS NOT NULL;
+CREATE INDEX exchange_unused ON exchange (created) WHERE trajectory_id IS NULL;
 
 CREATE TABLE metric (
   run_id INTEGER NOT NULL REFERENCES run,
+  lineage INTEGER NOT NULL,
   step INTEGER NOT NULL,
   name TEXT NOT NULL,
   value REAL NOT NULL,
-  PRIMARY KEY (run_id, step, name)
+  PRIMARY KEY (run_id, lineage, step, name)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE event (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from importlib import metadata
@@ -34,7 +33,7 @@ def main() -> int:
         link.close()
         return 1
     try:
-        return EngineWorker(link, welcome.engine, os.environ.get("ARTD_INSTANCE", "")).run()
+        return EngineWorker(link, welcome.engine).run()
     finally:
         remove_folder(welcome.engine)
 

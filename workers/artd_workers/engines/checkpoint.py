@@ -17,6 +17,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import CheckpointManifest, WeightEntry, WeightTable
 from artd_schema.worker import CheckpointRef
 
@@ -89,7 +90,7 @@ def tensor_hashes(path: Path) -> Iterator[tuple[str, str]]:
                     start, end = info["data_offsets"]
                     file.seek(8 + size + start)
                     yield name, _hash(file, end - start)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, OverflowError, MemoryError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"{path} cannot be read as safetensors: {type(error).__name__}: {error}") from None
 
 
@@ -124,5 +125,5 @@ def _bytes(path: Path) -> bytes:
 def _decode(raw: bytes, kind: type[T], path: Path) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EngineError(f"{path} is not what this version of artd writes: {error}") from None

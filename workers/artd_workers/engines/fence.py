@@ -42,10 +42,14 @@ class Gate:
         if not self._open or fence.fence != self._seen:
             raise FenceError(f"push {fence.push} fence {fence.fence} has no open update here")
 
+    def require_open(self) -> None:
+        """Raise FenceError unless an update is open: for calls that cannot carry a fence (vLLM's own)."""
+        if not self._open:
+            raise FenceError("no update is open here")
+
     def finish(self) -> None:
         """The open update is complete: the weights are known again."""
-        if not self._open:
-            raise FenceError("no update is open")
+        self.require_open()
         self._open = False
 
     def _check_owner(self, fence: Fence) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
@@ -27,6 +28,13 @@ from .base import Adapter, Deadline, DiskLoad, EngineError, Fence
 
 class Stale(Exception):
     """The push is older than one already taken; the engine was not touched."""
+
+
+class _Adopted(NamedTuple):
+    """An adapter that the engine has loaded. folder: its copy here; sha: of its checkpoint."""
+
+    folder: Path
+    sha: str
 
 
 class PushError(Exception):
@@ -53,7 +61,7 @@ class Pusher:
         self._log = log
         self._seen = -1
         self._phase = "fence"
-        self._loaded: dict[str, Path] = {}
+        self._loaded: dict[str, _Adopted] = {}
         self._leaving: set[str] = set()
         self._lock = threading.Lock()
 
@@ -145,6 +153,18 @@ class Pusher:
     def _lora(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
         committed = self._open(push)
         deadline = Deadline(push.deadline_s)
+        with self._lock:
+            there = push.name in self._loaded and self._loaded[push.name].sha == push.checkpoint.sha
+            if there:
+                self._leaving.discard(push.name)  # a rollback: it may be in use, and stays as it is
+        if not there:
+            self._load(push, committed, seconds, deadline)
+        reach("engine.updated")
+        return self._verify(push.name, committed, seconds, deadline)
+
+    def _load(
+        self, push: Push, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
+    ) -> None:
         folder = self._folder / f"{push.push}-{push.fence}"
         with self._timed("transfer", seconds):
             checkpoint.adopt_adapter(committed, folder)
@@ -153,16 +173,14 @@ class Pusher:
                 self._drop(push.name, deadline)
             self._adapter.load_adapter(push.name, folder, deadline)
         with self._lock:
-            self._loaded[push.name] = folder
-        reach("engine.updated")
-        return self._verify(push.name, committed, seconds, deadline)
+            self._loaded[push.name] = _Adopted(folder, push.checkpoint.sha)
 
     def _drop(self, name: str, deadline: Deadline) -> None:
         self._adapter.unload_adapter(name, deadline)
         with self._lock:
-            folder = self._loaded.pop(name)
+            adopted = self._loaded.pop(name)
             self._leaving.discard(name)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(adopted.folder, ignore_errors=True)
 
     # ---- both ---------------------------------------------------------------------------------------------------------
 

@@ -37,10 +37,9 @@ _DEFAULT_GRACE_S = 10.0
 class EngineWorker:
     """One spawn. `run` returns the exit code: 0 after Exit, 1 when the server could not start, died, or was ended."""
 
-    def __init__(self, link: Link, config: w.EngineConfig, instance: str) -> None:
+    def __init__(self, link: Link, config: w.EngineConfig) -> None:
         self._link = link
         self._config = config
-        self._instance = instance
         self._server = Server(config)
         self._pusher: Pusher | None = None
         self._pushes: queue.SimpleQueue[w.Push] = queue.SimpleQueue()
@@ -77,8 +76,8 @@ class EngineWorker:
         log(f"vLLM {adapter.version} serves run {self._config.run} on {self._server.socket}")
         self._capture(adapter)
         spec = self._config.spec
-        self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters", self._instance,
-                              self._link.identity.spawn, log)  # fmt: skip
+        self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters",
+                              self._link.identity.instance, self._link.identity.spawn, log)  # fmt: skip
         threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True).start()
         reach("engine.started")
         self._link.send(w.Ready(socket=str(self._server.socket)))

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from artd_schema.codec import UNREADABLE
+
 from .errors import ApiError, EngineFailure
 from .limits import Limits
 
@@ -99,7 +101,7 @@ def _decode(engine: str, path: str, response: httpx.Response, read: Read) -> Any
         return read(response.content)
     except msgspec.ValidationError as error:
         raise EngineFailure(engine, f"{path} answered 200 with JSON of another form: {error}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EngineFailure(engine, f"{path} answered 200 with what is no JSON: {error}") from error
 
 
@@ -122,5 +124,5 @@ def _message(response: httpx.Response) -> tuple[str, str | None]:
     try:
         error = msgspec.json.decode(response.content)["error"]
         return str(error["message"]), error.get("param")
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except (*UNREADABLE, KeyError, TypeError, AttributeError):
         return response.text[:500] or "(empty reply)", None

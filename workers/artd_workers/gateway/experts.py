@@ -111,7 +111,7 @@ class Experts:
 
 def read_taken(content: bytes) -> dict[str, Taken]:
     """The reply to `artd_take_routes`. Choice by choice: msgspec keeps the GIL for the whole of a call, and the event loop
-    is to run in between when this is done in a thread. Errors: msgspec.DecodeError."""
+    is to run in between when this is done in a thread. Errors: those of codec.UNREADABLE."""
     results = _reply.decode(content).results
     return {key: _choice.decode(raw) for key, raw in results[0].items()} if results else {}
 

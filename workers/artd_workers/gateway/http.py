@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from artd_schema.codec import UNREADABLE
+
 from .errors import ApiError, invalid
 
 
@@ -25,7 +27,7 @@ async def json_object(request: Request, limit: int) -> dict[str, Any]:
             raise _too_large(len(body), limit)
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise invalid(f"the body is no valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise invalid(f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")

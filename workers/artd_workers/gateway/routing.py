@@ -57,7 +57,7 @@ class Table:
         if route.seq > self._route.seq:
             self._route = route
             self._held = {engine.engine for engine in route.engines if engine.hold}
-            self._labels |= {served.name: served for engine in route.engines for served in engine.served}
+            self._name([served for engine in route.engines for served in engine.served])
             self._notify()
         return self._route.seq
 
@@ -146,6 +146,15 @@ class Table:
         return served
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _name(self, served: list[Served]) -> None:
+        """Learn what labels stand for. After a rollback a run serves an older epoch: what was newer is forgotten, for the next
+        step of that number is another one under the same label."""
+        newest: dict[str, int] = {}
+        for each in served:
+            newest[each.run] = max(each.epoch, newest.get(each.run, each.epoch))
+        kept = {n: old for n, old in self._labels.items() if old.epoch <= newest.get(old.run, old.epoch)}
+        self._labels = kept | {each.name: each for each in served}
 
     def _notify(self) -> None:
         self._changed.set()

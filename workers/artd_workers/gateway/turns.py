@@ -47,20 +47,15 @@ class Span:
 
 
 def effective_sampling(params: dict[str, Any]) -> Sampling:
-    """The parameters that the engine samples with, from the rendered `sampling_params` (vLLM leaves defaults out)."""
-    stop = params.get("stop") or ()
-    return Sampling(
-        temperature=params.get("temperature", 1.0),
-        top_p=params.get("top_p", 1.0),
-        top_k=max(params.get("top_k", 0), 0),
-        min_p=params.get("min_p", 0.0),
-        presence_penalty=params.get("presence_penalty", 0.0),
-        frequency_penalty=params.get("frequency_penalty", 0.0),
-        repetition_penalty=params.get("repetition_penalty", 1.0),
-        max_tokens=params.get("max_tokens"),
-        seed=params.get("seed"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-    )
+    """The parameters that the engine samples with, from the rendered `sampling_params` (vLLM leaves defaults out). Errors:
+    ApiError 400 for a value of another type."""
+    given = {name: params[name] for name in Sampling.__struct_fields__ if params.get(name) is not None}
+    stop = given.get("stop", ())
+    try:
+        found = msgspec.convert(given | {"stop": (stop,) if isinstance(stop, str) else stop}, Sampling)
+    except msgspec.ValidationError as error:
+        raise invalid(f"sampling parameters: {error}", code="invalid_sampling") from None
+    return msgspec.structs.replace(found, top_k=max(found.top_k, 0))
 
 
 def refuse_reshaped(params: dict[str, Any]) -> None:

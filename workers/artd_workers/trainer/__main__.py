@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import sys
 import warnings
 from importlib import metadata
-
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from ..harness import Link, LinkClosed, Rejected
 
@@ -36,6 +32,9 @@ def main() -> int:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         # Megatron warns of each accelerator package that a CPU does not need.
         warnings.filterwarnings("ignore", module=r"megatron\..*")
+        from .placement import prepare
+
+        prepare(welcome.trainer.spec)
         from .trainer import Trainer
         from .worker import TrainerWorker
 

@@ -15,6 +15,7 @@ from artd_schema.manifest import Canary
 from ..models.base import Plan
 from .layers import narrowest_choices
 from .model import Policy
+from .tree import hidden
 
 PROMPTS, TOKENS = 4, 32
 _SEED = 20_640
@@ -59,9 +60,13 @@ def score(policy: Policy, engine_dtype: str) -> Canary:
     targets = tokens[:, 1:].flatten()
     positions = torch.arange(TOKENS).repeat(PROMPTS)
     with torch.no_grad(), narrowest_choices(policy.model) as gaps:
-        found = policy.score(tokens.flatten(), positions, until, rows, targets, torch.ones(len(targets))).logprobs
+        # The dense mask: for so few tokens a GPU need not compile an attention of its own.
+        seen, heat = hidden(until), torch.ones(len(targets))
+        found = policy.score(tokens.flatten(), positions, seen, rows, targets, heat).logprobs
     if not torch.isfinite(found).all():
         raise ArithmeticError("the updated weights give logprobs that are not finite; lower the learning rate")
+    if policy.model.config.params_dtype != torch.float32:
+        engine_dtype = "bfloat16"  # the trainer's own rounding is as coarse
     largest, mean = bounds(policy.plan, engine_dtype, min(gaps, default=math.inf))
     logprobs = tuple(tuple(row) for row in found.view(PROMPTS, TOKENS - 1).tolist())
     return Canary(prompts=ids, logprobs=logprobs, max_abs=largest, mean_abs=mean)

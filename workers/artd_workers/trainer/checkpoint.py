@@ -2,33 +2,31 @@
 
 Purpose: the durable form of a step: adapter or every weight, optimizer, RNG, data position, the table of weights as served,
 canary.
-Owner of: a staging folder until the daemon commits it. Invariants: safetensors and JSON only (no pickle); `manifest.json` is
-written last; nothing of a folder is used whose sha256 is not the manifest's.
+Owner of: nothing; `staging` writes. Invariants: safetensors and JSON only (no pickle); nothing of a folder is used whose sha256
+is not the manifest's.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from safetensors.torch import load, save
 from torch import Tensor
 
-from artd_schema.codec import digest, to_json
-from artd_schema.crashpoint import reach
-from artd_schema.manifest import CheckpointManifest, FileEntry, WeightEntry, WeightTable
+from artd_schema.codec import UNREADABLE, digest
+from artd_schema.manifest import CheckpointManifest, WeightEntry
 from artd_schema.worker import CheckpointRef
 
-MANIFEST, WEIGHTS, STATE = "manifest.json", "weights.json", "state.json"
+from .staging import MANIFEST, WEIGHTS, Files  # noqa: F401 - WEIGHTS is a file of a checkpoint like those below
+
+STATE = "state.json"
 ADAPTER, ADAPTER_CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
 MODEL = "model.safetensors"
 
@@ -38,10 +36,12 @@ class CheckpointError(ValueError):
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """`state.json`. rng: base64 of torch's CPU generator state; batches, trained_tokens: consumed since step 0."""
+    """`state.json`. rng: base64 of torch's CPU generator state; cuda_rng: of the GPU's, not there without one;
+    batches, trained_tokens: consumed since step 0."""
 
     step: int
-    rng: str
+    rng: str = ""
+    cuda_rng: str | UnsetType = UNSET
     batches: int = 0
     trained_tokens: int = 0
 
@@ -56,12 +56,25 @@ class Loaded:
     state: State
 
 
-def rng_state() -> str:
-    return base64.b64encode(bytes(torch.get_rng_state().numpy())).decode()
+def with_rng(state: State, cuda: bool) -> State:
+    """The state with the generators as they are now. cuda: the GPU's too."""
+    gpu = _text(torch.cuda.get_rng_state()) if cuda else UNSET
+    return msgspec.structs.replace(state, rng=_text(torch.get_rng_state()), cuda_rng=gpu)
 
 
-def set_rng_state(state: str) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+def set_rng_state(state: State, cuda: bool) -> None:
+    """Undo `with_rng`. What was trained without a GPU tells nothing of its generator."""
+    torch.set_rng_state(_bytes(state.rng))
+    if cuda and state.cuda_rng is not UNSET:
+        torch.cuda.set_rng_state(_bytes(state.cuda_rng))
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(bytes(state.numpy())).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def entry_of(name: str, tensor: Tensor) -> WeightEntry:
@@ -72,57 +85,12 @@ def entry_of(name: str, tensor: Tensor) -> WeightEntry:
     )
 
 
-class Staging:
-    """Writes the files of one checkpoint. `finish` makes it complete; until then it has no manifest and counts for nothing."""
-
-    def __init__(self, folder: Path) -> None:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self._files: list[FileEntry] = []
+class Staging(Files):
+    """`Files` that takes tensors too."""
 
     def tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a safetensors file; the same tensors give the same bytes."""
-        self._add(name, save({key: value.detach().contiguous() for key, value in tensors.items()}, {"format": "pt"}))
-
-    def json(self, name: str, value: object) -> None:
-        self._add(name, to_json(value))
-
-    def weights(self, mode: str, entries: Iterable[WeightEntry]) -> None:
-        self.json(WEIGHTS, WeightTable(mode=mode, tensors=tuple(entries)))
-
-    def _add(self, name: str, data: bytes) -> None:
-        _write(self.folder / name, data)
-        self._files.append(FileEntry(name, len(data), digest(data)))
-
-    def finish(self, **fields: Any) -> str:
-        """Write the manifest from its remaining fields; returns its sha256."""
-        data = to_json(CheckpointManifest(files=tuple(sorted(self._files, key=lambda f: f.name)), **fields))
-        sync_folder(self.folder)
-        reach("stage.files")
-        _write(self.folder / MANIFEST, data)
-        sync_folder(self.folder)
-        sync_folder(self.folder.parent)
-        reach("stage.manifest")
-        return digest(data)
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync a folder: the names in it are durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        self.add(name, save({key: value.detach().contiguous() for key, value in tensors.items()}, {"format": "pt"}))
 
 
 def read(ref: CheckpointRef, weights: str) -> Loaded:
@@ -141,7 +109,7 @@ def read(ref: CheckpointRef, weights: str) -> Loaded:
             load(_read(folder / OPTIMIZER, shas[OPTIMIZER])),
             msgspec.json.decode(_read(folder / STATE, shas[STATE]), type=State),
         )
-    except (msgspec.DecodeError, KeyError) as error:
+    except (*UNREADABLE, KeyError) as error:
         raise CheckpointError(f"{folder} is not a trainer's checkpoint: {error!r}") from None
 
 

@@ -1,6 +1,7 @@
 """The experts of a layer as one parameter, multiplied in one grouped product, with an adapter for each of them.
 
-Purpose: `GroupedExperts` stands in for Megatron's SequentialMLP where a loop over experts would be too slow;
+Purpose: `GroupedExperts` stands in for Megatron's SequentialMLP where a loop over experts would be too slow, `OneRankMoE` for
+its MoELayer where nothing has to be sent;
 `GroupedAdapter` is `lora.FusedAdapter` for all experts of a layer at once; `slots` gives a model's weights under the
 codec's names, expert by expert. Owner of: the experts' weights [experts, out, in] and the adapters' fp32 masters.
 Invariants: plain torch (any device); names and layouts outside this file are the codec's; no wait for the device.
@@ -14,12 +15,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..models.codec import Row, peft_names
+from . import routed
+from .cached import Cached
+from .routed import Order
 
 EXPERT = re.compile(r"\.local_experts\.\d+(?=\.)")
 ALIGNED = 8
@@ -27,16 +33,12 @@ ALIGNED = 8
 
 
 class GroupedLinear(nn.Module):
-    """x [T, in], whose rows lie expert by expert -> [T, out]; rows of expert e end at ends[e] (int32 [experts])."""
+    """Weights [experts, out, in] of one linear of every expert, and their adapters once they are attached."""
 
     def __init__(self, experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, dtype=dtype))
         self.adapter: GroupedAdapter | None = None
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        out = F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
-        return out if self.adapter is None else out.add_(self.adapter(x, ends))
 
 
 class GroupedExperts(MegatronModule):
@@ -49,16 +51,60 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = GroupedLinear(num_local_experts, inner, hidden, config.params_dtype)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """tokens [T, hidden] sorted by expert, their numbers [experts] (any device), probs [T] -> [T, hidden], no bias."""
-        ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
-        inner = self._activate(self.linear_fc1(tokens, ends), probs[:, None])
-        return self.linear_fc2(inner, ends), None
+        """What Megatron's dispatchers ask for: tokens [T, hidden] sorted by expert, their numbers [experts] (any device),
+        probs [T] -> [T, hidden], no bias."""
+        counts = tokens_per_expert.to(tokens.device, non_blocking=True)
+        return self.routed(tokens, probs[:, None], Order.sorted(counts, len(tokens))), None
 
-    def _activate(self, both: Tensor, probs: Tensor) -> Tensor:
-        if self.config.bias_activation_fusion:
-            return weighted_bias_swiglu_impl(both, None, probs)
-        gate, up = both.chunk(2, -1)
-        return (F.silu(gate) * up * probs).to(both.dtype)
+    def routed(self, tokens: Tensor, probs: Tensor, order: Order) -> Tensor:
+        """tokens [T, hidden], each to the experts that `order` says, weighted by probs [T, topk] -> [T, hidden]."""
+        linears = self.linear_fc1, self.linear_fc2
+        return routed.apply(tokens, probs, order, [one.weight for one in linears], [one.adapter for one in linears])
+
+
+class OneRankMoE(MoELayer):
+    """Megatron's mixture of experts where all experts are on this rank: nothing is dispatched, and a router gives
+    (probs [T, topk], expert ids [T, topk]) instead of maps over all experts."""
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: None = None
+    ) -> tuple[Tensor, None]:
+        if self.moe_layer_recompute and self.training:
+            return checkpoint(self._once, False, hidden_states), None
+        return self._once(hidden_states), None
+
+    def _once(self, hidden_states: Tensor) -> Tensor:
+        probs, chosen = self.router(hidden_states)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out = self.experts.routed(tokens, probs, Order.of(chosen, self.num_local_experts))
+        return out.view_as(hidden_states)
+
+
+class DenseRouting:
+    """Put before a router's class: gives each token's probabilities and experts [T, topk], by Megatron's own function.
+    What else its forward can do (losses, jitter, limits) is off in every model here."""
+
+    def forward(self: Any, input: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        config, logits = self.config, self.gating(input)
+        return topk_routing_with_score_function(
+            logits.view(-1, logits.shape[-1]), self.topk, use_pre_softmax=config.moe_router_pre_softmax,
+            scaling_factor=config.moe_router_topk_scaling_factor, score_function=self.score_function,
+            router_replay=self.router_replay, dense_output=True,
+        )  # fmt: skip
+
+
+def sparse(router: Any, alone: Any) -> Any:
+    """Builder of a sparse layer's MLP with grouped experts. router: the class for experts on several ranks, alone: that for
+    one rank."""
+
+    def build(*args: Any, pg_collection: Any, **kwargs: Any) -> MoELayer:
+        one = pg_collection.ep.size() == pg_collection.expt_tp.size() == 1
+        kind, gate = (OneRankMoE, alone) if one else (MoELayer, router)
+        return kind(
+            *args, submodules=MoESubmodules(experts=GroupedExperts, router=gate), pg_collection=pg_collection, **kwargs
+        )
+
+    return build
 
 
 class GroupedAdapter(nn.Module):
@@ -78,17 +124,27 @@ class GroupedAdapter(nn.Module):
         self._path, self._rows = path, tuple(rows)
         self.a = nn.Parameter(torch.empty(experts, parts, rank, in_features))
         self.b = nn.Parameter(torch.zeros(experts, parts, sizes[0], rank))
-        self.register_buffer("_apart", scale * torch.eye(parts)[:, None, :, None], persistent=False)
+        self.scale = scale
+        self._joined = Cached(self._join)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [T, in] -> addition [T, out], scaled."""
-        a = self.a.flatten(1, 2)
-        # Block-diagonal over the parts: one product instead of one for each part and a copy that joins them.
-        b = (self.b[:, :, :, None, :] * self._apart).flatten(3, 4).flatten(1, 2)
-        if extra := -a.shape[1] % ALIGNED:
-            a, b = F.pad(a, (0, 0, 0, extra)), F.pad(b, (0, extra))
-        a, b = a.to(x.dtype), b.to(x.dtype)
-        return F.grouped_mm(F.grouped_mm(x, a.transpose(1, 2), offs=ends), b.transpose(1, 2), offs=ends)
+    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A [experts, R, in], scaled, and B [experts, out, R]: the parts' ranks beside each other, B zero where a part's
+        output meets another's rank, R a multiple of ALIGNED."""
+        return self._joined.of((self.a, self.b), dtype)
+
+    def _join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a, parts = self.a.flatten(1, 2), self.a.shape[1]
+        apart = torch.eye(parts, device=a.device)[:, None, :, None]
+        b = (self.b[:, :, :, None, :] * apart).flatten(3, 4).flatten(1, 2)
+        extra = -a.shape[1] % ALIGNED
+        return F.pad(self.scale * a, (0, 0, 0, extra)).to(dtype), F.pad(b, (0, extra)).to(dtype)
+
+    def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of what `joined` gave -> of `a` and `b`, fp32."""
+        parts, rank = self.a.shape[1:3]
+        own = b[..., : parts * rank].unflatten(1, (parts, -1)).unflatten(3, (parts, rank))
+        d_b = torch.empty_like(self.b).copy_(own.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))
+        return a[:, : parts * rank].unflatten(1, (parts, rank)).float().mul_(self.scale), d_b
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(own name, parameter)."""

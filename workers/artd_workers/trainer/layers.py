@@ -30,7 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..models.base import Plan
-from .grouped import GroupedExperts
+from . import grouped
+from .grouped import DenseRouting
 from .lora import LoraColumnLinear, LoraRowLinear
 from .parallel import Parallel
 from .placement import Placement
@@ -102,30 +103,34 @@ class ExplicitRotary(RotaryEmbedding):
 class CpuRouter(TopKRouter):
     """Megatron's router, whose gate stays where its weight is (the stock one moves a weight on the CPU to CUDA)."""
 
-    gaps: list[float] | None = None
-
     def gating(self, input: Tensor) -> Tensor:
         """Logits [s, b, experts] in float32 of hidden states [s, b, hidden]."""
-        logits = router_gating_linear(input, self.weight, self.bias, torch.float32)
-        if self.gaps is not None and self.topk < logits.shape[-1]:
-            best = logits.detach().topk(self.topk + 1).values
-            self.gaps.append(float((best[..., -2] - best[..., -1]).min()))
-        return logits
+        return router_gating_linear(input, self.weight, self.bias, torch.float32)
+
+
+class DenseCpuRouter(DenseRouting, CpuRouter):
+    """The same for grouped experts on one rank."""
 
 
 @contextmanager
 def narrowest_choices(model: nn.Module) -> Iterator[list[float]]:
     """Collect, for each router call inside the block, the smallest distance in logits between the last expert that a token
     was given and the first that it was not. Empty for a dense model."""
-    routers = [module for module in model.modules() if isinstance(module, CpuRouter)]
     gaps: list[float] = []
-    for router in routers:
-        router.gaps = gaps
+
+    def measure(router: TopKRouter, args: tuple[Tensor, ...], _output: object) -> None:
+        logits = router.gating(args[0])
+        if router.topk < logits.shape[-1]:
+            best = logits.detach().topk(router.topk + 1).values
+            gaps.append(float((best[..., -2] - best[..., -1]).min()))
+
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    hooks = [router.register_forward_hook(measure) for router in routers]
     try:
         yield gaps
     finally:
-        for router in routers:
-            router.gaps = None
+        for hook in hooks:
+            hook.remove()
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -139,13 +144,15 @@ class RmsNorm(torch.nn.RMSNorm):
 
 @dataclass(frozen=True)
 class Kit:
-    """The modules that a layer is put together from. experts: builder of a sparse layer's MLP; the others are classes."""
+    """The modules that a layer is put together from. experts: builder of a sparse layer's MLP; the others are classes.
+    whole: the class around `attention`, None = Megatron's own."""
 
     norm: Any
     column: Any
     row: Any
     attention: Any
     experts: Any
+    whole: Any = None
 
     def linears(self) -> MLPSubmodules:
         return MLPSubmodules(linear_fc1=self.column, linear_fc2=self.row)
@@ -158,8 +165,9 @@ def kit_of(placement: Placement) -> Kit:
 
         return cuda_layers.kit(placement.dtype)
     linears = MLPSubmodules(linear_fc1=LoraColumnLinear, linear_fc2=LoraRowLinear)
-    experts = GroupedExperts if placement.grouped else partial(SequentialMLP, submodules=linears)
-    sparse = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=CpuRouter))
+    experts = partial(SequentialMLP, submodules=linears)
+    one_by_one = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=CpuRouter))
+    sparse = grouped.sparse(CpuRouter, DenseCpuRouter) if placement.grouped else one_by_one
     return Kit(RmsNorm, LoraColumnLinear, LoraRowLinear, MaskedAttention, sparse)
 
 
@@ -186,6 +194,8 @@ def block_spec(plan: Plan, kit: Kit) -> TransformerBlockSubmodules:
 def _layer_spec(qk_norm: bool, kit: Kit) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = kit.norm
+    if kit.whole is not None:
+        spec.submodules.self_attention.module = kit.whole
     attention = spec.submodules.self_attention.submodules
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = kit.norm

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 
 from ..models.codec import Codec, Row, peft_names
+from .cached import Cached
 from .grouped import EXPERT, GroupedAdapter
 
 Adapter = dict[str, Tensor]
@@ -36,16 +37,27 @@ class FusedAdapter(nn.Module):
         self._codec, self.row, self.scale = codec, row, scale
         self.a = nn.ParameterList(nn.Parameter(torch.empty(rank, in_features)) for _ in sizes)
         self.b = nn.ParameterList(nn.Parameter(torch.zeros(size, rank)) for size in sizes)
+        self._joined = Cached(self._join)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [(x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() for a, b in zip(self.a, self.b, strict=True)]
         return self._codec.fuse(self.row, parts, -1) * self.scale
 
     def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The adapters of all parts as one: A [parts * r, in] and B [out, parts * r] in Megatron's layout, not scaled."""
+        """The adapters of all parts as one: A [parts * r, in], scaled, and B [out, parts * r] in Megatron's layout."""
+        return self._joined.of((*self.a, *self.b), dtype)
+
+    def _join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rank, count = self.a[0].shape[0], len(self.a)
         apart = [F.pad(b, (i * rank, (count - 1 - i) * rank)) for i, b in enumerate(self.b)]
-        return torch.cat(list(self.a)).to(dtype), self._codec.fuse(self.row, apart).to(dtype)
+        return (self.scale * torch.cat(list(self.a))).to(dtype), self._codec.fuse(self.row, apart).to(dtype)
+
+    def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of what `joined` gave -> of each A, then of each B; fp32."""
+        rank = self.a[0].shape[0]
+        parts = self._codec.split(self.row, b.float())
+        d_b = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
+        return (*a.float().mul_(self.scale).split(rank), *d_b)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(PEFT name, parameter): A then B of each part."""
@@ -125,9 +137,9 @@ class Lora:
         return {name: found[name] for name in self._names}
 
     def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by own name; raises ValueError when the names are not exactly this adapter's."""
+        """Tensors by own name, on the CPU; raises ValueError when the names are not exactly this adapter's."""
         self._check_names(stored)
-        own = {name: torch.empty_like(parameter) for name, parameter in self.named()}
+        own = {name: torch.empty(parameter.shape, dtype=parameter.dtype) for name, parameter in self.named()}
         for name, slot in self.outward(own).items():
             slot.copy_(stored[name])
         return own
@@ -135,14 +147,15 @@ class Lora:
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """A: kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)), as PEFT; B: zero."""
-        for name, slot in self.state().items():
+        start = {name: torch.zeros(slot.shape) for name, slot in self.state().items()}
+        for name, slot in start.items():
             if ".lora_B." in name:
-                slot.zero_()
                 continue
             word = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
             generator = torch.Generator().manual_seed(int.from_bytes(word, "little") >> 1)
             bound = 1 / math.sqrt(slot.shape[1])
-            slot.copy_(torch.empty(slot.shape).uniform_(-bound, bound, generator=generator))
+            slot.uniform_(-bound, bound, generator=generator)
+        self.load(start)
 
     def state(self) -> Adapter:
         """The live parameters without gradient (not copies) by PEFT name, in table order."""
@@ -157,7 +170,10 @@ class Lora:
                 raise ValueError(
                     f"{name} is {tuple(adapter[name].shape)} {adapter[name].dtype}, not {tuple(slot.shape)} fp32"
                 )
-            slot.copy_(adapter[name])
+        # By whole parameters: on a GPU each copy has its price.
+        own = self.inward(adapter)
+        for name, parameter in self.named():
+            parameter.copy_(own[name])
 
     def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
         if odd := sorted(set(self._names) ^ set(tensors)):

@@ -122,15 +122,16 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
     """weight [out, in] + scale * b [out, r] @ a [r, in], as a new tensor of `dtype`.
 
     All arithmetic is elementwise fp32: the products of rank 0, 1, 2 ... are added in that order, the sum is scaled,
-    the weight is added, and the result is rounded once to `dtype`.
+    the weight is added, and the result is rounded once to `dtype`. It lies where the adapter does.
     """
+    weight = weight.to(a.device)
     out_features, in_features = weight.shape
     rank = a.shape[0]
     if tuple(a.shape) != (rank, in_features) or tuple(b.shape) != (out_features, rank):
         raise ValueError(f"adapter {tuple(b.shape)} x {tuple(a.shape)} does not fit a weight of {tuple(weight.shape)}")
     a, columns = a.float(), b.float().t().contiguous()
-    result = torch.empty(out_features, in_features, dtype=dtype)
-    step = max(1, _CHUNK // in_features)
+    result = torch.empty(out_features, in_features, dtype=dtype, device=a.device)
+    step = max(1, _CHUNK // in_features) if a.device.type == "cpu" else out_features
     for start in range(0, out_features, step):
         rows = slice(start, min(start + step, out_features))
         total = torch.mul(columns[0, rows, None], a[0])

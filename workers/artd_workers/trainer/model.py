@@ -29,7 +29,7 @@ from .grouped import slots
 from .layers import ExplicitRotary, block_spec, config_of, kit_of
 from .lora import Lora
 from .parallel import Parallel, padded, part
-from .placement import CPU, Placement
+from .placement import CPU, Placement, ahead
 from .replay import Replay, Step
 
 ALONE = Parallel()
@@ -63,7 +63,7 @@ def build(
     load_base(model, plan, weights, parallel)
     if placement.recompute:
         model.embedding.register_forward_hook(_want_gradient)
-    return model.requires_grad_(False).train(placement.recompute > 0)
+    return model.requires_grad_(False).train(placement.again)
 
 
 def _want_gradient(_embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -130,11 +130,11 @@ class Policy:
         routes: expert ids [MoE layers, s, topk] to replay instead of the live router's (with gradients only inside
         `replaying`); None routes live.
         """
-        rows = rows.to(self.device)
+        rows = ahead(rows, self.device)
 
         def project(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
             shared = self.model.config.sequence_parallel  # then the head itself gathers the tokens
-            chosen = hidden_states if shared else hidden_states[rows]
+            chosen = hidden_states if shared else hidden_states.index_select(0, rows)
             logits, _bias = output_layer(chosen, weight=output_weight, runtime_gather_output=True)
             return logits[rows, 0] if shared else logits[:, 0]
 
@@ -159,9 +159,9 @@ class Policy:
             ids, at, mask = padded(tokens, positions, seen, multiple)
             return ids.to(self.device), at.to(self.device), mask.to(self.device)[None, None]
         extra = -len(tokens) % multiple
-        ids, at = (F.pad(x.to(self.device), (0, extra)) for x in (tokens, positions))
+        ids, at = (F.pad(ahead(x, self.device), (0, extra)) for x in (tokens, positions))
         # Padding behind a chain may see the chain: nothing sees the padding.
-        until = None if tree.is_chain(seen) else tree.fill(seen, extra).to(self.device)[None, None, None]
+        until = None if tree.is_chain(seen) else ahead(tree.fill(seen, extra), self.device)[None, None, None]
         return ids, at, until
 
     def score(
@@ -175,7 +175,7 @@ class Policy:
         routes: Tensor | None = None,
     ) -> Scores:
         """Logprobs of `targets` [n] as predicted at `rows` [n], each at its temperature [n] (> 0). routes: as there."""
-        targets, temperatures = targets.to(self.device), temperatures.to(self.device)
+        targets, temperatures = ahead(targets, self.device), ahead(temperatures, self.device)
         logits = self.hidden_logits(tokens, positions, seen, rows, routes)
         return Scores(*head.scores(logits, targets, temperatures))
 

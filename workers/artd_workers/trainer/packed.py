@@ -20,9 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import BatchManifest
 from artd_schema.trajectory import RouteShape
 
+from .placement import ahead
 from .routes import BatchError, Bundle, ReplayFiles, read_bundle
 from .tree import hidden
 
@@ -69,11 +71,11 @@ class PackedRow:
         return hidden(self.until)
 
     def to(self, device: torch.device) -> PackedRow:
-        """The row on a device, all but `until`, which the model looks at before it sends it there."""
+        """The row on a device, without a wait; all but `until`, which the model looks at before it sends it there."""
         if device.type == "cpu":
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in values.items() if value is not None}
+        moved = {name: ahead(value, device) for name, value in values.items() if value is not None}
         return replace(self, **(moved | {"until": self.until}))
 
 
@@ -109,7 +111,7 @@ def read_batch(
     try:
         described = msgspec.json.decode(raw, type=BatchManifest)
         columns = load_file(tensors)
-    except (msgspec.DecodeError, SafetensorError, json.JSONDecodeError) as error:
+    except (*UNREADABLE, SafetensorError, json.JSONDecodeError) as error:
         raise BatchError(f"batch {sha[:16]} cannot be read: {error}") from None
     _verify(columns, described)
     return make_batch(columns, described, sha, vocab_size, read_bundle(replay, shape, described))

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from artd_schema.spec import Parameters, RunSpec
 
 from ..models.registry import plan_for, read_config
-from . import checkpoint
+from . import checkpoint, placement
 from .checkpoint import Staging
-from .lora import Lora, adapter_config, shapes_of
+from .lora import Adapter, Lora, adapter_config, shapes_of
 from .merge import BaseWeights, merged_tensors
-from .model import Policy, build, load_base
+from .model import ALONE, Policy, build, load_base
 from .step import ParameterSet
 
 
@@ -77,17 +77,22 @@ class AdapterState:
         self.parameters.load(tensors)
 
     def stage(self, staging: Staging) -> None:
-        staging.tensors(checkpoint.ADAPTER, self.parameters.state())
+        staging.tensors(checkpoint.ADAPTER, self._stored())
         rank, alpha = self.parameters.rank, self.parameters.alpha
         config = adapter_config(self._spec.model, self._policy.plan.codec, rank, alpha)
         staging.json(checkpoint.ADAPTER_CONFIG, config)
 
+    def _stored(self) -> Adapter:
+        """The adapter on the CPU, copied there in few pieces; on a CPU the live one."""
+        return self.parameters.outward({name: one.detach().cpu() for name, one in self.parameters.named()})
+
     def served(self) -> Iterator[tuple[str, Tensor]]:
-        adapter = self.parameters.state()
         if self._spec.rollout_weights_mode == "lora":
-            return ((name, tensor.clone()) for name, tensor in sorted(adapter.items()))
+            return ((name, tensor.clone()) for name, tensor in sorted(self._stored().items()))
         dtype = getattr(torch, self._spec.engine.dtype)
-        return merged_tensors(self._base, adapter, self.parameters.scale, dtype)
+        # The merge is elementwise: a GPU gives the same bits.
+        merged = merged_tensors(self._base, self.parameters.state(), self.parameters.scale, dtype)
+        return ((name, tensor.cpu()) for name, tensor in merged)
 
 
 class FullState:
@@ -140,9 +145,10 @@ class FullState:
 def open_model(spec: RunSpec) -> tuple[Policy, Trained]:
     """Build a run's model with what it trains. Raises ValueError (UnsupportedModel, an incomplete checkpoint)."""
     plan, base = plan_for(read_config(spec.model)), BaseWeights(spec.model)
+    where = placement.of(spec, plan.layers)
     if spec.parameters == "full":
         policy = Policy(plan, build(plan, base), None)
         return policy, FullState(policy, base, spec)
-    lora = Lora(plan.codec, shapes_of(plan.codec, base), spec.lora.rank, spec.lora.alpha)
-    policy = Policy(plan, build(plan, base), lora)
+    lora = Lora(plan.codec, shapes_of(plan.codec, base), spec.lora.rank, spec.lora.alpha, where.grouped)
+    policy = Policy(plan, build(plan, base, ALONE, where), lora)
     return policy, AdapterState(policy, lora, base, spec)

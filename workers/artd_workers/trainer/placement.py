@@ -1,32 +1,42 @@
 """Where a model lives and in what numbers it computes: all that differs between the CPU and a GPU, by name.
 
 Purpose: `Placement` chooses the device, the dtype of base weights and activations, whether the experts of a layer are one
-parameter (grouped products) or many, and what is recomputed; `model.build` takes one. Owner of: no state.
+parameter (grouped products) or many, and what is recomputed; `model.build` takes one, `of` makes a run's. Owner of: no state.
 Invariants: trained parameters of an adapter and the optimizer's moments are fp32 everywhere; nothing here imports
 Transformer Engine, which exists only where there is a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from artd_schema.spec import RunSpec
+
 
 @dataclass(frozen=True)
 class Placement:
     """device: `cpu` or `cuda`; dtype: of base weights and activations; grouped: a layer's experts are one parameter;
-    recompute: how many layers, from the first, keep only their input and run again in the backward."""
+    recompute: how many layers, from the first, keep only their input and run again in the backward; selective: the sparse
+    part of every layer does so instead."""
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     grouped: bool = False
     recompute: int = 0
+    selective: bool = False
 
     @property
     def cuda(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def again(self) -> bool:
+        """Whether anything runs again in the backward."""
+        return self.selective or self.recompute > 0
 
     def settings(self) -> dict[str, Any]:
         """Arguments of TransformerConfig."""
@@ -36,8 +46,10 @@ class Placement:
             "bf16": self.dtype == torch.bfloat16,
             "use_cpu_initialization": not self.cuda,
         }
-        if self.recompute == 0:
+        if not self.again:
             return numbers
+        if self.selective:
+            return numbers | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
         again = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": self.recompute}
         return numbers | again
 
@@ -46,3 +58,51 @@ CPU = Placement()
 """float32, one expert after the other: a batch gives the same bits again."""
 CUDA = Placement("cuda", torch.bfloat16, grouped=True)
 """bf16 by Transformer Engine, FlexAttention and grouped products."""
+
+
+def device_of(spec: RunSpec) -> str:
+    """`cpu` or `cuda`. Raises ValueError when the run asks for what is not there."""
+    asked = spec.trainer.device
+    if asked == "cpu":
+        return asked
+    found, full = torch.cuda.is_available(), spec.parameters == "full"
+    if asked == "auto":
+        return "cuda" if found and not full else "cpu"
+    if not found:
+        raise ValueError(
+            "trainer.device is cuda, and torch sees no GPU here: start artd where there is one, or use cpu"
+        )
+    if full:
+        raise ValueError("parameters='full' is trained on a CPU only: use trainer.device='cpu', or parameters='lora'")
+    return asked
+
+
+def prepare(spec: RunSpec) -> None:
+    """Set the environment that a run's libraries read when they are imported: before Megatron-Core is."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device_of(spec) == "cuda":
+        # One queue for all launches, as Megatron's overlaps expect.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    else:
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+
+
+def of(spec: RunSpec, layers: int) -> Placement:
+    """A run's placement. Raises ValueError when its device cannot do what it asks for."""
+    device, asked = device_of(spec), spec.trainer
+    dtype = getattr(torch, asked.dtype)
+    if device == "cpu":
+        if dtype != torch.float32 or asked.recompute != "none":
+            raise ValueError(
+                f"trainer.dtype={asked.dtype!r} with recompute={asked.recompute!r} needs a GPU, and this trainer is on a CPU: "
+                "use float32 and none there"
+            )
+        return CPU
+    return Placement(device, dtype, True, layers if asked.recompute == "full" else 0, asked.recompute == "selective")
+
+
+def ahead(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; from the CPU to a GPU by way of pinned memory, so that nothing waits for what the GPU does."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

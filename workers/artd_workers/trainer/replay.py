@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from artd_schema.trajectory import RouteShape
 
 from .parallel import chunk
+from .placement import ahead
 
 
 class ReplayError(ValueError):
@@ -68,7 +69,9 @@ class Step:
     config: TransformerConfig
     recomputed: tuple[int, ...]
     _micros: list[_Micro] = field(default_factory=list)
-    _strays: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    _used: list[tuple[int, int, Tensor, Tensor]] = field(default_factory=list)
+    _strays: list[tuple[int, int]] = field(default_factory=list)
+    _counts: list[Tensor] = field(default_factory=list)
     _now: _Micro | None = None
     _closed: bool = False
 
@@ -79,7 +82,9 @@ class Step:
         live. Raises ReplayError.
         """
         if routes is not None:
-            routes = self._local(routes)
+            # As RouterReplay takes them, for all layers at once and ahead of their use.
+            device = next(self.routers[0].parameters()).device
+            routes = ahead(self._local(routes), device).to(torch.int64)
         calls = len(self.routers)
         micro = _Micro(len(self._micros), routes, [0] * calls, [0] * calls)
         self._micros.append(micro)
@@ -88,6 +93,7 @@ class Step:
             out = call()
         finally:
             self._now = None
+        self._count()
         if out.requires_grad:
             out.register_hook(partial(self._backward, micro))
         return out
@@ -98,6 +104,7 @@ class Step:
         Raises ReplayError when one is missing, came too often or used other experts than it was given.
         """
         self.close()
+        self._count()
         for micro in self._micros:
             if micro.routes is not None:
                 self._check_calls(micro)
@@ -113,10 +120,22 @@ class Step:
                     f"{found[1]} recomputed ones, not in {wanted[0]} and {wanted[1]}: report this as a bug"
                 )
 
+    def _count(self) -> None:
+        """Compare what the calls since the last time used with what they were given, call by call on the device."""
+        # A recomputed layer's call may come between calls of another micro-batch: these differ in length.
+        while self._used:
+            shape = self._used[0][3].shape
+            here = [call for call in self._used if call[3].shape == shape]
+            self._used = [call for call in self._used if call[3].shape != shape]
+            self._strays += [(micro, layer) for micro, layer, _, _ in here]
+            self._counts.append(
+                strays(torch.stack([call[2] for call in here]), torch.stack([call[3] for call in here]))
+            )
+
     def _check_experts(self) -> None:
         # One read for all calls: on a GPU each would wait for the device.
-        counts = torch.stack([count for _, _, count in self._strays]).tolist() if self._strays else []
-        for count, (micro, layer, _) in zip(counts, self._strays, strict=True):
+        counts = torch.cat(self._counts).tolist() if self._counts else []
+        for count, (micro, layer) in zip(counts, self._strays, strict=True):
             if count:
                 raise ReplayError(
                     f"micro-batch {micro}, MoE layer {layer}: the router differs from the given routes in {count} places: "
@@ -139,19 +158,18 @@ class Step:
             raise ReplayError(
                 f"micro-batch {micro.index}, MoE layer {layer}: routes of {len(target)} tokens for {tokens} tokens"
             )
-        router.router_replay.set_target_indices(target.to(args[0].device, torch.int64))
+        router.router_replay.set_target_indices(target)
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def after(self, layer: int, router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Forward hook of a router: counts the call, and compares the routing map [T, experts] with the target."""
+        """Forward hook of a router: counts the call, and keeps what it used to be compared with the target."""
         micro = self._now
         if micro is None or micro.routes is None:
             return
         target, used = router.router_replay.target_topk_idx, output[1]
         clear(router)
         (micro.again if micro.backward else micro.forward)[layer] += 1
-        # Summed on the device and read in `finish`, so that no call waits for it.
-        self._strays.append((micro.index, layer, used.sum() + target.numel() - 2 * used.gather(1, target).sum()))
+        self._used.append((micro.index, layer, used.detach(), target))
 
     def _backward(self, micro: _Micro, _grad: Tensor) -> None:
         if self._closed and micro.routes is not None:
@@ -241,3 +259,11 @@ def clear(router: nn.Module) -> None:
     """Take target, action and Megatron's FIFO from a router."""
     router.router_replay.clear_indices()
     router.router_replay.clear_router_replay_action()
+
+
+def strays(used: Tensor, target: Tensor) -> Tensor:
+    """In how many places each of n calls differs from its target [n, T, topk]; used: maps bool [n, T, experts], or experts
+    [n, T, topk] in the target's order."""
+    if used.dtype != torch.bool:
+        return (used != target).sum((1, 2))
+    return used.sum((1, 2)) + target[0].numel() - 2 * used.gather(2, target).sum((1, 2))

@@ -55,6 +55,9 @@ def _train(request: ReplayRequest, environment: dict[str, Any]) -> int:
     """Run the job; returns the number of threads."""
     import torch
 
+    from .placement import prepare
+
+    prepare(request.config.spec)
     from .trainer import Trainer
 
     trainer = Trainer(request.config, versions())

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import BatchManifest, ReplayManifest
 from artd_schema.trajectory import RouteShape
 
@@ -87,7 +88,7 @@ def read_bundle(files: ReplayFiles | None, shape: RouteShape | None, batch: Batc
     try:
         described = msgspec.json.decode(raw, type=ReplayManifest)
         columns = load_file(files.tensors)
-    except (msgspec.DecodeError, SafetensorError) as error:
+    except (*UNREADABLE, SafetensorError) as error:
         raise BatchError(f"replay bundle {batch.replay[:16]} cannot be read: {error}") from None
     return make_bundle(columns, described, shape, batch)
 

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
 import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, Pass, ScoreRequest
 
 from .tree import chain
@@ -117,11 +115,14 @@ def answer(folder: Path) -> None:
     """Read the folder's request, score, write the scores. Raises ScoreError, CheckpointError, ValueError, OSError."""
     try:
         request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=ScoreRequest)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ScoreError(f"{folder / REQUEST} cannot be read: {error}") from None
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Megatron warns of each accelerator package that a CPU does not need.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    from .placement import prepare
+
+    prepare(request.spec)
     from . import checkpoint
     from .parameters import open_model
 

@@ -72,6 +72,12 @@ class Optimizer:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.torch.param_groups[0]["params"])
 
+    def step(self) -> None:
+        """Change the parameters by their gradients."""
+        self.torch.step()
+        # torch's fused kernels write without counting it, and what was made of the old values would be taken for theirs.
+        torch.autograd.graph.increment_version(self.parameters)
+
     def state(self) -> dict[str, Tensor]:
         """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step."""
         out: dict[str, Tensor] = {}
@@ -80,7 +86,7 @@ class Optimizer:
             own = {}
             for name, parameter in self.set.named():
                 moments = self.torch.state.get(parameter, {})
-                own[name] = moments[key] if moments else torch.zeros_like(parameter)
+                own[name] = moments[key].cpu() if moments else torch.zeros(parameter.shape)
                 step = max(step, int(moments["step"]) if moments else 0)
             out |= {f"{name}.{key}": tensor for name, tensor in self.set.outward(own).items()}
         return out | {"step": torch.tensor(step, dtype=torch.int64)}
@@ -120,16 +126,21 @@ def train_step(
     """
     started = time.perf_counter()
     parameters = optimizer.parameters
-    measures, share, total = Measures(), shares(batch, loss.normalise).to(policy.device), 0.0
+    measures, share = Measures(), shares(batch, loss.normalise).to(policy.device)
+    parts: list[Tensor] = []
+    # Ahead of their use, all of them: they are small beside the activations of one.
+    rows = [row.to(policy.device) for row in batch.rows]
     optimizer.torch.zero_grad(set_to_none=True)
     try:
         with policy.replaying(batch.coverage is not None) as replay:
-            for index, row in enumerate(batch.rows):
+            for index, row in enumerate(rows):
                 if cancelled():
-                    raise Cancelled(f"cancelled after {index} of {len(batch.rows)} rows")
-                total += _train_row(policy, row, loss, share, measures, index)
-                progress(index + 1, len(batch.rows))
-            # The norm first: it waits for the device, and what `finish` reads is there then.
+                    raise Cancelled(f"cancelled after {index} of {len(rows)} rows")
+                parts.append(_train_row(policy, row, loss, share, measures))
+                progress(index + 1, len(rows))
+            # The first wait for the device: what is read after it is there then.
+            losses = torch.stack(parts).tolist()
+            _check_losses(losses)
             norm = gradient_norm(parameters)
             calls = replay.finish() if replay else 0
         if not math.isfinite(norm):
@@ -137,35 +148,45 @@ def train_step(
         if cancelled():
             raise Cancelled("cancelled before the optimizer's step")
         clip(parameters, norm, optimizer.spec.clip_grad_norm)
-        optimizer.torch.step()
+        optimizer.step()
     finally:
         optimizer.torch.zero_grad(set_to_none=True)
     seconds = time.perf_counter() - started
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
     if batch.coverage is not None:
         rates |= {"replay_coverage": batch.coverage, "replay_calls": float(calls)}
-    return {"loss": total, "grad_norm": norm} | measures.metrics(loss.clip_high, epoch) | rates
+    return {"loss": sum(losses), "grad_norm": norm} | measures.metrics(loss.clip_high, epoch) | rates
 
 
-def _train_row(policy: Policy, row: PackedRow, loss: LossSpec, share: Tensor, measures: Measures, index: int) -> float:
-    """Add a row's gradients; returns its part of the loss. Raises NonFinite before it adds any."""
-    row = row.to(policy.device)
+def _train_row(policy: Policy, row: PackedRow, loss: LossSpec, share: Tensor, measures: Measures) -> Tensor:
+    """Add a row's gradients; returns its part of the loss, which nothing has waited for."""
     scores = policy.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
     part = row_loss(loss, row, scores.logprobs, share)
-    if not torch.isfinite(part):
-        raise NonFinite(
-            f"the loss of row {index} is {part.item()}: look at the batch's advantages and at the learning rate"
-        )
     part.backward()
     measures.add(row, scores.logprobs, scores.entropy)
-    return part.item()
+    return part.detach()
+
+
+def _check_losses(parts: list[float]) -> None:
+    """Raises NonFinite: then all gradients are worth nothing, and none is used."""
+    for index, part in enumerate(parts):
+        if not math.isfinite(part):
+            raise NonFinite(
+                f"the loss of row {index} is {part}: look at the batch's advantages and at the learning rate"
+            )
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> float:
     """Global 2-norm, each tensor's sum of squares in fp64, added up in parameter order."""
-    squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
+    squares = [_square(p.grad) for p in parameters if p.grad is not None]
     # Read at once: on a GPU each would wait for the device.
     return math.sqrt(sum(torch.stack(squares).tolist())) if squares else 0.0
+
+
+def _square(grad: Tensor) -> Tensor:
+    if grad.is_cuda:  # in one pass, which adds up in another order
+        return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    return grad.double().square().sum()
 
 
 def clip(parameters: list[nn.Parameter], norm: float, limit: float) -> None:

@@ -24,7 +24,7 @@ from artd_schema.crashpoint import reach
 from artd_schema.manifest import WeightEntry
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 
-from . import canary, checkpoint
+from . import canary, checkpoint, placement
 from .checkpoint import Staging, State
 from .model import Policy
 from .packed import Batch, read_batch
@@ -75,7 +75,9 @@ class Trainer:
         self._policy: Policy | None = None
         self.threads = self.spec.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(self.threads)
-        torch.use_deterministic_algorithms(True)
+        self._cuda = placement.device_of(self.spec) == "cuda"
+        # On a GPU some kernels that a step needs have no such form.
+        torch.use_deterministic_algorithms(not self._cuda)
 
     # ---- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -102,10 +104,9 @@ class Trainer:
             seconds["train"] = time.perf_counter() - started
             reach("train.stepped")
             metrics |= _rewards(batch)
-            state = State(
-                step=job.step, rng=checkpoint.rng_state(), batches=state.batches + 1,
-                trained_tokens=state.trained_tokens + batch.trained,
-            )  # fmt: skip
+            tokens = state.trained_tokens + batch.trained
+            state = State(step=job.step, batches=state.batches + 1, trained_tokens=tokens)
+            state = checkpoint.with_rng(state, self._cuda)
         self._state = state
         sha = self._stage(policy, job, state, metrics, seconds)
         return Staged(sha, metrics, seconds)
@@ -143,7 +144,7 @@ class Trainer:
         self._trained.initialise(self.spec.seed)
         self._optimizer = Optimizer.make(self._trained.parameters, self.spec.optimizer)
         torch.manual_seed(self.spec.seed)
-        return State(step=0, rng=checkpoint.rng_state())
+        return checkpoint.with_rng(State(step=0), self._cuda)
 
     def _restore(self, parent: CheckpointRef, seconds: dict[str, float]) -> State:
         started = time.perf_counter()
@@ -151,7 +152,7 @@ class Trainer:
         self._trained.load(loaded.weights)
         self._optimizer = Optimizer.make(self._trained.parameters, self.spec.optimizer)
         self._optimizer.load(loaded.optimizer)
-        checkpoint.set_rng_state(loaded.state.rng)
+        checkpoint.set_rng_state(loaded.state, self._cuda)
         seconds["restore"] = time.perf_counter() - started
         return loaded.state
 
@@ -194,7 +195,7 @@ class Trainer:
             "cpu": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
             "versions": self._versions,
-        }
+        } | ({"gpu": torch.cuda.get_device_name()} if self._cuda else {})
 
 
 def _rewards(batch: Batch) -> dict[str, float]:

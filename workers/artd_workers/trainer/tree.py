@@ -9,7 +9,6 @@ Invariants: query q sees key k iff k <= q < until[k]; nothing here but `hidden` 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -71,7 +70,7 @@ def fill(until: Tensor, extra: int) -> Tensor:
 
 
 class RowMask:
-    """The block mask of the row at hand, made once for all layers.
+    """What the layers share of the row at hand, made once for all of them: its block mask, and its rotary turns.
 
     Not a function of a row's number but of its very `until`: a recomputed forward may come after another row's.
     """
@@ -80,23 +79,30 @@ class RowMask:
         self._key: tuple[int, torch.Size, int] | None = None
         self._until: Tensor | None = None
         self._mask: BlockMask | None = None
+        self._turns: tuple[Tensor, Tensor] | None = None
 
     def of(self, until: Tensor) -> BlockMask:
         """The block mask of a row [s] and its padding."""
-        key = (until.data_ptr(), until.shape, until._version)
-        if self._mask is None or key != self._key:
-            # Holding the tensor keeps its memory from becoming another row's.
-            self._key, self._until = key, until
+        self._hold(until)
+        if self._mask is None:
             self._mask = block_mask(fill(until, padding(len(until))))
         return self._mask
+
+    def turns(self, until: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine fp32 [s, d / 2] of the row's angles [s, 1, 1, d], whose halves are the same."""
+        self._hold(until)
+        if self._turns is None:
+            half = angles.view(len(until), -1)[:, : angles.shape[-1] // 2].float()
+            self._turns = half.cos(), half.sin()
+        return self._turns
+
+    def _hold(self, until: Tensor) -> None:
+        key = (until.data_ptr(), until.shape, until._version)
+        if key != self._key:
+            # Holding the tensor keeps its memory from becoming another row's.
+            self._key, self._until, self._mask, self._turns = key, until, None, None
 
 
 def padding(size: int) -> int:
     """Tokens to put behind a row of `size` before FlexAttention."""
     return -size % (BLOCK if size <= COARSE else COARSE)
-
-
-def pad_rows(tensor: Tensor) -> Tensor:
-    """[b, heads, s, d] with zeros behind, as many as `padding` says."""
-    extra = padding(tensor.shape[2])
-    return F.pad(tensor, (0, 0, 0, extra)) if extra else tensor

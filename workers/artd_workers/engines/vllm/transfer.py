@@ -167,10 +167,12 @@ def make_backend(session: Session) -> type[WeightTransferEngine]:
         _reload: Reload | None = None
 
         def init_transfer_engine(self, init_info: JoinInfo) -> None:
+            session.gate.require_open()
             self._group = None
             self._group = join(init_info.rendezvous, ENGINE, init_info.timeout_s)
 
         def start_weight_update(self) -> None:
+            session.gate.require_open()
             self._reload = Reload(self.model, self.model_config)
             self._reload.start()
 
@@ -186,6 +188,7 @@ def make_backend(session: Session) -> type[WeightTransferEngine]:
             self._reload.load(table, self._receive(table, update_info.timeout_s))
 
         def finish_weight_update(self) -> None:
+            session.gate.require_open()
             assert self._reload is not None
             began = time.perf_counter()
             self._reload.finish()

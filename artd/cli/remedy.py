@@ -1,0 +1,145 @@
+"""What keeps artd from working, and the one command that helps: every condition of docs/operations.md, `When a run stops by
+itself`.
+
+Owner of: no state. Invariants: `status`, `jobs` and `job` take their next command from here and from nowhere else; a
+condition that follows from another one is not told twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import show
+from .probe import option, start_command
+from .show import Row
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
+
+FULL_DISK = 1 << 20
+RETRIED_MS = 60_000
+"""A packer that fails tries again within seconds."""
+
+
+class Problem(NamedTuple):
+    """What keeps artd from working, and the command or act that helps."""
+
+    what: str
+    next: str
+
+
+class Choice(NamedTuple):
+    """A command, and what it does."""
+
+    command: str
+    does: str
+
+
+def problems(shot: Snapshot) -> list[Problem]:
+    """Everything that needs an operator, the most urgent first."""
+    if not shot.daemon.running:
+        return [Problem("the daemon does not run", start_command(shot.data))]
+    where = option(shot.data)
+    quarantined = [job for job in shot.active if job["state"] == "quarantined"]
+    found: list[Problem | None] = [_job(job, where) for job in quarantined]
+    waiting = [worker for worker in shot.workers if worker["state"] == "backoff"]  # starts again by itself: told last
+    found += [_worker(worker, shot.run, where) for worker in shot.workers if worker not in waiting]
+    found += [
+        _run(shot.run, bool(quarantined), where),
+        _pack(shot, where),
+        _push(shot.pushes, shot.run, where),
+        _disk(shot),
+    ]
+    found.append(_retention(shot))
+    found += [_worker(worker, shot.run, where) for worker in waiting]
+    return [problem for problem in found if problem is not None]
+
+
+def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
+    name, error = worker["name"], worker["error"].strip()
+    look = f"artctl logs {name}{where}"
+    if worker["state"] in ("broken", "backoff"):
+        again = worker["state"] == "broken" and name != "gateway" and run is not None
+        why = f": {error.splitlines()[-1]}" if error else ""
+        then = f"{look}, then artctl resume {run['name']}{where}" if run and again else look
+        return Problem(f"{name} is in {worker['state']}{why}", then)
+    if worker["state"] == "stopped" and error and run is not None and run["state"] == "active":
+        what, _, then = error.partition("Next: ")
+        return Problem(f"{name} cannot start: {what.strip()}", then or look)
+    return None
+
+
+def _job(job: Row, where: str) -> Problem:
+    why = f": {job['error'].splitlines()[0]}" if job["error"].strip() else ""
+    return Problem(f"job {job['id']} is quarantined{why}", choices(job, where)[0].command)
+
+
+def choices(job: Row, where: str) -> list[Choice]:
+    """What an operator can do about a job, the best first; none when it needs nothing. where: `option(data)`."""
+    number = job["id"]
+    if job["state"] in ("queued", "running") and job["attempts"]:
+        return [Choice(f"artctl logs trainer{where}", "why it failed before")]
+    if job["state"] != "quarantined":
+        return []
+    retry = Choice(f"artctl retry {number}{where}", "do it again; the run goes on")
+    if job["kind"] == "init":
+        return [retry, Choice(f"artctl finish {job['run']}{where}", "give the run up")]
+    drop = Choice(f"artctl discard {number}{where}", "never train this batch; the run goes on without it")
+    free = Choice(f"artctl cancel {number}{where}", "pack its trajectories again, after artctl resume")
+    # What the trainer says of the numbers themselves is the same at the next try.
+    return [drop, retry, free] if job["failure"] == "permanent" else [retry, drop, free]
+
+
+def _run(run: Row | None, quarantined: bool, where: str) -> Problem | None:
+    if run is None or run["state"] != "paused" or run["reason"] == "operator" or quarantined:
+        return None
+    return Problem(f"run {run['name']} is paused: {run['reason']}", f"artctl resume {run['name']}{where}")
+
+
+def _pack(shot: Snapshot, where: str) -> Problem | None:
+    """A batch that is tried again and again; one whose bad trajectory was dropped is not."""
+    tries = [event for event in shot.events if event["kind"] == "batch.failed" and not event["data"].get("trajectory")]
+    if len(tries) < 2 or tries[0]["ref"] != tries[1]["ref"] or show.now_ms() - tries[0]["at"] > RETRIED_MS:
+        return None
+    error = (tries[0]["data"]["error"].splitlines() or ["no reason given"])[0]
+    return Problem(f"step {tries[0]['ref']} cannot be packed: {error}", f"artctl logs daemon{where}")
+
+
+def _push(pushes: list[Row], run: Row | None, where: str) -> Problem | None:
+    """The failure of the newest push; where it paused its run, the pause says so."""
+    if not pushes or pushes[0]["state"] != "failed":
+        return None
+    push = pushes[0]
+    if run is not None and run["state"] == "paused" and run["reason"].startswith(f"push {push['id']} "):
+        return None
+    then = f"artctl resume {run['name']}{where}" if run and run["state"] == "paused" else f"artctl pushes{where}"
+    return Problem(f"push {push['id']} of step {push['step']} failed: {push['error']}", then)
+
+
+def _disk(shot: Snapshot) -> Problem | None:
+    """Nothing is admitted, or nothing is trained, for want of space; or so little is left that the daemon cannot say it."""
+    why = shot.meta.get("disk") or shot.waiting
+    if not why and (not shot.database or shot.disk_free >= FULL_DISK):
+        return None
+    said = f"{why}; " if why else ""
+    free = f"{shot.disk_free >> 20} MiB are free under {shot.data}"
+    return Problem(f"{said}{free}", f"free disk space there, then artd goes on by itself; artctl gc{option(shot.data)}")
+
+
+def _retention(shot: Snapshot) -> Problem | None:
+    if not (why := shot.meta.get("retention")):
+        return None
+    where = option(shot.data)
+    then = f"artctl gc --dry-run{where}, then artctl gc --resume{where} if the clock is right"
+    return Problem(f"nothing is deleted by its age: {why}", then)
+
+
+def advice(shot: Snapshot) -> str:
+    """The next command, or that none is needed."""
+    if shot.problems:
+        return shot.problems[0].next
+    if shot.run is None or shot.run["state"] == "finished":
+        return "create a run with artd.Client().run(NAME, model=FOLDER)"
+    if shot.run["state"] == "paused":
+        return f"artctl resume {shot.run['name']}{option(shot.data)}"
+    return "nothing to do"

@@ -1,0 +1,174 @@
+"""The services of one boot, wired: who gets which message, and what a worker's death means to whom.
+
+Owner of: no state of its own. The daemon adds sockets, files and signals; tests/model adds a simulated wire and clock, so
+that both run this wiring.
+Invariants: messages of one worker are handled in the order in which they came; the services hear of a death after it is
+proven; a service that crashes ends the task group, and with it the daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from anyio.abc import TaskGroup
+
+from artd_schema import client_api as api
+from artd_schema import worker as w
+from artd_schema.codec import WireError
+
+from .config import Settings
+from .disk import Disk
+from .dispatch import Dispatch
+from .errors import Busy
+from .gc import Collector
+from .ingest import Ingest
+from .lease import Leases
+from .packing.service import Packer
+from .push import Pusher
+from .requests import Requests, Send
+from .retain import Retain
+from .route import Router as RouteTable
+from .rundir import DataDir
+from .runs import Runs
+from .store.blobs import Blobs
+from .store.store import Store
+from .times import Times
+from .wire import WorkerWire
+from .workforce import Boot, Workforce
+
+log = logging.getLogger(__name__)
+
+
+class Services:
+    """reply: sends an answer to a client; stop(drain_s): asks the daemon to end; announce(url): the gateway can be reached
+    there. `take`, `ask` and `refuse` are the routers' handlers."""
+
+    def __init__(
+        self, store: Store, wire: WorkerWire, data: DataDir, settings: Settings, boot: Boot, reply: Send,
+        stop: Callable[[float], None], announce: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        limits = settings.limits
+        blobs = Blobs(data.blobs, store.clock.monotonic)
+        self._disk = disk = Disk(data.root, limits.min_free_mib << 20, store.clock, limits.reserve_mib << 20)
+        self._times = times = Times(store)
+        self._collector = Collector(store, blobs, settings.retention, times.jumped)
+        self.workforce = workforce = Workforce(
+            store=store, wire=wire, data=data, settings=settings, boot=boot, announce=announce,
+            on_death=self._worker_died,
+        )  # fmt: skip
+        self._wire = wire
+        self._store = store
+        self._stopping = False
+        self._ingest = Ingest(store, blobs, limits.max_body_kib << 10, disk.require, times.jumped)
+        self._dispatch = Dispatch(store, wire, data, boot.instance, disk.lacks)
+        self._leases = Leases(store.clock, limits.lease_s, workforce.holders, workforce.kill)
+        self._pusher = Pusher(store, wire, data, workforce.kill)
+        self._routes = routes = RouteTable(store, wire)
+        self._packer = Packer(store, blobs, data, disk.lacks)
+        self._retain = Retain(store, data)
+        runs = Runs(store, workforce.require_runtimes, lambda: routes.routed)
+        self._requests = Requests(
+            store,
+            self._ingest,
+            runs,
+            self._dispatch,
+            reply,
+            stop,
+            boot.instance,
+            limits.max_message_mib << 20,
+            workforce.revive,
+            self._collector,
+        )
+
+    def start(self, group: TaskGroup) -> None:
+        """Run every service in this group, until it is cancelled."""
+        self._group = group
+        for service in (
+            self.workforce, self._routes, self._packer, self._dispatch, self._pusher, self._ingest, self._retain, self._leases
+        ):  # fmt: skip
+            group.start_soon(service.run)
+        for watch in (self._times.run, self._collector.run):
+            group.start_soon(watch)
+        group.start_soon(self._disk.run, self._store)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more work and end the workers, which get grace_s seconds."""
+        self._stopping = self._requests.draining = True
+        self._store.hurry()
+        await self.workforce.stop_all(grace_s)
+
+    # ---- messages -----------------------------------------------------------------------------------------------------
+
+    def ask(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
+        """A client's request."""
+        self._requests.take(peer, request, bulk)
+
+    def refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
+        """What a client sent and nobody can read."""
+        self._requests.refuse(peer, frames, error)
+
+    def take(self, peer: bytes, message: w.FromWorker, bulk: list[bytes]) -> None:
+        """A worker's message."""
+        if isinstance(message, w.Hello):
+            self._group.start_soon(self.workforce.hello, peer, message)
+            return
+        who = self._wire.who(peer)
+        if who is None:
+            level = logging.DEBUG if isinstance(message, w.Beat) else logging.INFO
+            log.log(level, "%s from %s, no worker of now", type(message).__name__, peer.decode(errors="replace"))
+            if isinstance(message, w.Staged | w.Failed | w.Beat) and message.job:
+                self._group.start_soon(self._answer_late, peer, message)
+            return
+        name, spawn = who
+        self._leases.heard(name, spawn)
+        match message:
+            case w.Beat():
+                self._dispatch.beat(name, message)
+            case w.Accepted():
+                self._dispatch.accepted(message)
+            case w.Held():
+                self._pusher.held(message)
+            case w.RouteTaken():
+                self._routes.taken(message)
+            case w.Progress():
+                return
+            case w.Exchange():
+                self._group.start_soon(self._exchange, name, message, bulk)
+            case w.Ready():
+                self._group.start_soon(self.workforce.ready, name, spawn, message)
+            case w.Down():
+                self.workforce.down(name, spawn, message)
+            case w.Staged():
+                self._group.start_soon(self._dispatch.staged, message)
+            case w.Failed():
+                self._group.start_soon(self._dispatch.failed, message)
+            case w.Refused():
+                self._group.start_soon(self._pusher.refused, message)
+            case w.Live():
+                self._group.start_soon(self._pusher.live, message)
+            case w.PushFailed():
+                self._group.start_soon(self._pusher.failed, message)
+
+    async def _answer_late(self, peer: bytes, message: w.Staged | w.Failed | w.Beat) -> None:
+        if (answer := await self._dispatch.late(message)) is not None:
+            self._wire.answer(peer, answer)
+
+    async def _exchange(self, name: str, message: w.Exchange, bulk: list[bytes]) -> None:
+        try:
+            answer = await self._ingest.exchange(message, bulk)
+        except Exception as error:
+            if not isinstance(error, Busy):
+                log.exception("exchange %s", message.response_id)
+            answer = w.ExchangeAck(response_id=message.response_id, error=f"{type(error).__name__}: {error}")
+        self._wire.send(name, answer)
+
+    async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str, tail: str) -> None:
+        """A process is proven dead: the services that had work with it take that work back."""
+        if name == "trainer":
+            await self._dispatch.died(spawn, ordered, error, tail)
+            await self._pusher.trainer_died()
+        elif name == "engine":
+            await self._pusher.engine_died(error, counted=not self._stopping)
+        elif name == "gateway":
+            self._pusher.gateway_died()

@@ -1,0 +1,111 @@
+"""The direct push on paper: what an engine's kernels read, what fills it, and what the trainer offers to be copied.
+
+Three documents, none of which holds a weight: the engine's `EngineTable`, the trainer's `Plan` made from it, and the `Offer`
+of one (trainer spawn, engine spawn) pair. All offsets and counts are in elements unless they say bytes.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class EngineTensor(Struct, frozen=True, array_like=True):
+    """One tensor that kernels read. dtype: torch's name; stride: in elements; layer: class of the module that holds it;
+    segment: number of the storage that it lies in (two tensors of one storage share it); at: bytes from its begin."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    layer: str
+    segment: int
+    at: int
+
+
+class Obstacle(Struct, frozen=True, array_like=True):
+    """Why this engine cannot be pushed to directly. where: the layer, or the setting."""
+
+    where: str
+    why: str
+
+
+class EngineTable(Struct, frozen=True, kw_only=True):
+    """What one worker of an engine holds, in the model's order. moe_backend: "" for a dense model; obstacles: none = the
+    direct path may be used."""
+
+    engine: str
+    version: str
+    moe_backend: str
+    tensors: tuple[EngineTensor, ...]
+    obstacles: tuple[Obstacle, ...] = ()
+
+
+class Piece(Struct, frozen=True, array_like=True):
+    """`count` elements that lie together in the engine's tensor, in the Hugging Face tensor and in the trainer's.
+
+    tensor: index in `EngineTable.tensors`, at: offset there; part: index in `Plan.parts`, first: offset there; source: index
+    in `Plan.sources`, begin: offset there.
+    """
+
+    tensor: int
+    at: int
+    part: int
+    first: int
+    source: int
+    begin: int
+    count: int
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Which element of the trainer's tensors fills which of the engine's. parts: Hugging Face names; sources: Megatron's.
+
+    Every element of the engine's tensors, of the parts and of the sources is in exactly one piece.
+    """
+
+    parts: tuple[str, ...]
+    sources: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+
+
+class Segment(Struct, frozen=True, array_like=True):
+    """Memory of the trainer that the engine opens once. handle: a raw CUDA IPC handle (64 bytes); size: bytes."""
+
+    handle: bytes
+    size: int
+
+
+class Run(Struct, frozen=True, array_like=True):
+    """`count` elements to copy from a segment, `byte` bytes behind its begin; the rest as in `Piece`."""
+
+    tensor: int
+    at: int
+    part: int
+    first: int
+    segment: int
+    byte: int
+    count: int
+
+
+class Unit(Struct, frozen=True, array_like=True):
+    """What is copied at once. turn: -1 = it lies ready at any time; else it is in a slot of the ring once `turn` + 1 slots
+    were filled, and until the engine says that it has copied `turn` + 1."""
+
+    turn: int
+    runs: tuple[Run, ...]
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """What a trainer spawn offers to an engine spawn, for all of its pushes. page: path of their `ring.Page`; parts: Hugging
+    Face names, which the runs' `part` and the manifest's checksums go by; itemsize: bytes of an element."""
+
+    page: str
+    itemsize: int
+    segments: tuple[Segment, ...]
+    parts: tuple[str, ...]
+    units: tuple[Unit, ...]
+
+
+class Checksums(Struct, frozen=True, kw_only=True):
+    """Position-dependent 64-bit checksums (as signed integers) of the served tensors, by Hugging Face name."""
+
+    sums: dict[str, int]

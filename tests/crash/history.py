@@ -1,0 +1,107 @@
+"""Whether a disk image keeps every promise: `artd check --deep`, and everything that somebody was told before the cut.
+
+Owner of: nothing. Invariants: what was told is compared with rows by their own SQL here, not by the services that wrote them.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from artd import backup, commit
+from artd.check import check
+from artd.rundir import DataDir
+from artd.store.migrate import SchemaMismatch
+
+from .recording import Told
+
+
+def violations(image: Path, told: Iterable[Told]) -> Iterator[str]:
+    """Every broken promise of the rig's folder `image`. told: up to the cut."""
+    told, data = list(told), image / "data"
+    if not _has_schema(data / "artd.db"):
+        if told:
+            yield f"there is no schema, but {told[-1]} was told"
+        return
+    report = check(data, deep=True)
+    for outcome in report.broken:
+        for found in outcome.violations[:3]:
+            yield f"{outcome.name}: {found.what}: {found.text}"
+    with closing(sqlite3.connect(data / "artd.db")) as c:
+        for promise in told:
+            if (text := _kept(c, image, promise)) is not None:
+                yield f"{promise.kind} {promise.what} {promise.number}, told at operation {promise.sequence}: {text}"
+        yield from _history(c)
+        yield from _staged(c, DataDir(data, data))
+
+
+def _has_schema(database: Path) -> bool:
+    """A database that SQLite can read and that got as far as its first transaction."""
+    if not database.exists():
+        return False
+    with closing(sqlite3.connect(database)) as c:
+        return bool(c.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0])
+
+
+def _kept(c: sqlite3.Connection, image: Path, told: Told) -> str | None:
+    """What is wrong with one promise; None for nothing."""
+    match told.kind:
+        case "run":
+            found = c.execute("SELECT 1 FROM run WHERE name = ?", (told.what,)).fetchone()
+        case "trajectory":
+            found = c.execute("SELECT 1 FROM trajectory WHERE key = ? AND id = ?", (told.what, told.number)).fetchone()
+        case "response":
+            found = c.execute("SELECT 1 FROM exchange WHERE response_id = ?", (told.what,)).fetchone()
+        case "step" | "served":
+            found = c.execute(
+                "SELECT 1 FROM checkpoint k JOIN run r ON r.id = k.run_id WHERE k.step = ? AND r.step >= k.step", (told.what,)
+            ).fetchone()  # fmt: skip
+        case "trained":  # a fence that a worker has seen is never given out again
+            found = c.execute("SELECT 1 FROM job WHERE step = ? AND fence >= ?", (told.what, told.number)).fetchone()
+        case "committed":
+            found = c.execute("SELECT 1 FROM checkpoint WHERE sha = ?", (told.what,)).fetchone()
+        case "backup":
+            return _backup(image / told.what)
+        case _:
+            raise AssertionError(told.kind)
+    return None if found else "is gone"
+
+
+def _backup(folder: Path) -> str | None:
+    try:
+        backup.read_info(folder)
+        report = check(folder, deep=True)
+    except (backup.BackupError, sqlite3.DatabaseError, SchemaMismatch) as error:
+        return str(error)
+    return None if report.clean else backup.told(report)
+
+
+def _history(c: sqlite3.Connection) -> Iterator[str]:
+    """Steps are contiguous, and every trajectory is trained once."""
+    for run, name, step in c.execute("SELECT id, name, step FROM run").fetchall():
+        steps = [row[0] for row in c.execute("SELECT step FROM checkpoint WHERE run_id = ? ORDER BY step", (run,))]
+        if steps != list(range(step + 1)):
+            yield f"run {name} is at step {step} with checkpoints {steps}"
+        trained = c.execute("SELECT step FROM batch WHERE run_id = ? AND state = 'trained' ORDER BY step", (run,))
+        if (found := [row[0] for row in trained]) != list(range(1, step + 1)):
+            yield f"run {name} is at step {step} with trained batches {found}"
+    for row in c.execute(
+        "SELECT t.id FROM trajectory t LEFT JOIN batch b ON b.id = t.batch_id"
+        " WHERE (t.state = 'trained') <> (b.state IS NOT NULL AND b.state = 'trained')"
+    ):
+        yield f"trajectory {row[0]} and its batch disagree on whether it was trained"
+
+
+def _staged(c: sqlite3.Connection, data: DataDir) -> Iterator[str]:
+    """A manifest is written after what it lists, by whoever writes one: of a running job it tells of a whole result."""
+    for job, fence in c.execute("SELECT id, fence FROM job WHERE state = 'running'"):
+        folder = data.staging(job, fence)
+        try:
+            commit.verify(folder)
+        except commit.BadResult as error:
+            if "cannot be read" not in str(error):
+                yield f"{folder.relative_to(data.root)} has a manifest and is not whole: {error}"
+    if (data.root.parent / "backup" / backup.INFO).exists() and (text := _backup(data.root.parent / "backup")):
+        yield f"a backup with {backup.INFO} is not whole: {text}"

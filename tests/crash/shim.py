@@ -1,0 +1,148 @@
+"""The LD_PRELOAD shim (shim.c): built once, switched on by environment variables, its log read back.
+
+Owner of: the library in a temporary folder, and what a `Shim` shares with its processes. Invariants: a machine without a C
+compiler is a failure, never a skip; the driver itself is never preloaded, only the processes it starts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("shim.c")
+HEADER = struct.Struct("<QQqIIIIII")
+WORDS = struct.Struct("<QQQQ256s")
+SHARED_BYTES = 4096
+SKIPPED = ("/logs/", "-shm", "__pycache__", "/reserve", "/daemon.log", "/script.json", "/script.tmp")
+"""Never durable, or never to be: SQLite's wal-index, what workers print, byte code, space kept free, the rig's own files."""
+
+
+class Op(IntEnum):
+    CREATE = 1
+    MKDIR = 2
+    WRITE = 3
+    TRUNCATE = 4
+    RENAME = 5
+    UNLINK = 6
+    RMDIR = 7
+    LINK = 8
+    FSYNC = 9
+    UNKNOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One operation. offset: of a write, or the size after a truncate; sequence counts from 1, without gaps."""
+
+    sequence: int
+    op: Op
+    inode: int
+    offset: int
+    pid: int
+    path: str
+    path2: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """op: write, truncate, fsync, rename, unlink, create or any; number: which of them, from 1, or 0 for the one that `fail_next` says;
+    stays: all after it too; kind: daemon, worker or any; part: of the path."""
+
+    op: str
+    number: int
+    error: int
+    stays: bool = False
+    kind: str = "any"
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op}:{self.number}:{self.error}:{'on' if self.stays else 'once'}:{self.kind}:{self.part}"
+
+
+@functools.cache
+def library() -> Path:
+    """The shim, compiled. Errors: AssertionError with what to install."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "tests/crash needs a C compiler (cc): apt-get install gcc libc6-dev"
+    folder = Path(tempfile.mkdtemp(prefix="artd-shim."))
+    atexit.register(shutil.rmtree, folder)
+    target = folder / "shim.so"
+    command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(target), str(SOURCE), "-ldl", "-pthread"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{SOURCE} does not compile:\n{done.stderr}"
+    return target
+
+
+class Shim:
+    """One set of processes that share a count and a log. folder: for both, outside `root`; root: what is looked at."""
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self.root = root.resolve()
+        self.log = folder / "operations"
+        self._shared = folder / "shared"
+        self._shared.write_bytes(bytes(SHARED_BYTES))
+
+    def environment(self, failure: Failure | None = None, record: bool = True) -> dict[str, str]:
+        """Variables for a process that is to be recorded, or to fail."""
+        variables = {
+            "LD_PRELOAD": str(library()),
+            "ARTD_SHIM_ROOT": str(self.root),
+            "ARTD_SHIM_SKIP": ":".join(SKIPPED),
+            "ARTD_SHIM_SHARED": str(self._shared),
+        }
+        if record:
+            variables["ARTD_SHIM_LOG"] = str(self.log)
+        if failure is not None:
+            variables["ARTD_SHIM_FAIL"] = str(failure)
+        return variables
+
+    def _words(self) -> tuple[int, int, int, int, bytes]:
+        with self._shared.open("rb") as file, mmap.mmap(file.fileno(), SHARED_BYTES, prot=mmap.PROT_READ) as mapped:
+            found: tuple[int, int, int, int, bytes] = WORDS.unpack_from(mapped)
+            return found
+
+    def fail_next(self) -> None:
+        """The next operation that a `Failure` of number 0 fits fails."""
+        with self._shared.open("r+b") as file, mmap.mmap(file.fileno(), SHARED_BYTES) as mapped:
+            struct.pack_into("<Q", mapped, 24, self._words()[1] + 1)
+
+    @property
+    def sequence(self) -> int:
+        """Operations done so far, by all processes."""
+        return self._words()[0]
+
+    @property
+    def failed(self) -> int:
+        """Operations that failed by order."""
+        return self._words()[2]
+
+    @property
+    def victim(self) -> str:
+        """Path of the last operation that failed by order."""
+        return os.fsdecode(self._words()[4].partition(b"\0")[0])
+
+    def records(self) -> Iterator[Record]:
+        """The log, oldest first. Errors: AssertionError when something was done that is not modelled."""
+        raw, at = self.log.read_bytes(), 0
+        while at < len(raw):
+            sequence, inode, offset, op, pid, path, path2, data, _ = HEADER.unpack_from(raw, at)
+            at += HEADER.size
+            texts = []
+            for size in (path, path2):
+                texts.append(os.fsdecode(raw[at : at + size]))
+                at += size
+            record = Record(sequence, Op(op), inode, offset, pid, texts[0], texts[1], raw[at : at + data])
+            at += data
+            assert record.op is not Op.UNKNOWN, f"{record.path2} of {record.path} is not modelled (tests/crash/shim.c)"
+            yield record

@@ -1,0 +1,199 @@
+"""What `tests.gpu.push` does to a trainer and an engine. Each item yields JSON-like lines.
+
+Owner of: no state. Invariants: the adapter changes before every timed push, its checksums are made as they are when a
+checkpoint is staged, and a push counts only when the engine's were equal.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from artd_schema.direct import EngineTable
+from artd_workers.models.codec import peft_names
+from artd_workers.trainer.merge import merge
+
+from .push_refusals import refusals
+from .push_rig import Line, Rig
+from .push_trainer import SCALE
+
+
+def opened(rig: Rig, _rounds: int) -> Iterator[Line]:
+    """The engine's table, the plan, the mappings, the first checksums."""
+    began = time.perf_counter()
+    table = msgspec.convert(rig.engine.rpc("artd_direct_table"), EngineTable)
+    asked = time.perf_counter() - began
+    (rig.folder.parent / "artd-table.json").write_bytes(msgspec.json.encode(table))
+    size = sum(torch.Size(t.shape).numel() for t in table.tensors) * 2
+    yield {
+        "tensors": len(table.tensors), "gb": size / 1e9, "moe_backend": table.moe_backend, "table_s": asked,
+        "obstacles": [list(msgspec.structs.astuple(o)) for o in table.obstacles][:6],
+    }  # fmt: skip
+    buffers = {"buffers": 3, "buffer_bytes": 1 << 16} if rig.tiny else {}
+    yield {"what": "trainer", **rig.trainer.open(table, rig.port, rig.folder, **buffers)}
+    yield {"what": "engine", **rig.open(rig.trainer.offer)}
+    first = rig.prepare()
+    yield {"what": "checksums", "first_s": first, "again_s": rig.prepare()}
+    vocab = rig.trainer.config["vocab_size"]
+    rig.prompts = [[(7 * i + 13 * j) % (vocab - 10) + 5 for j in range(64)] for i in range(8)]
+
+
+def table(rig: Rig, _rounds: int) -> Iterator[Line]:
+    """The engine's table as a file, and a few merged tensors against the merge on the CPU, bit for bit."""
+    source = rig.folder.parent / "artd-table.json"
+    target = Path(os.environ.get("OUT", str(rig.folder))) / f"table-{rig.trainer.config['num_hidden_layers']}.json"
+    source.replace(target)
+    weights, live = rig.trainer.merged(), rig.trainer.live
+    base = {
+        part: tensor for row in rig.trainer.codec.rows if "layers.1." in row.parts[0] and (".0." in row.parts[0] or "attn" in row.parts[0])
+        for part, tensor in zip(row.parts, rig.trainer.codec.split(row, rig.trainer.weights[row.megatron]), strict=True)
+    }  # fmt: skip
+    equal = {}
+    for name, weight in base.items():
+        a, b = (live.get(n) for n in peft_names(name))
+        if a is not None and b is not None:
+            found = merge(weight.cpu(), a.cpu(), b.cpu(), SCALE, rig.trainer.dtype)
+            equal[name] = torch.equal(found, weights[name].cpu())
+    yield {
+        "what": "torch on the device against merge() on the CPU",
+        "equal": all(equal.values()),
+        "tensors": len(equal),
+    }
+
+
+def in_place(rig: Rig, _rounds: int) -> Iterator[Line]:
+    """Push A, B, A: logprobs of A again, also after every tensor was NaN; addresses and graphs stay."""
+    at = rig.engine.rpc("probe_addresses")
+    rig.prepare(change=False)
+    yield {"what": "first push", **rig.push()}
+    before = rig.engine.logprobs(rig.prompts)
+    again = rig.engine.logprobs(rig.prompts)
+    rig.engine.rpc("probe_spoil")
+    yield {"what": "push over NaN", **rig.push()}
+    after = rig.engine.logprobs(rig.prompts)
+    kept = rig.trainer.flat.clone()
+    rig.trainer.flat.mul_(1.5)
+    rig.prepare(change=False)
+    rig.push()
+    other = rig.engine.logprobs(rig.prompts)
+    rig.trainer.flat.copy_(kept)
+    rig.prepare(change=False)
+    rig.push()
+    back = rig.engine.logprobs(rig.prompts)
+    yield {
+        "what": "logprobs of 128 greedy tokens, largest difference", "same_weights_twice": _gap(before, again),
+        "after_nan": _gap(before, after), "other_adapter": _gap(before, other), "back": _gap(before, back),
+        "addresses_stay": at == rig.engine.rpc("probe_addresses"),
+    }  # fmt: skip
+
+
+def staged(rig: Rig, _rounds: int) -> Iterator[Line]:
+    """Pull into spare memory, swap in."""
+    for _ in range(3):
+        rig.prepare()
+        line = rig.push(staged=True)
+        yield {"what": "staged", **line, "check": rig.engine.rpc("artd_direct_check")["summed"]}
+
+
+def stock_road(rig: Rig, _rounds: int) -> Iterator[Line]:
+    """Over NaN, vLLM's own loader fills the model from the exported checkpoint: its checksums must be the manifest's."""
+    rig.prepare()
+    began = time.perf_counter()
+    folder = Path("/dev/shm/artd-export") if not rig.tiny else rig.folder / "export"
+    rig.trainer.export(folder)
+    written = time.perf_counter() - began
+    rig.engine.rpc("probe_spoil")
+    loaded = rig.engine.rpc("probe_load", str(folder))
+    yield {"what": "stock load of the export", "export_s": written, **loaded, **rig.engine.rpc("artd_direct_check")}
+    stock = rig.engine.logprobs(rig.prompts)
+    rig.engine.rpc("probe_spoil")
+    rig.push()
+    yield {
+        "what": "logprobs, direct push against stock load",
+        "largest_difference": _gap(stock, rig.engine.logprobs(rig.prompts)),
+    }
+
+
+def repeat(rig: Rig, rounds: int) -> Iterator[Line]:
+    """Pushes with a new adapter each, in place and staged: medians, and what is held after push 5 and the last."""
+    for way in (False, True):
+        lines, held = [], {}
+        for number in range(1, rounds + 1):
+            rig.prepare()
+            line = rig.push(staged=way)
+            line["first_token"] = rig.first_token()
+            lines.append(line)
+            if number in (5, rounds):
+                held[number] = {"engine": rig.engine.rpc("probe_held"), "trainer": own_held()}
+        yield {
+            "what": "staged" if way else "in place", "rounds": rounds, "median": _over(lines, statistics.median),
+            "largest": _over(lines, max), "smallest": _over(lines, min), "held": held,
+        }  # fmt: skip
+
+
+def streams(rig: Rig, rounds: int) -> Iterator[Line]:
+    """The same while 32 streams decode, 1,024 tokens of context each; the gap between a stream's tokens across a push."""
+    if rig.tiny:
+        yield {"what": "needs a server"}
+        return
+    from .push_server import Stream
+
+    vocab, count = rig.trainer.config["vocab_size"], max(rounds // 4, 4)
+    for way, kept in ((False, True), (True, True), (False, False)):
+        prompts = [[(11 * i + 17 * j) % (vocab - 10) + 5 for j in range(1024)] for i in range(32)]
+        running = [Stream(rig.engine.port, prompt, 2500) for prompt in prompts]
+        while not all(len(stream.at) > 4 for stream in running):
+            time.sleep(0.05)
+        lines, marks = [], []
+        for _ in range(count):
+            rig.prepare()
+            begin = time.perf_counter()
+            lines.append(rig.push(staged=way, keep_kv=kept))
+            marks.append((begin, time.perf_counter()))
+            time.sleep(0.8 if kept else 2.0)
+        gaps = [_gap_across(running, begin, end) for begin, end in marks]
+        every = sorted(b - a for s in running for a, b in zip(s.at, s.at[1:], strict=False))
+        yield {
+            "what": f"{'staged' if way else 'in place'}, 32 streams, KV {'kept' if kept else 'computed again'}", "rounds": count, "median": _over(lines, statistics.median),
+            "largest": _over(lines, max), "gap_median": statistics.median(gaps), "gap_largest": max(gaps),
+            "gaps": [round(gap, 3) for gap in gaps], "between_tokens": statistics.median(every), "alive": sum(s.is_alive() for s in running),
+        }  # fmt: skip
+        for stream in running:
+            stream.stop()
+
+
+ITEMS: dict[str, Callable[[Rig, int], Iterator[Line]]] = {
+    "open": opened, "table": table, "in_place": in_place, "staged": staged, "stock_road": stock_road, "refusals": refusals,
+    "repeat": repeat, "streams": streams,
+}  # fmt: skip
+
+
+def own_held() -> Line:
+    used = {}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = {"gpu_bytes": total - free}
+    maps = Path("/proc/self/maps").read_text().count("\n")
+    return used | {"descriptors": len(os.listdir("/proc/self/fd")), "mappings": maps}
+
+
+def _over(lines: list[Line], of: Callable[[list[float]], float]) -> Line:
+    return {name: round(of([line[name] for line in lines]), 5) for name in lines[0]}
+
+
+def _gap(a: list[float], b: list[float]) -> float:
+    gap = max(abs(x - y) for x, y in zip(a, b, strict=True))
+    return gap if all(x == x and y == y for x, y in zip(a, b, strict=True)) else float("nan")
+
+
+def _gap_across(running: list[Any], begin: float, end: float) -> float:
+    return max(
+        (b - a for s in running for a, b in zip(s.at, s.at[1:], strict=False) if b > begin and a < end), default=0.0
+    )

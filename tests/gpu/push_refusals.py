@@ -1,0 +1,98 @@
+"""Wrong pushes, each of which the engine must refuse. Owner of: no state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from artd_schema.direct import Offer, Run
+
+from .push_rig import TIMEOUT_S, Line, Rig
+
+
+def refusals(rig: Rig, _rounds: int) -> Iterator[Line]:
+    """Each wrong push is refused; then a right one is taken."""
+    offer, expert = rig.trainer.offer, "model.layers.1.mlp.experts.{}.{}_proj.weight"
+    rig.prepare()
+    weight = rig.trainer.weights["decoder.layers.1.self_attention.linear_proj.weight"].view(-1).view(torch.uint8)
+    weight[4321] ^= 1
+    stale = rig.folder / "sums.json"
+    fence = rig.fence()
+    feed = rig.feed(fence["fence"])
+    line: Line = {"what": "one flipped bit behind the staging", "refused": False}
+    try:
+        rig.engine.rpc("artd_direct_expect", str(stale))
+        rig.engine.pause()
+        rig.engine.rpc("artd_direct_pull", fence, TIMEOUT_S)
+    except Exception as error:
+        line |= {"refused": True, "error": str(error)[-400:]}
+    feed.join()
+    rig.engine.resume()
+    weight[4321] ^= 1
+    yield line
+    yield {"what": "the next push after it", **_error(lambda: rig.engine.rpc("artd_direct_pull", rig.fence(), 1.0))}
+    rig.engine.rpc("probe_forgive")
+    yield refused(rig, "two experts exchanged", exchanged(offer, expert.format(2, "down"), expert.format(5, "down")))
+    yield refused(rig, "gate and up exchanged", exchanged(offer, expert.format(3, "gate"), expert.format(3, "up")))
+    gone = next(run for unit in offer.units for run in unit.runs if run.first)
+    yield {"what": "one range left out", **_error(lambda: rig.open(changed(offer, lambda r: None if r == gone else r)))}
+    yield {"what": "a fence of before", **_error(lambda: (rig.open(offer), rig.engine.rpc("artd_direct_pull", rig.fence() | {"fence": 1}, 1.0)))}  # fmt: skip
+    rig.prepare()
+    yield {"what": "a right push", **rig.push()}
+
+
+def refused(rig: Rig, what: str, offer: Offer) -> Line:
+    """A push that must fail; how it did."""
+    line: Line = {"what": what, "refused": False}
+    feed = None
+    try:
+        rig.open(offer)
+        rig.prepare(change=False)
+        fence = rig.fence()
+        feed = rig.feed(fence["fence"])
+        rig.engine.pause()
+        rig.engine.rpc("artd_direct_pull", fence, TIMEOUT_S)
+    except Exception as error:
+        line |= {"refused": True, "error": str(error)[-400:]}
+    finally:
+        if feed is not None:
+            feed.join()
+        rig.engine.rpc("probe_forgive")
+        rig.engine.resume()
+    return line
+
+
+def changed(offer: Offer, edit: Callable[[Run], Run | None]) -> Offer:
+    units = [
+        msgspec.structs.replace(unit, runs=tuple(new for run in unit.runs if (new := edit(run)) is not None))
+        for unit in offer.units
+    ]
+    return msgspec.structs.replace(offer, units=tuple(units))
+
+
+def exchanged(offer: Offer, first: str, second: str) -> Offer:
+    """Each of two parts of equal size comes from where the other lies (both have one run each)."""
+    i, j = offer.parts.index(first), offer.parts.index(second)
+    runs = [run for unit in offer.units for run in unit.runs if run.part in (i, j)]
+    place = {run.part: run for run in runs}
+    assert len(runs) == len(place) == 2
+    other = {i: j, j: i}
+
+    def edit(run: Run) -> Run:
+        if run.part not in other:
+            return run
+        to = place[other[run.part]]
+        return msgspec.structs.replace(run, tensor=to.tensor, at=to.at, part=to.part)
+
+    return changed(offer, edit)
+
+
+def _error(call: Callable[[], Any]) -> Line:
+    try:
+        call()
+    except Exception as error:
+        return {"refused": True, "error": str(error)[-400:]}
+    return {"refused": False}

@@ -1,0 +1,111 @@
+"""A trainer's tensors of the GPU scripts' model, as Megatron holds them, and a `Source` over them; no Megatron-Core.
+
+Owner of: base weights (a layer's experts are one buffer each for fc1 and fc2, as `grouped.GroupedLinear` has them) and the
+live adapter, one flat buffer of fp32 masters.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from artd_schema.direct import Checksums, EngineTable
+from artd_workers.engines.direct.device import Port
+from artd_workers.models.codec import peft_names
+from artd_workers.models.registry import plan_for
+from artd_workers.trainer.direct.plan import make_plan
+from artd_workers.trainer.direct.source import Source, shapes, write_offer
+from artd_workers.trainer.merge import merge
+
+from . import shape
+
+RANK, SCALE = 16, 2.0
+_EXPERT = re.compile(r"\.local_experts\.(\d+)(?=\.)")
+
+
+class Trainer:
+    """Holds the model; `open` makes the source for an engine's table."""
+
+    def __init__(self, config: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.codec = plan_for(config).codec
+        self.weights = self._draw(shape.RandomWeights(plan_for(config), config, device, dtype))
+        self.live = self._adapter()
+        self.source: Source | None = None
+
+    def _draw(self, drawn: shape.RandomWeights) -> dict[str, Tensor]:
+        buffers: dict[str, Tensor] = {}
+        out = {}
+        for row in self.codec.rows:
+            tensor = self.codec.fuse(row, [drawn[part] for part in row.parts])
+            if found := _EXPERT.search(row.megatron):
+                size = (self.config["num_experts"], *tensor.shape)
+                name = _EXPERT.sub("", row.megatron)
+                if name not in buffers:
+                    buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+                tensor = buffers[name][int(found[1])].copy_(tensor)
+            out[row.megatron] = tensor
+        return out
+
+    def _adapter(self) -> dict[str, Tensor]:
+        sizes = {}
+        for row in self.codec.lora_rows():
+            for part in row.parts:
+                out, size = shape.size_of(part, self.config)
+                sizes |= dict(zip(peft_names(part), ((RANK, size), (out, RANK)), strict=True))
+        total = sum(a * b for a, b in sizes.values())
+        self.flat = torch.empty(total, device=self.device).normal_(0, 0.02)
+        views, at = {}, 0
+        for name, (a, b) in sizes.items():
+            views[name] = self.flat[at : at + a * b].view(a, b)
+            at += a * b
+        return views
+
+    def step(self, number: int) -> None:
+        """Change every adapter a little, as a train step would."""
+        self.flat.mul_(1.02 if number % 2 else 1 / 1.02)
+
+    def open(self, table: EngineTable, port: Port, folder: Path, **buffers: int) -> dict[str, float]:
+        """Returns seconds: the plan, the tables and buffers, the offer."""
+        marks = [time.perf_counter()]
+        plan = make_plan(table, self.codec, shapes(self.codec, self.weights), self.dtype.itemsize)
+        marks.append(time.perf_counter())
+        self.source = Source(port, plan, self.weights, self.live, SCALE, self.dtype, folder, **buffers)
+        marks.append(time.perf_counter())
+        self.offer = self.source.offer()
+        write_offer(self.offer, folder / "offer")
+        marks.append(time.perf_counter())
+        names = ("plan", "source", "offer")
+        return {name: b - a for name, a, b in zip(names, marks, marks[1:], strict=False)} | {
+            "pieces": len(plan.pieces), "segments": len(self.offer.segments), "units": len(self.offer.units),
+        }  # fmt: skip
+
+    def stage(self, path: Path) -> dict[str, int]:
+        """As a committed checkpoint does: the checksums go beside the manifest."""
+        assert self.source is not None
+        sums = self.source.stage()
+        path.write_bytes(msgspec.json.encode(Checksums(sums=sums)))
+        return sums
+
+    def merged(self) -> dict[str, Tensor]:
+        """What is served, by Hugging Face name, made by torch on this device: another road than the kernel's."""
+        out = {}
+        for row in self.codec.rows:
+            for part, weight in zip(row.parts, self.codec.split(row, self.weights[row.megatron]), strict=True):
+                a, b = (self.live.get(name) for name in peft_names(part))
+                merged = a is not None and b is not None
+                out[part] = merge(weight, a, b, SCALE, self.dtype) if merged else weight
+        return out
+
+    def export(self, folder: Path) -> None:
+        """`merged` as a Hugging Face checkpoint's safetensors files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.merged().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

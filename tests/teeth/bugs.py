@@ -1,0 +1,111 @@
+"""Bugs that somebody could make, each with a test that must not let it pass.
+
+Owner of no state. A bug replaces `good`, which stands exactly once in `file`, by `bad`. torch: its test needs the trainer's runtime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str
+    good: str
+    bad: str
+    test: str
+    torch: bool = False
+
+
+BUGS = (
+    Bug(
+        "ack-before-commit", "artd/store/writer.py",
+        '                connection.execute("COMMIT")\n            except',
+        "                self._loop.call_soon_threadsafe(self._resolve, results, True)\n                threading.Event().wait(0.05)\n"
+        '                connection.execute("COMMIT")\n                return\n            except',
+        "tests/unit/test_writer.py::test_the_answer_comes_after_the_commit",
+    ),
+    Bug(
+        "commit-error-is-a-no", "artd/store/writer.py",
+        "        except BaseException as error:\n            self._on_fatal(error)\n",
+        "        except BaseException as error:\n            log.error('%s', error)\n",
+        "tests/unit/test_writer.py::test_an_error_of_commit_ends_the_daemon_and_answers_nobody",
+    ),
+    Bug(
+        "no-directory-fsync", "artd/store/fs.py",
+        "    fsync_dir(target.parent)\n", "",
+        "tests/unit/test_fs.py::test_publish_syncs_both_folders_after_the_rename",
+    ),
+    Bug(
+        "no-fence-check", "artd/dispatch.py",
+        '(job["state"], job["fence"]) == ("running", message.fence)', 'job["state"] == "running"',
+        "tests/unit/test_commit.py",
+    ),
+    Bug(
+        "no-swap-of-the-newest-step", "artd/commit.py",
+        "checkpoint_id IS ? AND step = ?\"", "(checkpoint_id IS ? OR 1) AND (step = ? OR 1)\"",
+        "tests/unit/test_commit.py::test_the_newest_checkpoint_is_compared_and_swapped",
+    ),
+    Bug(
+        "dedup-key-expired", "artd/intake.py",
+        "t.run_id = ? AND t.key IN", "t.run_id = ? AND t.state = 'queued' AND g.state = 'open' AND t.key IN",
+        "tests/unit/test_ingest.py::test_a_duplicate_of_a_trajectory_in_a_closed_group_is_answered",
+    ),
+    Bug(
+        "epoch-used-again", "artd/packing/service.py",
+        "SET next_epoch = next_epoch + 1, flush = 0", "SET flush = 0", "tests/unit/test_pack_service.py",
+    ),
+    Bug(
+        "served-before-verified", "workers/artd_workers/engines/push.py",
+        "            return canary.verify(committed.manifest.canary, scores)\n",
+        "            return canary.Agreement(0.0, 0.0)\n",
+        "tests/engine/test_push.py::test_every_phase_can_fail",
+    ),
+    Bug(
+        "live-under-an-old-fence", "artd/push.py",
+        "p.id = ? AND p.fence = ? AND p.state = 'sending'", "p.id = ? AND p.fence >= ? * 0 AND p.state = 'sending'",
+        "tests/unit/test_push.py::test_live_with_another_fence_changes_nothing",
+    ),
+    Bug(
+        "answered-before-the-ledger", "workers/artd_workers/gateway/deliver.py",
+        "    await ledger.record(exchange, columns)\n", "    asyncio.ensure_future(ledger.record(exchange, columns))\n",
+        "tests/gateway/test_ledger.py::test_the_response_waits_for_the_acknowledgement",
+    ),
+    Bug(
+        "reap-by-pid-alone", "artd/supervise/guardian.py",
+        "        if stat is None or stat.ticks != ticks:\n", "        if stat is None:\n",
+        "tests/process/test_reap.py::test_a_signal_reaches_exactly_the_process_that_was_meant",
+    ),
+    Bug(
+        "swapped-gate-and-up", "workers/artd_workers/models/base.py",
+        '("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight")',
+        '("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.mlp.gate_proj.weight")',
+        "tests/trainer/test_parity.py", torch=True,
+    ),
+    Bug(
+        "dirty-memory-is-trained-on", "workers/artd_workers/trainer/trainer.py",
+        "        resident, self.resident, self._snapshot = self.resident, None, None\n",
+        "        resident = self.resident\n", "tests/trainer/test_memory.py", torch=True,
+    ),
+    Bug(
+        "any-key-may-connect", "artd/keys.py",
+        "        return public.decode() in self.clients().values()\n", "        return True\n",
+        "tests/daemon/test_security.py::test_a_client_of_another_machine",
+    ),
+    Bug(
+        "routes-do-not-stop-sharing", "artd/packing/tree.py",
+        "_key(sequence, limit, by_routes)", "_key(sequence, limit, False)",
+        "tests/unit/test_packing_routes.py::test_sharing_stops_at_the_first_token_with_other_routes",
+    ),
+    Bug(
+        "retires-what-is-pushed", "artd/retain.py",
+        "UNION SELECT checkpoint_id FROM push WHERE state IN ('prepared', 'sending', 'live')\n", "",
+        "tests/unit/test_retain.py::test_what_is_under_push_stays",
+    ),
+    Bug(
+        "boot-forgets-running-jobs", "artd/recover.py",
+        "        end_attempt(c, now, job, \"killed\", f\"{why} while it ran\")\n", "        pass\n",
+        "tests/unit/test_recover.py::test_without_a_result_the_job_waits_again_and_costs_nothing",
+    ),
+)  # fmt: skip

@@ -1,0 +1,119 @@
+"""`python -m tests.teeth.run [NAME ...] [--json]`: plants bugs one by one and asks the tests that guard against them.
+
+Each bug is a change of one place in a copy of the tree; the named test must be green without it and red with it. Owner of:
+the copy, a temporary folder. Invariants: the checkout itself is never changed; a place that is not found exactly once is an
+error, so that a bug cannot stop being planted unnoticed. Exit status: 0 when every bug was caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from tests.teeth.bugs import BUGS, Bug
+
+ROOT = Path(__file__).parents[2]
+TREE = ("artd", "schema", "client", "workers", "tests", "examples", "docs", "pyproject.toml", "Makefile")
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """verdict: caught; missed (the test stayed green); or unusable (the test is red without the bug, or did not run)."""
+
+    bug: str
+    test: str
+    verdict: Literal["caught", "missed", "unusable"]
+    seconds: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="bugs of tests/teeth/bugs.py; none = all")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    if unknown := set(args.names) - {bug.name for bug in BUGS}:
+        parser.error(f"there is no bug {', '.join(sorted(unknown))}; there are {', '.join(bug.name for bug in BUGS)}")
+    chosen = [bug for bug in BUGS if not args.names or bug.name in args.names]
+    with tempfile.TemporaryDirectory(prefix="artd-teeth.") as folder:
+        results = [tried(bug, Path(folder)) for bug in chosen]
+    caught = sum(result.verdict == "caught" for result in results)
+    if args.json:
+        print(json.dumps({"caught": caught, "bugs": [asdict(result) for result in results]}, indent=2))
+    else:
+        print(f"{caught} of {len(results)} planted bugs were caught")
+    return 0 if caught == len(results) else 1
+
+
+def tried(bug: Bug, folder: Path) -> Result:
+    """Ask the bug's test without it, then with it."""
+    started, tree = time.monotonic(), folder / bug.name
+    copy(tree)
+    clean = ask(tree, bug)
+    if clean == 0:
+        plant(tree, bug)
+        verdict: Literal["caught", "missed", "unusable"] = "caught" if ask(tree, bug) == 1 else "missed"
+    else:
+        verdict = "unusable"
+    shutil.rmtree(tree)
+    result = Result(bug.name, bug.test, verdict, round(time.monotonic() - started, 1))
+    print(f"{verdict:<9} {bug.name:<28} {result.seconds:>6.1f} s  {bug.test}", file=sys.stderr, flush=True)
+    return result
+
+
+def copy(tree: Path) -> None:
+    for name in TREE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            tree.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, tree)
+
+
+def plant(tree: Path, bug: Bug) -> None:
+    path = tree / bug.file
+    text = path.read_text()
+    if (count := text.count(bug.good)) != 1:
+        raise SystemExit(
+            f"bug {bug.name}: its place is {count} times in {bug.file}, not once: mend tests/teeth/bugs.py"
+        )
+    path.write_text(text.replace(bug.good, bug.bad))
+
+
+def ask(tree: Path, bug: Bug) -> int:
+    """Exit status of pytest: 0 green, 1 red, anything else is no answer."""
+    python, path = interpreter(bug)
+    env = os.environ | {
+        "PYTHONPATH": ":".join([*(str(tree / name) for name in ("", "schema", "client", "workers")), *path])
+    }
+    env |= {"ARTD_TEETH": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *bug.test.split()]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode not in (0, 1):
+        print(done.stdout[-2000:] + done.stderr[-2000:], file=sys.stderr)
+    return done.returncode
+
+
+def interpreter(bug: Bug) -> tuple[str, list[str]]:
+    """(python, further PYTHONPATH): the trainer's tests need its runtime and the test overlay."""
+    if not bug.torch:
+        return sys.executable, []
+    told = [
+        subprocess.run([sys.executable, "-m", "artd.runtimes.overlay", what], cwd=ROOT, capture_output=True, text=True, check=True)
+        for what in ("python", "path")
+    ]  # fmt: skip
+    return told[0].stdout.strip(), [told[1].stdout.strip()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

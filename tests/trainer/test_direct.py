@@ -1,0 +1,359 @@
+"""The direct push without a GPU: plan, pull, staging and checksums over plain memory, against the merge of the export."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from artd_schema.direct import EngineTable, EngineTensor, Obstacle, Run, Segment
+from artd_workers.engines.base import Deadline
+from artd_workers.engines.direct import checksum
+from artd_workers.engines.direct.cover import CoverError
+from artd_workers.engines.direct.pull import PullError, _joined
+from artd_workers.engines.direct.session import WrongWeights
+from artd_workers.engines.fence import FenceError
+from artd_workers.engines.vllm.direct.survey import parameters, survey
+from artd_workers.models.registry import plan_for
+from artd_workers.trainer.direct.plan import PlanError, make_plan
+from artd_workers.trainer.direct.schedule import schedule
+from artd_workers.trainer.direct.source import shapes
+from artd_workers.trainer.merge import merged_tensors
+from tests.direct_rig import PLAIN, Pair, engine_model, engine_table, feeding, pair
+from tests.gpu.push_refusals import changed, exchanged
+from tests.gpu.shape import RandomWeights, config, size_of
+
+pytestmark = pytest.mark.torch
+MOE = config(2, tiny=True)
+DENSE = {k: v for k, v in MOE.items() if "experts" not in k and not k.startswith("moe_")} | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+}  # fmt: skip
+TIED = DENSE | {"tie_word_embeddings": True}
+KINDS = {"moe": MOE, "dense": DENSE, "tied": TIED}
+
+
+def base_of(shape: dict[str, Any]) -> dict[str, Tensor]:
+    plan = plan_for(shape)
+    sizes = shape | {"moe_intermediate_size": shape.get("moe_intermediate_size", shape["intermediate_size"])}
+    weights = RandomWeights(plan, sizes | {"num_experts": shape.get("num_experts", 0)}, "cpu")
+    return {name: weights[name] for name in weights}
+
+
+def made(shape: dict[str, Any], folder: Path, **rest: Any) -> Pair:
+    torch.manual_seed(0)
+    return pair(shape, base_of(shape), folder, **rest)
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Iterator[Pair]:
+    """A mixture of experts, staged and opened, expecting the right sums."""
+    one = made(MOE, tmp_path)
+    one.open()
+    one.session.expect(one.source.stage())
+    yield one
+    one.session.close()
+    one.source.close()
+
+
+def served(one: Pair, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """What the engine must hold by its own names: the export's merge, fused here by hand."""
+    hf = dict(merged_tensors(one.base, one.live, one.scale, dtype))
+    out = {}
+    for name, tensor in parameters(one.model).items():
+        stem, _, last = name.removesuffix(".weight").rpartition(".")
+        if last == "qkv_proj":
+            out[name] = torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in "qkv"])
+        elif last == "gate_up_proj":
+            out[name] = torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in ("gate", "up")])
+        elif last in ("w13_weight", "w2_weight"):
+            experts, words = stem.removesuffix(".routed_experts"), ("gate", "up") if "13" in last else ("down",)
+            numbers = range(len(tensor))
+            out[name] = torch.stack([torch.cat([hf[f"{experts}.{e}.{x}_proj.weight"] for x in words]) for e in numbers])
+        else:
+            out[name] = hf[name]
+    return out
+
+
+def same(one: Pair, dtype: torch.dtype = torch.bfloat16) -> bool:
+    wanted = served(one, dtype)
+    return all(torch.equal(tensor, wanted[name]) for name, tensor in parameters(one.model).items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_pull_gives_the_export(kind: str, rank: int, tmp_path: Path) -> None:
+    one = made(KINDS[kind], tmp_path, rank=rank)
+    one.open()
+    one.session.expect(one.source.stage())
+    one.push()
+    assert same(one)
+    one.session.close()
+    assert one.port.opened == []
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 12, 24 << 10, 1 << 22])
+def test_buffers_of_any_size_and_another_dtype(buffer_bytes: int, tmp_path: Path) -> None:
+    one = made(MOE, tmp_path, dtype=torch.float16, buffer_bytes=buffer_bytes)
+    one.open()
+    one.session.expect(one.source.stage())
+    one.push()
+    assert same(one, torch.float16)
+
+
+def test_what_is_fed_is_what_was_staged(ready: Pair) -> None:
+    wanted = served(ready)
+    for tensor in ready.live.values():
+        tensor.mul_(1.5)  # the next train step
+    ready.push()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in parameters(ready.model).items())
+    ready.session.expect(ready.source.stage())
+    ready.push()
+    assert same(ready)
+
+
+def test_staged_pull_touches_nothing_until_it_is_swapped_in(ready: Pair) -> None:
+    ready.push()
+    before = {name: tensor.clone() for name, tensor in parameters(ready.model).items()}
+    ready.live["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].add_(1.0)
+    ready.session.expect(ready.source.stage())
+    fence = ready.fence()
+    with feeding(ready.source, fence.fence, 20.0):
+        ready.session.stage(fence, 20.0)
+        while not ready.session.staged():
+            pass
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parameters(ready.model).items())
+    with pytest.raises(PullError, match="nothing is staged"):
+        ready.session.swap(ready.fence())
+    ready.session.swap(fence)
+    assert same(ready)
+
+
+def test_addresses_stay_and_every_byte_comes_from_the_push(ready: Pair) -> None:
+    at = {name: tensor.data_ptr() for name, tensor in parameters(ready.model).items()}
+    for _ in range(3):
+        for tensor in parameters(ready.model).values():
+            tensor.fill_(torch.nan)
+        ready.push()
+        assert same(ready)
+    assert {name: tensor.data_ptr() for name, tensor in parameters(ready.model).items()} == at
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(EXPERT.format(2, "down"), EXPERT.format(5, "down")), (EXPERT.format(3, "gate"), EXPERT.format(3, "up"))],
+)
+def test_exchanged_parts_are_refused_by_the_sums_of_their_places(first: str, second: str, tmp_path: Path) -> None:
+    """The engine sums each range as the part that the plan of its own table names there."""
+    one = made(MOE, tmp_path, buffer_bytes=1 << 22)
+    one.open(exchanged(one.source.offer(), first, second))
+    one.session.expect(one.source.stage())
+    with pytest.raises(WrongWeights, match="2 of"):
+        one.push()
+    with pytest.raises(FenceError, match="unknown"):
+        one.session.pull(one.fence(), 1.0)
+
+
+def test_one_flipped_bit_is_refused(ready: Pair) -> None:
+    weight = ready.weights["decoder.layers.1.self_attention.linear_proj.weight"]
+    weight.view(-1).view(torch.uint8)[4321] ^= 1
+    with pytest.raises(WrongWeights, match=r"1 of .*model.layers.1.self_attn.o_proj.weight"):
+        ready.push()
+
+
+def test_a_missing_range_is_refused_before_anything_is_opened(ready: Pair) -> None:
+    gone = next(run for unit in ready.source.offer().units for run in unit.runs if run.first)
+    with pytest.raises(CoverError, match="in no piece"):
+        ready.session.open(changed(ready.source.offer(), lambda run: None if run == gone else run))
+    twice = msgspec.structs.replace(gone, at=gone.at - 8)
+    with pytest.raises(CoverError, match="in two pieces"):
+        ready.session.open(changed(ready.source.offer(), lambda run: twice if run == gone else run))
+    outside = msgspec.structs.replace(gone, byte=1 << 40)
+    with pytest.raises(CoverError, match="outside of the memory"):
+        ready.session.open(changed(ready.source.offer(), lambda run: outside if run == gone else run))
+    assert ready.port.opened == []
+
+
+def test_an_offer_that_cannot_be_opened_leaves_nothing_open(ready: Pair) -> None:
+    offer = ready.source.offer()
+    broken = msgspec.structs.replace(offer, segments=(*offer.segments, Segment(b"short", 1)))
+    with pytest.raises(struct.error):
+        ready.session.open(broken)
+    assert ready.port.opened == []
+    with pytest.raises(PullError, match="no trainer's offer"):
+        ready.session.pull(ready.fence(), 1.0)
+    ready.session.open(offer)
+    ready.session.expect(ready.source.stage())
+    ready.push()
+
+
+def test_a_trainer_that_fails_or_is_silent_ends_the_pull(ready: Pair) -> None:
+    fence = ready.fence()
+    with pytest.raises(PullError, match="0.05 s passed"):
+        ready.session.pull(fence, 0.05)
+    ready.source.page.begin(7)
+    ready.source.page.fail()
+    with pytest.raises(PullError, match="failed to fill"):
+        ready.session._puller.run(7, Deadline(5.0), None)
+
+
+def test_neighbours_are_one_copy_within_a_tensor_only() -> None:
+    """CUDA refuses a copy that goes on into the next allocation, and two tensors often are neighbours."""
+    first, second, other = Run(0, 0, 0, 0, 0, 0, 8), Run(0, 8, 1, 0, 0, 16, 4), Run(1, 0, 2, 0, 0, 24, 4)
+    assert _joined([first, second, other], [1000, 1024], [500], 2) == [(1000, 500, 24), (1024, 524, 8)]
+    elsewhere = msgspec.structs.replace(second, segment=1, byte=0)
+    assert _joined([first, elsewhere], [1000, 1024], [500, 516], 2) == [(1000, 500, 16), (1016, 516, 8)]
+    assert _joined([second, first], [1000, 1024], [500], 2) == [(1016, 516, 8), (1000, 500, 16)]
+
+
+def test_a_feed_nobody_takes_ends(ready: Pair) -> None:
+    with pytest.raises(TimeoutError, match="0 of"):
+        ready.source.feed(9, 0.05)
+    assert ready.source.page.failed
+
+
+# ---- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan_of(table: EngineTable, shape: dict[str, Any] = MOE) -> Any:
+    codec = plan_for(shape).codec
+    return make_plan(table, codec, shapes(codec, dict(codec.to_megatron(base_of(shape)))), 2)
+
+
+@pytest.fixture
+def table() -> EngineTable:
+    return engine_table(engine_model(MOE, torch.bfloat16))
+
+
+def reshaped(table: EngineTable, name: str, size: tuple[int, ...]) -> EngineTable:
+    new = [msgspec.structs.replace(t, shape=size) if t.name == name else t for t in table.tensors]
+    return msgspec.structs.replace(table, tensors=tuple(new))
+
+
+def test_gaps_and_overlaps_are_named(table: EngineTable) -> None:
+    assert len(plan_of(table).pieces) > 2 * 3 * MOE["num_experts"]
+    with pytest.raises(
+        CoverError, match=r"the engine's model.embed_tokens.weight: elements 32768 to 36863 are in no piece"
+    ):
+        plan_of(reshaped(table, "model.embed_tokens.weight", (576, 64)))
+    with pytest.raises(CoverError, match=r"model.norm.weight: pieces reach to element 63, but it has 32"):
+        plan_of(reshaped(table, "model.norm.weight", (32,)))
+    fewer = msgspec.structs.replace(table, tensors=table.tensors[1:])
+    with pytest.raises(CoverError, match=r"the model's model.embed_tokens.weight: elements 0 to 32767 are in no piece"):
+        plan_of(fewer)
+    more = msgspec.structs.replace(table.tensors[-1], name="model.extra.bias")
+    with pytest.raises(CoverError, match=r"the engine's model.extra.bias: elements 0"):
+        plan_of(msgspec.structs.replace(table, tensors=(*table.tensors, more)))
+
+
+def recorded() -> EngineTable:
+    """vLLM 0.25.1's own table of two layers of Qwen3-30B-A3B's shape, as a GPU run wrote it (`tests.gpu.push`, item table)."""
+    found = json.loads((Path(__file__).parent / "vllm_0251_qwen3_moe.json").read_text())
+    tensors = tuple(EngineTensor(*map(_tuples, line), 0, 0) for line in found["tensors"])
+    return EngineTable(
+        engine=found["engine"], version=found["version"], moe_backend=found["moe_backend"], tensors=tensors
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def test_the_stand_in_is_laid_out_as_vllm_is() -> None:
+    with torch.device("meta"):
+        here = survey(engine_model(config(2), torch.bfloat16), PLAIN, "0.25.1").tensors
+    place = {"segment": 0, "at": 0}
+    assert tuple(msgspec.structs.replace(t, **place) for t in here) == recorded().tensors
+
+
+def test_the_plan_of_the_recorded_table() -> None:
+    codec, real = plan_for(config(2)).codec, config(2)
+    sizes = {row.megatron: [size_of(part, real) for part in row.parts] for row in codec.rows}
+    held = {name: (sum(s[0] for s in parts), *parts[0][1:]) for name, parts in sizes.items()}
+    plan = make_plan(recorded(), codec, held, 2)
+    groups, experts = real["num_key_value_heads"], real["num_experts"]
+    assert len(plan.pieces) == 3 + 2 * (3 * groups + 1 + 2 + 2 + 1 + 3 * experts)
+    assert sum(piece.count for piece in plan.pieces) == sum(torch.Size(t.shape).numel() for t in recorded().tensors)
+    made = {i: held[name][-1] for i, name in enumerate(plan.sources) if "linear_" in name}
+    turns = schedule(plan, made, 128 << 20).turns
+    assert len(turns) == -(-sum(p.count for p in plan.pieces if p.source in made) // (128 << 20))
+    for fills in turns:  # back to back
+        assert [one.at for one in fills] == [sum(x.piece.count for x in fills[:i]) for i in range(len(fills))]
+
+
+def test_an_obstacle_is_the_plans_refusal(table: EngineTable) -> None:
+    with pytest.raises(PlanError, match=r"model.layers.3: MLA"):
+        plan_of(msgspec.structs.replace(table, obstacles=(Obstacle("model.layers.3", "MLA"),)))
+    mixed = msgspec.structs.replace(table.tensors[-1], dtype="float32")
+    with pytest.raises(PlanError, match="one dtype"):
+        plan_of(msgspec.structs.replace(table, tensors=(*table.tensors[:-1], mixed)))
+
+
+# ---- the survey -------------------------------------------------------------------------------------------------------
+
+
+def obstacles(model: torch.nn.Module, settings: dict[str, Any] = PLAIN) -> list[str]:
+    return [f"{o.where}: {o.why}" for o in survey(model, settings, "0.25.1").obstacles if "not on a GPU" not in o.why]
+
+
+def test_the_survey_names_what_it_does_not_know() -> None:
+    model: Any = engine_model(MOE, torch.bfloat16)
+    assert obstacles(model) == []
+    assert survey(model, PLAIN, "x").moe_backend == "TRITON"
+    attention, routed = model.model.layers[1].self_attn, model.model.layers[0].mlp.experts.routed_experts
+    routed.quant_method.unquantized_backend = "FlashInfer CUTLASS"
+    attention.o_proj.quant_method = type("Fp8LinearMethod", (), {})()
+    attention.W_UK_T = torch.ones(2)
+    attention.q_norm.register_buffer("cos_sin_cache", torch.ones(2))
+    attention.register_parameter("odd", torch.nn.Parameter(torch.ones(4, 4).t()))
+    found = obstacles(model, {"quantization": "fp8"})
+    wanted = ["quantization: 'fp8'", "routed_experts: the MoE backend FlashInfer CUTLASS", "o_proj.quant_method: Fp8LinearMethod",
+              "self_attn.W_UK_T: a tensor that may be derived", "self_attn: Module is no layer", "self_attn.odd: it is not contiguous"]  # fmt: skip
+    assert len(found) == len(wanted)
+    assert all(any(text in one for one in found) for text in wanted), found
+
+
+# ---- checksums --------------------------------------------------------------------------------------------------------
+
+
+def by_hand(words: list[int]) -> int:
+    mask, total = (1 << 64) - 1, 0
+    for i, word in enumerate(words):
+        h = (word ^ ((i + 1) * checksum.P1)) & mask
+        h = ((h ^ (h >> 32)) * checksum.P2) & mask
+        total += h ^ (h >> 29)
+    return checksum.signed(total)
+
+
+def test_the_checksum_is_its_definition_in_any_pieces() -> None:
+    words = torch.randint(-(1 << 62), 1 << 62, (1001,), generator=torch.Generator().manual_seed(3))
+    assert checksum.sum_of(words) == by_hand([int(w) & ((1 << 64) - 1) for w in words])
+    parts = sum(checksum.sum_of(words[at : at + 77], at) for at in range(0, 1001, 77))
+    assert checksum.signed(parts) == checksum.sum_of(words)
+    assert checksum.sum_of(words.view(torch.bfloat16).view(143, 28)) == checksum.sum_of(words)
+
+
+def test_any_flipped_bit_and_any_exchange_shows() -> None:
+    words = torch.arange(64)
+    seen = {checksum.sum_of(words)}
+    for bit in range(0, 64 * 64, 7):
+        other = words.clone()
+        other[bit // 64] ^= checksum.signed(1 << bit % 64)
+        seen.add(checksum.sum_of(other))
+    for i in range(63):
+        other = words.clone()
+        other[[i, i + 1]] = other[[i + 1, i]]
+        seen.add(checksum.sum_of(other))
+    assert len(seen) == 1 + len(range(0, 64 * 64, 7)) + 63

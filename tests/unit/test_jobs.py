@@ -1,0 +1,175 @@
+"""jobs: quarantine with its evidence, and the ways out of it; a fence never goes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artd.errors import Conflict, NotFound
+from artd.jobs import end_for_good, retry
+from artd.packing import service
+from artd.runs import set_run_state
+from artd.store.store import Store
+from artd_schema import worker as w
+from tests.fakes.rows import FakeWire, add_run, add_worker, count, data_dir, make_ingest, one, open_store, stage, submit
+from tests.fakes.steps import commit_next, make_dispatch, pack, staged, train_next
+from tests.fakes.world import pack_here
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(autouse=True)
+def packed_here(monkeypatch):
+    monkeypatch.setattr(service, "run_child", pack_here)
+
+
+@dataclass
+class Bench:
+    """A run whose first train job was claimed. orders: what the trainer was told."""
+
+    store: Store
+    data: Any
+    wire: FakeWire
+    dispatch: Any
+
+    @property
+    def orders(self) -> list[w.Run]:
+        return self.wire.of(w.Run)
+
+    async def do(self, fn, *arguments):
+        return await self.store.write(lambda c: fn(c, self.store.clock.now_ms(), *arguments))
+
+    async def claim(self) -> w.Run:
+        await add_worker(self.store, "trainer")
+        await self.dispatch._claim_next()
+        return self.orders[-1]
+
+    async def quarantine(self) -> int:
+        """Its numbers are not finite; the job's id."""
+        order = self.orders[-1]
+        await self.dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure="permanent", error="NaN"))
+        return order.job
+
+    async def report(self, order: w.Run) -> Any:
+        """The answer to a result that arrives now."""
+        await self.dispatch.staged(staged(order, stage(Path(order.dir), order)))
+        return self.wire.sent[-1][1]
+
+    async def states(self) -> tuple[Any, ...]:
+        """Of run, job, batch, and of every group and trajectory, which are alike."""
+        found = [await one(self.store, f"SELECT DISTINCT state FROM {name}") for name in ("run", "batch")]
+        job = await one(self.store, "SELECT state FROM job WHERE id = 2")
+        rest = [await one(self.store, f"SELECT DISTINCT state FROM {n}") for n in ("trajectory_group", "trajectory")]
+        return (found[0], job, found[1], *rest)
+
+
+async def bench(store: Store, root: Path) -> Bench:
+    data = data_dir(root)
+    await add_run(store)
+    await commit_next(store, data)
+    ingest = make_ingest(store, data)
+    for key, reward in (("a", 0.0), ("b", 1.0)):
+        await submit(ingest, key=key, reward=reward)
+    assert await pack(store, data)
+    wire = FakeWire(trainer=1)
+    made = Bench(store, data, wire, make_dispatch(store, data, wire))
+    await made.claim()
+    return made
+
+
+async def test_discard_ends_the_job_with_its_trajectories_and_the_run_goes_on(tmp_path):
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        job = await it.quarantine()
+        assert await it.states() == ("paused", "quarantined", "packed", "packed", "packed")
+        assert await it.do(end_for_good, job, True) is False
+        assert await it.states() == ("active", "cancelled", "abandoned", "discarded", "discarded")
+        reasons = await store.read("SELECT reason FROM trajectory UNION ALL SELECT reason FROM trajectory_group")
+        assert {row[0] for row in reasons} == {f"its batch was discarded (artctl discard {job})"}
+        assert await count(store, "trajectory", "batch_id = 1") == 2, "which batch it was can still be seen"
+        events = await count(store, "event")
+        await it.do(end_for_good, job, True)
+        assert await count(store, "event") == events, "asked again, it changes nothing"
+        with pytest.raises(Conflict, match="is discarded already"):
+            await it.do(end_for_good, job, False)
+        with pytest.raises(Conflict, match="is discarded; only a quarantined"):
+            await it.do(retry, job)
+        assert (await train_next(store, it.data)).step == 1
+
+
+@pytest.mark.parametrize("discard", [True, False])
+async def test_a_run_that_its_operator_paused_stays_paused(tmp_path, discard):
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        order = it.orders[-1]
+        await it.do(set_run_state, 1, "paused", "operator")
+        await it.dispatch.failed(w.Failed(job=order.job, fence=1, failure="transient", error="x"))
+        await it.do(end_for_good, order.job, discard)
+        assert (await it.states())[:2] == ("paused", "cancelled")
+        assert await one(store, "SELECT reason FROM run") == "operator"
+
+
+async def test_a_running_job_is_discarded_when_its_worker_has_stopped(tmp_path):
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        order = it.orders[-1]
+        assert await it.do(end_for_good, order.job, True) is True
+        assert await it.states() == ("active", "running", "packed", "packed", "packed")
+        with pytest.raises(Conflict, match="is being discarded already"):
+            await it.do(end_for_good, order.job, False)
+        assert isinstance(await it.report(order), w.Fenced), "a discarded result was committed"
+        assert await it.states() == ("active", "cancelled", "abandoned", "discarded", "discarded")
+
+
+@pytest.mark.parametrize("moment", ["quarantined", "queued", "running", "succeeded"])
+async def test_a_late_result_of_an_attempt_before_the_retry_is_fenced(tmp_path, moment):
+    """Staged and reported at any moment: the batch is trained once, by the attempt that holds the newest fence."""
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        late = it.orders[-1]
+        job = await it.quarantine()
+
+        async def arrives(now: str) -> None:
+            if now == moment:
+                assert await it.report(late) == w.Fenced(job=job, fence=1)
+                assert not Path(late.dir).exists(), "its files stay behind"
+
+        await arrives("quarantined")
+        await it.do(retry, job)
+        assert await it.states() == ("active", "queued", "packed", "packed", "packed")
+        await arrives("queued")
+        order = await it.claim()
+        assert order.fence == 2
+        await arrives("running")
+        assert isinstance(await it.report(order), w.Committed)
+        await arrives("succeeded")
+        assert await it.states() == ("active", "succeeded", "trained", "trained", "trained")
+        assert await count(store, "checkpoint", "step = 1") == 1
+
+
+async def test_a_result_that_is_refused_is_told_apart_from_numbers_that_are_not_finite(tmp_path):
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        order = it.orders[-1]
+        sha = stage(Path(order.dir), order)
+        (Path(order.dir) / "weights.bin").write_bytes(b"step X")
+        await it.dispatch.staged(staged(order, sha))
+        assert await it.states() == ("paused", "quarantined", "packed", "packed", "packed")
+        assert await one(store, "SELECT outcome FROM attempt WHERE job_id = ?", order.job) == "rejected"
+
+
+async def test_jobs_that_cannot_be_ended_or_retried(tmp_path):
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        for discard in (True, False):
+            with pytest.raises(NotFound, match="no job 9"):
+                await it.do(end_for_good, 9, discard)
+            with pytest.raises(Conflict, match="finish the run instead"):
+                await it.do(end_for_good, 1, discard)
+        job = await it.quarantine()
+        await it.do(set_run_state, 1, "finished", "")
+        with pytest.raises(Conflict, match="run 'r' is finished"):
+            await it.do(retry, job)

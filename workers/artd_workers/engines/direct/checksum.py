@@ -1,0 +1,101 @@
+"""Position-dependent 64-bit checksums of weights, defined once and computed where the weights lie.
+
+The checksum of a tensor is the sum modulo 2^64, over its little-endian 64-bit words w at positions i = 0, 1, ..., of
+mix(w, i): h = w xor (i + 1) P1; h = (h xor h >> 32) P2; h = h xor h >> 29. For a fixed position mix is a bijection, so one
+changed word always shows; words that change places show as a hash does. It is a sum, so a tensor may be summed in pieces,
+in any order, wherever each lies. Written as a signed integer.
+Owner of: no state. `sum_of` here is the reference, `kernels.py` the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+P1 = 0x9E3779B97F4A7C15
+P2 = 0xD6E8FEB86659FD93
+WORD = 8
+BLOCK = 16384
+"""Words that one block of a GPU sums."""
+_CHUNK = 1 << 20
+
+
+def signed(value: int) -> int:
+    """The 64 bits of `value` as a signed integer."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix(words: Tensor, first: int) -> Tensor:
+    """int64 words at positions first, first + 1, ... -> their hashes."""
+    at = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
+    h = words ^ (at * signed(P1))
+    h = (h ^ ((h >> 32) & 0xFFFFFFFF)) * signed(P2)
+    return h ^ ((h >> 29) & ((1 << 35) - 1))
+
+
+def sum_of(tensor: Tensor, first: int = 0) -> int:
+    """Checksum of a contiguous tensor whose bytes are a whole number of words. first: position of its first word."""
+    words = tensor.reshape(-1).view(torch.uint8).view(torch.int64)
+    total = 0
+    for at in range(0, len(words), _CHUNK):
+        total += int(mix(words[at : at + _CHUNK], first + at).sum())
+    return signed(total)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Words that lie together. address: bytes; first: position of the first word in its tensor; part: whose sum they
+    belong to; other: a second address, where they are copied from (0: nowhere)."""
+
+    address: int
+    first: int
+    words: int
+    part: int
+    other: int = 0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Spans cut into blocks for a kernel, as int64 [blocks] each. Of span i they are ends[i - 1] .. ends[i]."""
+
+    address: Tensor
+    other: Tensor
+    first: Tensor
+    words: Tensor
+    part: Tensor
+    ends: tuple[int, ...]
+
+    @classmethod
+    def cut(cls, spans: Sequence[Span], device: str | torch.device, size: int = BLOCK) -> Blocks:
+        columns = [[s.address for s in spans], [s.other for s in spans], [s.first for s in spans]]
+        address, other, first = (torch.tensor(column, dtype=torch.int64) for column in columns)
+        words = torch.tensor([s.words for s in spans], dtype=torch.int64)
+        part = torch.tensor([s.part for s in spans], dtype=torch.int64)
+        counts = (words + size - 1) // size
+        ends = counts.cumsum(0)
+        number = torch.arange(int(counts.sum())) - torch.repeat_interleave(ends - counts, counts)
+        skip = number * size
+
+        def spread(column: Tensor) -> Tensor:
+            return torch.repeat_interleave(column, counts)
+
+        table = (
+            spread(address) + skip * WORD, torch.where(spread(other) > 0, spread(other) + skip * WORD, 0),
+            spread(first) + skip, torch.minimum(spread(words) - skip, torch.tensor(size)), spread(part),
+        )  # fmt: skip
+        at, source, begin, count, owner = (column.to(device) for column in table)
+        return cls(at, source, begin, count, owner, tuple(ends.tolist()))
+
+
+def wrong_parts(found: Tensor, wanted: Tensor, parts: Sequence[str]) -> list[str]:
+    """Names of the parts whose sums [parts] differ."""
+    return [parts[i] for i in (found != wanted).nonzero().flatten().tolist()]
+
+
+def expected(parts: Iterable[str], sums: dict[str, int]) -> Tensor:
+    """The manifest's sums in the order of `parts`. Raises KeyError for a part that it lacks."""
+    return torch.tensor([sums[part] for part in parts], dtype=torch.int64)

@@ -1,0 +1,75 @@
+"""Checksums on a GPU, alone or with the copy that they check: `checksum.py` in Triton.
+
+Owner of: no state. Invariants: integers only, so the sums are those of the reference bit for bit, in whatever order blocks
+end; `copy_sum` hashes what it reads back from where it has written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .checksum import BLOCK, P1, P2, WORD, Blocks
+
+_STEP = 2048
+
+
+@triton.jit
+def _mix(words, at, P1: tl.constexpr, P2: tl.constexpr):
+    h = words.to(tl.uint64) ^ (at.to(tl.uint64) * P1)
+    h = (h ^ (h >> 32)) * P2
+    return h ^ (h >> 29)
+
+
+@triton.jit
+def _sum_blocks(
+    anchor, offset, source, first, words, part, sums,
+    P1: tl.constexpr, P2: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    # The hints (16 bytes) are what lets a thread load two words at once.
+    here = anchor + tl.multiple_of(tl.load(offset + block), ALIGNED)
+    there = anchor + tl.multiple_of(tl.load(source + block), ALIGNED)
+    count = tl.multiple_of(tl.load(words + block).to(tl.int32), ALIGNED)
+    begin = tl.load(first + block) + 1
+    total = tl.zeros([STEP], tl.uint64)
+    for step in range(0, BLOCK, STEP):
+        at = step + tl.arange(0, STEP)
+        mask = at < count
+        if COPY:
+            tl.store(here + at, tl.load(there + at, mask=mask), mask=mask)
+            tl.debug_barrier()  # else the compiler may hash what it holds instead of what it has written
+            word = tl.load(here + at, mask=mask, other=0, cache_modifier=".cg")
+        else:
+            word = tl.load(here + at, mask=mask, other=0)
+        total += tl.where(mask, _mix(word, begin + at, P1, P2), 0)
+    tl.atomic_add(sums + tl.load(part + block), tl.sum(total, 0).to(tl.int64), sem="relaxed")
+
+
+class Table:
+    """Blocks whose addresses are offsets from a tensor of this device. Owner of: those offsets."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._anchor = torch.zeros(2, dtype=torch.int64, device=blocks.address.device)
+        at = self._anchor.data_ptr()
+        self._here = (blocks.address - at) // WORD
+        self._there = torch.where(blocks.other > 0, (blocks.other - at) // WORD, 0)
+        both = torch.cat((blocks.address, blocks.other))
+        whole = bool((both % 16 == 0).all()) and bool((blocks.words % 2 == 0).all())
+        self._aligned = 2 if at % 16 == 0 and whole else 1
+
+    def sum(self, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
+        """Add the sums of spans i .. j - 1 to `sums` [parts], on the current stream; copy: from the spans' other addresses,
+        first."""
+        ends, blocks = self._blocks.ends, self._blocks
+        begin, end = (0 if i == 0 else ends[i - 1] for i in spans)
+        if begin == end:
+            return
+        cut = slice(begin, end)
+        _sum_blocks[(end - begin,)](
+            self._anchor, self._here[cut], self._there[cut], blocks.first[cut], blocks.words[cut], blocks.part[cut], sums,
+            P1, P2, BLOCK, _STEP, copy, self._aligned, num_warps=8,
+        )  # fmt: skip

@@ -1,0 +1,114 @@
+"""`..merge.merge` on a GPU, for all rows of a buffer in one launch.
+
+Owner of: tables of the rows of every turn, on the device. Invariants: the same bits as `merge`: products of rank 0, 1, 2 ...
+added in that order in fp32 without fused multiply-add, the sum scaled, the weight added, rounded once; no Python for each
+expert, and no wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...models.codec import peft_names
+from .schedule import Fill
+
+_ROWS, _COLUMNS = 64, 128
+_FIELDS = 6
+_NONE = -8
+
+
+@triton.jit
+def _fill(
+    weights, adapter, out, table, scale,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    entry = table + tl.program_id(0) * FIELDS
+    rows = tl.load(entry + 4)
+    width = tl.load(entry + 5)
+    first = tl.program_id(1) * COLUMNS
+    if first >= width:
+        return
+    # The hints (8 elements) are what lets a thread load several at once.
+    weight_at = tl.multiple_of(tl.load(entry), ALIGNED)
+    out_at = tl.multiple_of(tl.load(entry + 1), ALIGNED)
+    a_at = tl.load(entry + 2)
+    b_at = tl.load(entry + 3)
+    row = tl.arange(0, ROWS)
+    column = first + tl.arange(0, COLUMNS)
+    mask = (row[:, None] < rows) & (column[None, :] < width)
+    within = row[:, None] * tl.multiple_of(width, ALIGNED) + column[None, :]
+    weight = tl.load(weights + weight_at + within, mask=mask, other=0).to(tl.float32)
+    if a_at >= 0:
+        a = tl.load(adapter + a_at + column, mask=column < width, other=0)
+        b = tl.load(adapter + b_at + row * RANK, mask=row < rows, other=0)
+        total = b[:, None] * a[None, :]
+        for rank in tl.static_range(1, RANK):
+            a = tl.load(adapter + a_at + rank * width + column, mask=column < width, other=0)
+            b = tl.load(adapter + b_at + row * RANK + rank, mask=row < rows, other=0)
+            total = total + b[:, None] * a[None, :]
+        weight = total * scale + weight
+    tl.store(out + out_at + within, weight.to(out.dtype.element_ty), mask=mask)
+
+
+class CudaFiller:
+    """adapter: views of `flat` (fp32) by PEFT name."""
+
+    def __init__(
+        self, turns: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],
+        adapter: Mapping[str, Tensor], flat: Tensor, scale: float,
+    ) -> None:  # fmt: skip
+        self._flat, self._scale = flat, scale
+        self._rank = next(iter(adapter.values())).shape[0] if adapter else 1
+        made = [one.piece.source for fills in turns for one in fills]
+        self._anchor = torch.empty(8, dtype=weights[made[0]].dtype, device=flat.device) if made else flat
+        lines: list[tuple[int, ...]] = []
+        self._turns: list[tuple[int, int, int]] = []
+        self._aligned = 8
+        for fills in turns:
+            begin = len(lines)
+            for one in fills:
+                lines += self._lines(one, weights[one.piece.source], parts[one.piece.part], adapter)
+            widest = max((line[5] for line in lines[begin:]), default=0)
+            self._turns.append((begin, len(lines), widest))
+        self._table = torch.tensor(lines, dtype=torch.int64).reshape(-1, _FIELDS)
+        if bool((self._table[:, [0, 1, 5]] % 8).any()) or self._anchor.data_ptr() % 16 or flat.data_ptr() % 16:
+            self._aligned = 1
+        self._table = self._table.to(flat.device)
+
+    def _lines(self, one: Fill, weight: Tensor, part: str, adapter: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
+        """(weight, out, A or _NONE, B, rows, width) of each _ROWS rows: offsets in elements."""
+        piece, width, rank = one.piece, weight.shape[-1], self._rank
+        at = (weight.data_ptr() - self._anchor.data_ptr()) // weight.element_size() + piece.begin
+        name_a, name_b = peft_names(part)
+        a, b = _NONE, 0
+        if name_a in adapter:
+            a, b = self._offset(adapter[name_a]), self._offset(adapter[name_b][piece.first // width :])
+        return [
+            (
+                at + skip * width,
+                one.at + skip * width,
+                a,
+                b + skip * rank,
+                min(_ROWS, piece.count // width - skip),
+                width,
+            )
+            for skip in range(0, piece.count // width, _ROWS)
+        ]
+
+    def _offset(self, tensor: Tensor) -> int:
+        return (tensor.data_ptr() - self._flat.data_ptr()) // self._flat.element_size()
+
+    def fill(self, turn: int, buffer: Tensor, queue: Any) -> None:
+        begin, end, widest = self._turns[turn]
+        with torch.cuda.stream(queue.stream):
+            # Fusing a product and a sum would round once where `merge` rounds twice.
+            _fill[(end - begin, triton.cdiv(widest, _COLUMNS))](
+                self._anchor, self._flat, buffer, self._table[begin:end], self._scale,
+                self._rank, _ROWS, _COLUMNS, _FIELDS, self._aligned, num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip

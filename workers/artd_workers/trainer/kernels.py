@@ -1,0 +1,163 @@
+"""Triton kernels of the sparse layers and of norms: one pass over memory where plain torch makes several.
+
+Purpose: what `routed` and frozen norms call on a GPU; `routed.Plain` says in plain torch what each computes. Owner of:
+no state. Invariants: sums and products are fp32 whatever the tensors are; a length is never compiled in, so a row of any
+length runs the same kernel; imported only where tensors are on a GPU (or by tests, in Triton's interpreter).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _take(x, order, out, WIDTH: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    source = tl.load(order + row) // TOPK
+    values = tl.load(x + source * WIDTH + cols, mask=cols < WIDTH)
+    tl.store(out + row * WIDTH + cols, values, mask=cols < WIDTH)
+
+
+def take(x: Tensor, order: Tensor, topk: int) -> Tensor:
+    """x [T, width] -> x[order // topk] [len(order), width]."""
+    width = x.shape[1]
+    out = x.new_empty(len(order), width)
+    _take[(len(order),)](x, order, out, WIDTH=width, TOPK=topk, BLOCK=triton.next_power_of_2(width))
+    return out
+
+
+@triton.jit
+def _collect(  # type: ignore[no-untyped-def]
+    y, more, place, out, WIDTH: tl.constexpr, TOPK: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOPK):
+        at = tl.load(place + token * TOPK + k) * WIDTH + cols
+        total += tl.load(y + at, mask=cols < WIDTH, other=0.0).to(tl.float32)
+        if MORE:
+            total += tl.load(more + at, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + cols, total, mask=cols < WIDTH)
+
+
+def collect(y: Tensor, more: Tensor | None, place: Tensor, topk: int) -> Tensor:
+    """y, more [T * topk, width], place [T * topk] -> for each token the sum of its rows y[place] and more[place]."""
+    tokens, width = len(place) // topk, y.shape[1]
+    out = y.new_empty(tokens, width)
+    _collect[(tokens,)](
+        y, y if more is None else more, place, out,
+        WIDTH=width, TOPK=topk, MORE=more is not None, BLOCK=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _activate(  # type: ignore[no-untyped-def]
+    both, more, probs, order, out, INNER: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < INNER
+    at = row * 2 * INNER + cols
+    gate = tl.load(both + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(both + at + INNER, mask=mask, other=0.0).to(tl.float32)
+    if MORE:
+        gate += tl.load(more + at, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(more + at + INNER, mask=mask, other=0.0).to(tl.float32)
+        tl.store(both + at, gate, mask=mask)
+        tl.store(both + at + INNER, up, mask=mask)
+    prob = tl.load(probs + tl.load(order + row)).to(tl.float32)
+    tl.store(out + row * INNER + cols, gate * tl.sigmoid(gate) * up * prob, mask=mask)
+
+
+def activate(both: Tensor, more: Tensor | None, probs: Tensor, order: Tensor) -> Tensor:
+    """Adds `more` to `both` [R, 2 inner] in place; gives silu(gate) * up * probs[order], [R, inner]. probs: flat."""
+    rows, inner = len(both), both.shape[1] // 2
+    out = both.new_empty(rows, inner)
+    _activate[(rows,)](
+        both, both if more is None else more, probs, order, out,
+        INNER=inner, MORE=more is not None, BLOCK=triton.next_power_of_2(inner),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _activate_backward(  # type: ignore[no-untyped-def]
+    grad, more, both, probs, order, d_both, out, d_probs, INNER: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < INNER
+    here, at = row * INNER + cols, row * 2 * INNER + cols
+    slope = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
+    if MORE:
+        slope += tl.load(more + here, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(both + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(both + at + INNER, mask=mask, other=0.0).to(tl.float32)
+    slot = tl.load(order + row)
+    prob = tl.load(probs + slot).to(tl.float32)
+    soft = tl.sigmoid(gate)
+    inner = gate * soft * up
+    tl.store(d_probs + slot, tl.sum(slope * inner, 0))
+    slope *= prob
+    tl.store(d_both + at, slope * up * soft * (1 + gate * (1 - soft)), mask=mask)
+    tl.store(d_both + at + INNER, slope * gate * soft, mask=mask)
+    tl.store(out + here, inner * prob, mask=mask)
+
+
+def activate_backward(
+    grad: Tensor, more: Tensor | None, both: Tensor, probs: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `activate`, whose gradient is grad + more: gradients of `both` and of the flat `probs`, and its output again."""
+    rows, inner = grad.shape
+    d_both, out, d_probs = torch.empty_like(both), torch.empty_like(grad), torch.empty_like(probs)
+    _activate_backward[(rows,)](
+        grad, grad if more is None else more, both, probs, order, d_both, out, d_probs,
+        INNER=inner, MORE=more is not None, BLOCK=triton.next_power_of_2(inner),
+    )  # fmt: skip
+    return d_both, d_probs, out
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    value = tl.load(x + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    tl.store(out + row * WIDTH + cols, value * scale * tl.load(weight + cols, mask=mask).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _norm_backward(grad, x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    value = tl.load(x + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+    slope = tl.load(grad + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+    slope *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    along = tl.sum(slope * value, 0) * scale * scale / WIDTH
+    tl.store(out + row * WIDTH + cols, scale * (slope - value * along), mask=mask)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dimension of a contiguous x."""
+    out, width = torch.empty_like(x), x.shape[-1]
+    _norm[(x.numel() // width,)](x, weight, out, eps, WIDTH=width, BLOCK=triton.next_power_of_2(width))
+    return out
+
+
+def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Gradient of x, from that of `norm`'s result; both contiguous."""
+    out, width = torch.empty_like(x), x.shape[-1]
+    _norm_backward[(x.numel() // width,)](grad, x, weight, out, eps, WIDTH=width, BLOCK=triton.next_power_of_2(width))
+    return out
