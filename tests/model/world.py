@@ -37,7 +37,7 @@ from .workers import Engine, Gateway, Process
 NOWHERE = Interpreter(python="/bin/false")
 YEAR_S = 365 * 86400.0
 FAULTS = {
-    "start": 0.05, "die": 0.06, "hang": 0.03, "transient": 0.05, "interrupted": 0.03, "permanent": 0.02, "damage": 0.02, "push": 0.05
+    "start": 0.05, "die": 0.06, "hang": 0.08, "transient": 0.05, "interrupted": 0.03, "permanent": 0.02, "damage": 0.02, "push": 0.05
 }  # fmt: skip
 
 
@@ -255,7 +255,7 @@ class World:
         self._crash_at_point = rng.choice((0.0, 0.002, 0.02))
         self.log(f"storm    {self.net.weather}")
         await asyncio.sleep(rng.uniform(2.0, 25.0))
-        match rng.choice(("crash", "crash", "stop", "kill", "jump")):
+        match rng.choice(("crash", "stop", "kill", "jump")):
             case "crash":
                 if not self.life.crashed.is_set():
                     self.crash("by chance")

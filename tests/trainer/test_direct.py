@@ -209,6 +209,14 @@ def test_a_trainer_that_fails_or_is_silent_ends_the_pull(ready: Pair) -> None:
         ready.session._puller.run(7, Deadline(5.0), None)
 
 
+def test_nothing_is_copied_before_the_trainer_feeds_this_fence(tmp_path: Path) -> None:
+    one = made(MOE, tmp_path, rank=0)  # everything lies ready
+    one.open()
+    with pytest.raises(PullError, match="for fence 1"):
+        one.session.pull(one.fence(), 0.05)
+    assert all(bool(tensor.isnan().all()) for tensor in parameters(one.model).values())
+
+
 def test_neighbours_are_one_copy_within_a_tensor_only() -> None:
     """CUDA refuses a copy that goes on into the next allocation, and two tensors often are neighbours."""
     first, second, other = Run(0, 0, 0, 0, 0, 0, 8), Run(0, 8, 1, 0, 0, 16, 4), Run(1, 0, 2, 0, 0, 24, 4)

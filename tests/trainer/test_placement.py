@@ -24,6 +24,7 @@ from artd_workers.trainer.packed import subtree_ends
 from artd_workers.trainer.placement import CPU, CUDA, Placement
 from artd_workers.trainer.product import adapted_product
 from artd_workers.trainer.replay import ReplayError
+from artd_workers.trainer.routed import Order
 from artd_workers.trainer.step import Optimizer
 
 from . import moe_rig, rig
@@ -169,6 +170,25 @@ def test_grouped_experts_are_the_same_model(sparse_folder: Path) -> None:
     assert not any(found[1][name].any() for name in wanted[1] if not wanted[1][name].any())
     experts = [p for name, p in grouped.model.named_parameters() if ".experts." in name and ".adapter." not in name]
     assert len(experts) == 2 * grouped.plan.routes.layers
+
+
+def test_experts_take_rows_that_a_dispatcher_sorted(toy_folders: dict[str, Path]) -> None:
+    """As Megatron's MoELayer calls them where experts lie on several ranks: the same results and gradients."""
+    _, grouped = policies(toy_folders["moe"])
+    experts, shape = grouped.model.decoder.layers[1].mlp.experts, grouped.plan.routes
+    assert shape is not None
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(9, grouped.model.config.hidden_size, generator=g).requires_grad_()
+    probs = torch.rand(9, shape.topk, generator=g).requires_grad_()
+    chosen = torch.rand(9, shape.experts, generator=g).topk(shape.topk).indices
+    order = Order.of(chosen, shape.experts)
+    counts = torch.bincount(chosen.flatten(), minlength=shape.experts)
+    rows, _ = experts(x[order.order // shape.topk], counts, probs.flatten()[order.order])
+    inputs = (x, probs, experts.linear_fc1.adapter.a, experts.linear_fc1.adapter.b, experts.linear_fc2.adapter.b)
+    found, wanted = rows[order.place].unflatten(0, (9, -1)).sum(1), experts.routed(x, probs, order)
+    assert (found - wanted).abs().max() <= 1e-5
+    slopes = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
+    assert all(rig.relative(a, b) <= 1e-5 for a, b in zip(*slopes, strict=True))
 
 
 def test_grouped_adapters_are_stored_as_any_other(toy_folders: dict[str, Path]) -> None:

@@ -1,7 +1,7 @@
 """The layers of our GPTModels on a GPU: Transformer Engine's modules, FlexAttention for trees, grouped experts.
 
 Purpose: the parts that `layers.block_spec` takes for a CUDA placement, and their TransformerConfig settings.
-Owner of: no state but the block mask of the row at hand. Invariants: imported only where Transformer Engine exists; no patch
+Owner of: no state but what the layers share of the row at hand. Invariants: imported only where Transformer Engine exists; no patch
 of any library; a row's mask reaches the layers as Megatron's attention mask: None for a plain chain, `until` [1, 1, 1, s]
 (see `tree`) for a packed row, a dense bool [1, 1, s, s] (True = hidden) as the yardstick.
 """
@@ -41,8 +41,6 @@ EXPERTS: dict[str, Any] = {
     "moe_permute_fusion": True,
     "moe_token_dispatcher_type": "alltoall",
 }
-
-
 BLOCKS = {
     "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4, "bwd_num_stages": 3,
 }  # fmt: skip

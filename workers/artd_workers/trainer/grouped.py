@@ -1,9 +1,8 @@
 """The experts of a layer as one parameter, multiplied in one grouped product, with an adapter for each of them.
 
 Purpose: `GroupedExperts` stands in for Megatron's SequentialMLP where a loop over experts would be too slow, `OneRankMoE` for
-its MoELayer where nothing has to be sent;
-`GroupedAdapter` is `lora.FusedAdapter` for all experts of a layer at once; `slots` gives a model's weights under the
-codec's names, expert by expert. Owner of: the experts' weights [experts, out, in] and the adapters' fp32 masters.
+its MoELayer where nothing has to be sent; `GroupedAdapter` is `lora.FusedAdapter` for all experts of a layer at once;
+`slots` gives a model's weights under the codec's names, expert by expert. Owner of: the experts' weights [experts, out, in] and the adapters' fp32 masters.
 Invariants: plain torch (any device); names and layouts outside this file are the codec's; no wait for the device.
 """
 

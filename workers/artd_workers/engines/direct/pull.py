@@ -58,6 +58,7 @@ class Puller:
 
     def _issue(self, fence: int, deadline: Deadline, sums: Tensor | None) -> None:
         behind: deque[Mark] = deque()
+        self._wait(lambda: True, fence, behind, deadline)  # also what lies ready is offered for this fence only
         for number, (turn, copies) in enumerate(zip(self._turns, self._copies, strict=True)):
             if turn >= 0:
                 self._wait(lambda turn=turn: self._page.ready > turn, fence, behind, deadline)  # type: ignore[misc]
