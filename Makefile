@@ -21,7 +21,7 @@ PYTEST_TORCH = $(TORCH_ENV) -m pytest -p no:cacheprovider
 # Without byte code every process of a new runtime compiles Megatron-Core or vLLM again: 20 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv runtimes demo demo-moe check format quick test test-slow soak clean
+.PHONY: help venv runtimes demo demo-moe check format quick test test-slow test-teeth soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -55,16 +55,21 @@ quick: venv ## inner loop: ruff, then unit, model and wire tests; no engine, no 
 	@$(BIN)/ruff check .
 	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation" $(wildcard tests/unit tests/model tests/wire)
 
-# The trainer's tests keep one core busy for two minutes, the others mostly wait for processes: both at once.
+# Two halves of about the same length, one for each core: the trainer's tests and those that mostly compute, and the rest.
+COMPUTE := tests/model tests/crash tests/security
 test: venv runtimes ## every test but the slow ones, the real ones included
-	@log=$$(mktemp); $(PYTEST_TORCH) -m "not slow" tests/trainer >$$log 2>&1 & torch=$$!; \
-	trap 'kill $$torch 2>/dev/null || true; rm -f $$log' EXIT; \
-	main=0; $(BIN)/python -m pytest -m "not slow and not torch" --ignore=tests/trainer || main=$$?; \
-	rc=0; wait $$torch || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
+	@log=$$(mktemp); { rc=0; $(PYTEST_TORCH) -m "not slow" tests/trainer || rc=$$?; \
+		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(COMPUTE) || rc=$$?; exit $$rc; } >$$log 2>&1 & half=$$!; \
+	trap 'kill $$half 2>/dev/null || true; rm -f $$log' EXIT; \
+	main=0; $(BIN)/python -m pytest -m "not slow and not torch" $(COMPUTE:%=--ignore=%) --ignore=tests/trainer || main=$$?; \
+	rc=0; wait $$half || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
 
 test-slow: venv runtimes ## the slow tests
 	@$(BIN)/python -m pytest -m "slow and not torch" --ignore=tests/trainer
 	@rc=0; $(PYTEST_TORCH) -m slow tests/trainer || rc=$$?; [ $$rc -eq 0 ] || [ $$rc -eq 5 ]
+
+test-teeth: venv runtimes ## plant bugs one by one in a copy; each must turn its test red; ARGS=NAME...
+	@$(BIN)/python -m tests.teeth.run $(ARGS)
 
 soak: venv $(if $(REAL),runtimes) ## kills and pauses under load; MINUTES=n KILLS=n SEED=n REAL=1 ARGS=...
 	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(KILLS),--kills $(KILLS)) $(if $(REAL),--real) \

@@ -61,12 +61,17 @@ class Packer:
 
     async def run(self) -> None:
         """Pack whatever is due, until cancelled."""
+        failed = 0
         while True:
             changed = self._store.change()
             request, groups = await self._store.write(self._due)
             if request is None:
                 await changed.wait()
-            elif self._lacks(0) or not await self._pack(request, groups):
+            elif self._lacks(0):
+                await anyio.sleep(RETRY_S)
+            elif await self._pack(request, groups):
+                failed = 0
+            elif (failed := failed + 1) > 1:  # a first failure may be a child's chance death: again at once
                 await anyio.sleep(RETRY_S)
 
     def _due(self, c: sqlite3.Connection) -> tuple[PackRequest | None, tuple[Group, ...]]:

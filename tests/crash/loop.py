@@ -13,10 +13,11 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import httpx
 
-from artd_client import ArtdError, Client, turn
+from artd_client import ArtdError, Client, connection, turn
 from artd_client.run import Run
 from artd_schema import client_api as api
 from artd_schema.codec import digest
@@ -33,7 +34,7 @@ BOOT = frozenset({
 """Points that a start of the daemon reaches."""
 LATE = frozenset({"submit.inserted", "writer.commit", "result.verified", "result.published"})
 """Points before a promise may be given: whoever gives it too early is to be heard."""
-ASK_S = 0.1
+ASK_S = 0.2
 STEPS = 4
 """In which every point is reached: a result that is adopted at a boot is not committed in the ordinary way, say."""
 FLOOD = 90  # bodies of 60 KB in rows: more than a WAL may hold before it is folded in
@@ -118,8 +119,9 @@ class Loop:
         assert acked <= keys, f"acknowledged before it was committed: {acked - keys}"
 
     async def told_early(self) -> None:
-        """Die in the COMMIT of a step, late enough that whatever was sent before it has arrived."""
+        """Start, and die in the COMMIT of the first result, late enough that whatever was sent before it has arrived."""
         self.rig.arm("result.published", action="stop")
+        await asyncio.to_thread(self.rig.start, False)
         drive = asyncio.create_task(self._drive(("result.published",)))
         try:
             await asyncio.to_thread(self.rig.until, lambda: self.rig.taken("result.published"), "a result", TAKE_S)
@@ -141,7 +143,7 @@ class Loop:
             held = lambda: any(mark.startswith(f"verify:{step} ") for mark in self.rig.script.marks())  # noqa: E731
             await asyncio.to_thread(self.rig.until, held, "an engine that verifies", TAKE_S)
             asking = asyncio.create_task(self._load.ask(run, web))
-            await asyncio.wait([asking], timeout=1.0)
+            await asyncio.wait([asking], timeout=0.5)
             assert not asking.done(), "answered by weights that nobody has verified"
             self.rig.script.write(http=1, sign=1)
             await asking
@@ -239,8 +241,9 @@ async def running(rig: Rig) -> AsyncIterator[Loop]:
     """A loop that is judged at its end."""
     rig.script.write(http=1, sign=1)
     loop = Loop(rig)
-    try:
-        yield loop
-        await loop.judge()
-    finally:
-        await loop.close()
+    with mock.patch.object(connection, "BACKOFF_S", (0.02, 0.1)):  # thirty restarts are waited for
+        try:
+            yield loop
+            await loop.judge()
+        finally:
+            await loop.close()

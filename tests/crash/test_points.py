@@ -49,7 +49,6 @@ async def test_killed_at_every_point(rig: Rig, chain: str):
 async def test_promises_are_given_after_what_they_promise(rig: Rig):
     """A trainer hears of a commit after it; a step is served after its engine's Live."""
     async with running(rig) as loop:
-        await loop.survive(("run.created",))
         await loop.told_early()
         await loop.served_early()
 

@@ -42,7 +42,13 @@ class Router:
         self.welcome = w.Welcome(
             worker="gateway", heartbeat_s=0.1, max_message=1 << 20, gateway=w.GatewayConfig(**config)
         )
-        env = {**os.environ, "ARTD_SOCKET": self.address, "ARTD_INSTANCE": "i", "ARTD_WORKER": "gateway", "ARTD_SPAWN": "1"}
+        env = {
+            **os.environ,
+            "ARTD_SOCKET": self.address,
+            "ARTD_INSTANCE": "i",
+            "ARTD_WORKER": "gateway",
+            "ARTD_SPAWN": "1",
+        }
         env["PYTHONPATH"] = f"{ROOT / 'schema'}:{ROOT / 'workers'}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "artd_workers.gateway"], env=env, stderr=subprocess.PIPE, text=True

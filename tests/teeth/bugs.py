@@ -28,8 +28,9 @@ BUGS = (
     ),
     Bug(
         "commit-error-is-a-no", "artd/store/writer.py",
-        "        except BaseException as error:\n            self._on_fatal(error)\n",
-        "        except BaseException as error:\n            log.error('%s', error)\n",
+        "                if not _is_full(error):\n                    raise\n                self._disown()\n"
+        "                results = self._full(group)\n            reach",
+        "                results = [(future, None, error) for _, future in group]\n            reach",
         "tests/unit/test_writer.py::test_an_error_of_commit_ends_the_daemon_and_answers_nobody",
     ),
     Bug(

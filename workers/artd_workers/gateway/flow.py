@@ -84,7 +84,7 @@ class Flow:
             if count >= limit:
                 message = f"the prompt has {count} tokens, the model's context length is {limit}: shorten it"
                 raise ApiError(400, "context_length_exceeded", message)
-            turns.effective_sampling(request["sampling_params"])  # before the engine works for a ledger entry that cannot be
+            turns.effective_sampling(request["sampling_params"])  # refused before the engine works for it
             if job.split == "train":
                 turns.refuse_reshaped(request["sampling_params"])
         return upstream, requests
