@@ -28,9 +28,9 @@ BUGS = (
     ),
     Bug(
         "commit-error-is-a-no", "artd/store/writer.py",
-        "                if not _is_full(error):\n                    raise\n                self._disown()\n"
-        "                results = self._full(group)\n            reach",
-        "                results = [(future, None, error) for _, future in group]\n            reach",
+        "                    raise\n                self._disown()\n",
+        "                    results = [(future, None, error) for _, future in group]\n                else:\n"
+        "                    self._disown()\n",
         "tests/unit/test_writer.py::test_an_error_of_commit_ends_the_daemon_and_answers_nobody",
     ),
     Bug(
@@ -40,8 +40,8 @@ BUGS = (
     ),
     Bug(
         "no-fence-check", "artd/dispatch.py",
-        '(job["state"], job["fence"]) == ("running", message.fence)', 'job["state"] == "running"',
-        "tests/unit/test_commit.py",
+        "WHERE id = ? AND fence = ? AND state = 'running'", "WHERE id = ? AND fence >= ? * 0 AND state = 'running'",
+        "tests/unit/test_commit.py::test_an_old_fence_is_fenced_and_its_files_go",
     ),
     Bug(
         "no-swap-of-the-newest-step", "artd/commit.py",

@@ -129,6 +129,9 @@ async def test_an_old_fence_is_fenced_and_its_files_go(tmp_path):
         await it.unchanged()
         assert await one(store, "SELECT fence FROM job WHERE state = 'running'") == 2
         assert it.dispatch._claim is not None and it.dispatch._claim.run.fence == 2
+        await it.dispatch.failed(w.Failed(job=it.order.job, fence=1, failure="permanent", error="an old life's"))
+        assert it.wire.of(w.Fenced)[-1] == answer
+        assert await one(store, "SELECT fence FROM job WHERE state = 'running'") == 2
 
 
 @pytest.mark.parametrize(
