@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from artd_schema.codec import UNREADABLE, digest, to_json
+from artd_schema.codec import UNREADABLE, digest, prepare, to_json
 from artd_schema.families import FAMILIES, sparse_layers
 from artd_schema.trajectory import RouteShape
 
@@ -134,3 +134,6 @@ def _entry(path: Path) -> BaseFile:
 
 def _digest(files: tuple[BaseFile, ...]) -> str:
     return digest(to_json([(f.name, f.sha256) for f in files]))
+
+
+prepare(BaseModel, ModelConfig)

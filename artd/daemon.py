@@ -30,7 +30,7 @@ from artd_schema.crashpoint import reach
 from . import __version__, lock
 from .clock import Clock
 from .config import Settings
-from .disk import give_up, is_full
+from .disk import give_up
 from .keys import BadKey, Keys
 from .recover import identify, recover
 from .remote import CannotListen, ClientWire
@@ -195,7 +195,7 @@ class Daemon:
         try:
             paths.write_daemon_file(self._data.root, self._file)
         except OSError as error:
-            if not is_full(error):
+            if not fs.is_full(error):
                 raise
             log.warning("%s cannot be written: %s", paths.DAEMON_JSON, error)
 
@@ -215,7 +215,7 @@ def _token(c: sqlite3.Connection) -> str:
 def _ended(data: DataDir, error: BaseException) -> int:
     """The exit status where the disk or the database ended the daemon, and a line about it; anything else is raised again."""
     causes = list(_causes(error))
-    if all(is_full(cause) or _sqlite_code(cause) == sqlite3.SQLITE_FULL for cause in causes):
+    if all(fs.is_full(cause) or _sqlite_code(cause) == sqlite3.SQLITE_FULL for cause in causes):
         print(f"artd: {data.root}: {causes[0]}. Next: free space, or another --data-dir", file=sys.stderr)
         return 1
     if all(getattr(cause, "errno", 0) in BROKEN or _sqlite_code(cause) == sqlite3.SQLITE_IOERR for cause in causes):

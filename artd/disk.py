@@ -18,7 +18,6 @@ import anyio.to_thread
 
 from .clock import Clock
 from .errors import Busy
-from .store.fs import is_full  # noqa: F401 - for the services
 from .store.store import Store, emit, get_meta, set_meta
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ from artd_schema.crashpoint import reach
 from . import commit as result
 from .commit import BadResult, Stale
 from .core.decide import job_to_claim
-from .disk import is_full
 from .jobs import end_attempt
 from .rundir import DataDir
 from .store import fs
@@ -221,7 +220,7 @@ class Dispatch:
             await self._drop(relative)
             return w.Fenced(job=message.job, fence=message.fence)
         except OSError as error:
-            if not is_full(error):
+            if not fs.is_full(error):
                 raise
             await self._end(message.job, message.fence, "interrupted", f"its result cannot be kept: {error}")
             await self._drop(relative)

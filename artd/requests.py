@@ -20,7 +20,6 @@ from artd_schema.codec import UNREADABLE, WireError
 
 from . import __version__
 from .core.states import IllegalTransition
-from .disk import is_full
 from .dispatch import Dispatch
 from .errors import Busy, Conflict, Draining, Invalid, RequestError
 from .gc import Collector
@@ -29,6 +28,7 @@ from .jobs import end_for_good, retry
 from .lists import read_events, read_rows
 from .rollback import rollback
 from .runs import Runs
+from .store.fs import is_full
 from .store.store import Store
 from .store.writer import StoreFull
 

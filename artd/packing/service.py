@@ -26,7 +26,6 @@ from artd_schema.manifest import BatchManifest
 from artd_schema.spec import RunSpec
 
 from ..core.decide import Group, batch_to_pack
-from ..disk import is_full
 from ..rundir import DataDir
 from ..store import fs
 from ..store.blobs import Blobs, add_row
@@ -118,7 +117,7 @@ class Packer:
         try:
             blobs = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
         except OSError as error:
-            if not is_full(error):
+            if not fs.is_full(error):
                 raise
             log.warning("step %d cannot be packed now: %s", request.step, error)
             return False

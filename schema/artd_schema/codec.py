@@ -23,6 +23,13 @@ class WireError(Exception):
     """A message that cannot be decoded: wrong magic, unknown tag, missing field, too few frames."""
 
 
+def prepare(*kinds: Any) -> None:
+    """Let msgspec take these types in now. It does so at a type's first use, and two threads that used a new type at once (the
+    daemon's loop and its writer, at a boot) have been seen to crash there."""
+    for kind in kinds:
+        msgspec.json.Decoder(kind)
+
+
 class Codec(Generic[T]):
     """Encodes and decodes one direction of one socket. `kind` is a union of tagged Structs."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from .codec import prepare
 from .spec import Parameters
 from .trajectory import RouteShape
 
@@ -166,3 +167,6 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     parameters: Parameters = "lora"
     metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+
+
+prepare(BatchManifest, ReplayManifest, CheckpointManifest, WeightTable)

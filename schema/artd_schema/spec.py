@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.json import Decoder
+
+from .codec import prepare
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -119,6 +120,4 @@ def _difference(a: dict[str, Any], b: dict[str, Any], prefix: str) -> str | None
     return None
 
 
-# msgspec takes a type in at its first use. Two threads at once have been seen to crash there (the daemon's loop and its writer both
-# decode specs at a boot), so it is done here, by whoever imports this first.
-Decoder(RunSpec)
+prepare(RunSpec)

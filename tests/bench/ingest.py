@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,9 @@ IN_FLIGHT = (1, 64)
 IDLE_S = 20.0
 SETTLE_S = 12.0  # the last WAL checkpoint, and what else the load leaves behind
 RUN = "bench"
+QUEUES = Path(__file__).with_name("peers") / "queues.py"
+RATE_S = 3.0  # as there
+PEER_ROUNDS = 3
 SPEC_OF_BENCH = SPEC | {"group_size": 8, "groups_per_step": 64, "group_timeout_s": 3600.0}
 
 
@@ -151,6 +155,27 @@ def measure(report: Report, seconds: float) -> None:
         report.add("acknowledged and not there after kill -9", missing, "rows", 0, "<=")
 
 
+def beside(report: Report, python: Path, seconds: float) -> None:
+    """artd and three queues that are a file, each at its most durable, in turns; the peers put one after the other, as their
+    only way is (a put returns when it is durable)."""
+    with new_rig() as rig, tempfile.TemporaryDirectory(prefix="artd-peers.") as folder:
+        rig.start()
+        asyncio.run(create(rig))
+        found: dict[str, list[float]] = {}
+        for turn in range(PEER_ROUNDS):
+            found.setdefault("artd x 64", []).append(round_of(rig, 512, 64, seconds, f"peer-{turn}")[1])
+            found.setdefault("artd x 1", []).append(round_of(rig, 512, 1, seconds, f"alone-{turn}")[1])
+            for system in ("huey", "persist-queue", "litequeue"):
+                place = Path(folder) / f"{system}-{turn}"
+                place.mkdir()
+                command = [str(python), str(QUEUES), system, "rate", str(place)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                found.setdefault(system, []).append(int(done.stdout.split()[-1]) / RATE_S)
+        rig.kill()
+    for system, rates in found.items():
+        report.add(f"in turns, 512B, median of {PEER_ROUNDS}: {system}", statistics.median(rates), "/s")
+
+
 def count_syncs(report: Report, seconds: float) -> None:
     """fsync and fdatasync calls of the whole daemon for each trajectory, at 512 B x 64."""
     strace = shutil.which("strace")
@@ -174,12 +199,16 @@ def main() -> int:
     arguments.add_argument(
         "--load", nargs=5, help="(internal) be one process of load: DATA SIZE IN_FLIGHT SECONDS NAME"
     )
+    arguments.add_argument("--peers", type=Path, help="an interpreter with peers/requirements.txt: measure beside them")
     args = arguments.parse_args()
     if args.load:
         data, size, in_flight, seconds, name = args.load
         print(asyncio.run(load(data, int(size), int(in_flight), float(seconds), name)))
         return 0
     report = Report("ingest")
+    if args.peers:
+        beside(report, args.peers, RATE_S)
+        return report.finish(args.json)
     measure(report, args.seconds)
     count_syncs(report, min(args.seconds, 3.0))
     return report.finish(args.json)

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from artd.disk import RESERVE, Disk, give_up, is_full
+from artd.disk import RESERVE, Disk, give_up
 from artd.errors import Busy
 from artd.store import store as store_module
 from artd.store import writer as writer_module
+from artd.store.fs import is_full
 from artd.store.store import set_meta
 from artd_schema import worker as w
 from tests.fakes.rows import FakeClock, FakeWire, add_run, count, data_dir, make_ingest, one, open_store, stage, submit

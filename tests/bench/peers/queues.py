@@ -1,8 +1,9 @@
-"""The same job under each peer: `python queues.py SYSTEM put|work|left FOLDER`. Runs in the peers' own environment (no artd there).
+"""The same job under each peer: `python queues.py SYSTEM put|work|left|rate FOLDER`. Runs in the peers' own environment (no artd there).
 
 A job notes its start and, a quarter of a second later, its end in FOLDER/log. Each peer is used as its own documentation says
 and at its most durable: fsync where it can be asked for, acknowledgement after the work where there is one, jobs taken back at
-a worker's start where it offers that. One worker, one job at a time. `left` prints how many jobs the peer still knows as not done.
+a worker's start where it offers that. One worker, one job at a time. `left` prints how many jobs the peer still
+knows as not done; `rate` (the three that are a file) prints how many payloads of 512 bytes it keeps durably in RATE_S.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 
 JOBS = 20
 WORK_S = 0.25
+RATE_S = 3.0
+PAYLOAD = "x" * 512
 
 
 def job(folder: str, number: int) -> None:
@@ -28,6 +31,14 @@ async def async_job(folder: str, number: int) -> None:
     note(folder, f"start {number}")
     await asyncio.sleep(WORK_S)
     note(folder, f"end {number}")
+
+
+def rate(put: Callable[[int], object]) -> None:
+    number, end = 0, time.monotonic() + RATE_S
+    while time.monotonic() < end:
+        put(number)
+        number += 1
+    print(number)
 
 
 def note(folder: str, text: str) -> None:
@@ -46,6 +57,8 @@ def huey(folder: str, what: str) -> None:
             task(folder, number)
     elif what == "left":
         print(queue.pending_count())
+    elif what == "rate":
+        rate(lambda number: task(PAYLOAD, number))
     else:
         Consumer(queue, workers=1, periodic=False, max_delay=0.2).run()
 
@@ -61,6 +74,9 @@ def persist_queue(folder: str, what: str) -> None:
     if what == "left":
         print(queue.unack_count() + queue.size)
         return
+    if what == "rate":
+        rate(lambda number: queue.put(PAYLOAD))
+        return
     while True:
         number = queue.get()
         job(folder, number)
@@ -71,8 +87,11 @@ def litequeue(folder: str, what: str) -> None:
     from litequeue import LiteQueue
 
     queue = LiteQueue(f"{folder}/lite.db")
+    queue.conn.execute("PRAGMA synchronous = FULL")
+    if what == "rate":
+        rate(lambda number: queue.put(PAYLOAD))
+        return
     if what == "put":
-        queue.conn.execute("PRAGMA synchronous = FULL")
         for number in range(JOBS):
             queue.put(str(number))
         return
