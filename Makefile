@@ -55,13 +55,13 @@ quick: venv ## inner loop: ruff, then unit, model and wire tests; no engine, no 
 	@$(BIN)/ruff check .
 	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation" $(wildcard tests/unit tests/model tests/wire)
 
-# Two halves of about the same length, one for each core: the trainer's tests and those that mostly compute, and the rest.
-COMPUTE := tests/model tests/crash tests/security
+# Two halves of about the same length, one for each core: the trainer's tests and those beside them, and the rest.
+BESIDE := tests/model tests/crash tests/security tests/gateway tests/process
 test: venv runtimes ## every test but the slow ones, the real ones included
 	@log=$$(mktemp); { rc=0; $(PYTEST_TORCH) -m "not slow" tests/trainer || rc=$$?; \
-		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(COMPUTE) || rc=$$?; exit $$rc; } >$$log 2>&1 & half=$$!; \
+		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(BESIDE) || rc=$$?; exit $$rc; } >$$log 2>&1 & half=$$!; \
 	trap 'kill $$half 2>/dev/null || true; rm -f $$log' EXIT; \
-	main=0; $(BIN)/python -m pytest -m "not slow and not torch" $(COMPUTE:%=--ignore=%) --ignore=tests/trainer || main=$$?; \
+	main=0; $(BIN)/python -m pytest -m "not slow and not torch" $(BESIDE:%=--ignore=%) --ignore=tests/trainer || main=$$?; \
 	rc=0; wait $$half || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
 
 test-slow: venv runtimes ## the slow tests
