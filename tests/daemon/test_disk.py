@@ -84,7 +84,7 @@ async def test_a_full_disk_stops_admission_and_heals(small: Rig) -> None:
 
         filler.leave(0)  # nothing is left, all of a sudden
         small.until(lambda: not reserve(small), "the reserve to be given up")
-        assert small.process.poll() is None
+        assert small.process.poll() is None, small.log()
 
         filler.path.unlink()
         small.until(lambda: status(small)["health"] == "ok" and reserve(small), "health and the reserve")
@@ -117,7 +117,7 @@ async def test_no_room_for_a_commit_is_an_answer_not_an_end(small: Rig) -> None:
         else:
             raise AssertionError("it was never busy")
         small.until(lambda: not reserve(small), "the reserve to be given up")
-        assert small.process.poll() is None
+        assert small.process.poll() is None, small.log()
         filler.path.unlink()
         run._client._timeout = 30.0
         await fill(run, 2)
@@ -181,7 +181,7 @@ async def test_workers_that_die_on_a_full_disk_come_back_when_there_is_space(sma
             os.kill(small.worker_pid(name), signal.SIGKILL)
         small.until(lambda: "gateway (spawn 1) ended" in small.log(), "their ends")
         await asyncio.sleep(2.0)
-        assert small.process.poll() is None
+        assert small.process.poll() is None, small.log()
         filler.path.unlink()
         small.until(lambda: status(small)["health"] == "ok", "health", 40.0)
         await fill(run, 2)
