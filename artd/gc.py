@@ -47,8 +47,8 @@ UNUSED = "SELECT b.sha, b.kind, b.bytes FROM blob b WHERE " + " AND ".join(
 
 @dataclass(frozen=True)
 class Expiry:
-    """What goes by its age. find: ids and bytes of what is older than the first parameter, at most so many; forget: what is done to one id;
-    days: name of the setting."""
+    """What goes by its age. find: ids and bytes of what is older than the first parameter, at most so many; forget: what is
+    done to one id; days: name of the setting."""
 
     kind: str
     days: str

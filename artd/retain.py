@@ -39,8 +39,9 @@ SELECT id, step, dir FROM checkpoint WHERE run_id = :run AND state = 'committed'
 
 
 class Retain:
-    """Retires checkpoints beyond `keep_checkpoints`, and those that a rollback left. In lora mode the engine may read an adapter again at any time,
-    so every adapter that the running engine process ever served is kept until that process has gone."""
+    """Retires checkpoints beyond `keep_checkpoints`, and those that a rollback left. In lora mode the engine may read an
+    adapter again at any time, so every adapter that the running engine process ever served is kept until that process
+    has gone."""
 
     def __init__(self, store: Store, data: DataDir) -> None:
         self._store = store

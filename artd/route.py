@@ -39,9 +39,8 @@ class Router:
             changed = self._store.change()
             table = await self._store.write(load_table)
             names = frozenset(served.name for engine in table.engines for served in engine.served)
-            if (
-                not self.routed <= names
-            ):  # what answered may do so still, and a rollback may give its name to another step
+            if not self.routed <= names:
+                # What answered may do so still, and a rollback may give its name to another step.
                 self.routed = frozenset()
             sent = (self._wire.spawn(GATEWAY), msgspec.msgpack.encode(table))
             if sent[0] is not None and sent != self._sent:

@@ -1,8 +1,8 @@
 """Jumps of the wall clock: stored deadlines keep the time that they had left, and nothing is deleted by its age meanwhile.
 
-Owner of: the deadlines of open groups and delayed jobs and pushes once they are stored; the meta row `retention`, which holds why
-retention has stopped. Invariants: nobody acts on a stored deadline between a jump and its correction (`jumped`); time in which artd did not run
-does not count.
+Owner of: the deadlines of open groups and delayed jobs and pushes once they are stored; the meta row `retention`, which
+holds why retention has stopped. Invariants: nobody acts on a stored deadline between a jump and its correction
+(`jumped`); time in which artd did not run does not count.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from artd_client import Busy
+from artd_client.run import Run
 from tests.daemon.rig import ROOT, Rig, fill, turn
 
 pytestmark = pytest.mark.asyncio
@@ -64,14 +65,19 @@ def reserve(rig: Rig) -> bool:
     return (rig.data / "reserve").exists()
 
 
+async def first_step(rig: Rig, run: Run) -> None:
+    """Train a step, and see that there is a reserve."""
+    await fill(run, 1)
+    await run.wait(1)
+    rig.until(lambda: reserve(rig), "the reserve")
+
+
 @pytest.mark.timeout(60)
 async def test_a_full_disk_stops_admission_and_heals(small: Rig) -> None:
     small.start()
     filler = Filler(small)
     async with small.run() as (_, run):
-        await fill(run, 1)
-        await run.wait(1)
-        small.until(lambda: reserve(small), "the reserve")
+        await first_step(small, run)
         assert status(small)["health"] == "ok"
 
         filler.leave(LOW * MIB // 2)  # below the low mark
@@ -102,9 +108,7 @@ async def test_no_room_for_a_commit_is_an_answer_not_an_end(small: Rig) -> None:
     filler = Filler(small)
     acknowledged = []
     async with small.run() as (_, run):
-        await fill(run, 1)
-        await run.wait(1)
-        small.until(lambda: reserve(small), "the reserve")
+        await first_step(small, run)
         run._client._timeout = 3.0
         filler.leave(256 << 10)
         for number in range(400):
@@ -135,9 +139,7 @@ async def test_a_daemon_on_a_full_disk_stops_in_order_and_starts_again(small: Ri
     small.start()
     filler = Filler(small)
     async with small.run() as (_, run):
-        await fill(run, 1)
-        await run.wait(1)
-        small.until(lambda: reserve(small), "the reserve")
+        await first_step(small, run)
     filler.leave(0)
     assert small.stop() == 0 and small.one("SELECT value FROM meta WHERE key = 'clean'") == "1"
     filler.leave(LOW * MIB // 2)
@@ -171,9 +173,7 @@ async def test_workers_that_die_on_a_full_disk_come_back_when_there_is_space(sma
     small.start()
     filler = Filler(small)
     async with small.run() as (_, run):
-        await fill(run, 1)
-        await run.wait(1)
-        small.until(lambda: reserve(small), "the reserve")
+        await first_step(small, run)
         filler.leave(0)
         small.until(lambda: not reserve(small), "the reserve to be given up")
         filler.leave(0)  # what it had left is gone as well

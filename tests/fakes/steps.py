@@ -16,7 +16,7 @@ from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_schema import worker as w
 
-from .rows import FakeWire, add_worker, make_ingest, stage, submit
+from .rows import FakeWire, add_run, add_worker, data_dir, make_ingest, stage, submit
 
 INSTANCE = "i" * 32
 
@@ -70,6 +70,18 @@ async def pack(store: Store, data: DataDir) -> bool:
     packer = Packer(store, Blobs(data.blobs), data)
     request, groups = await store.write(packer._due)
     return request is not None and await packer._pack(request, groups)
+
+
+async def packed_run(store: Store, root: Path, **changes: Any) -> DataDir:
+    """A run at step 0 whose train job, of a group of two, is queued; changes: of its spec."""
+    data = data_dir(root)
+    await add_run(store, **changes)
+    await commit_next(store, data)
+    ingest = make_ingest(store, data)
+    for key, reward in (("a", 0.0), ("b", 1.0)):
+        await submit(ingest, key=key, reward=reward)
+    assert await pack(store, data)
+    return data
 
 
 async def train_next(store: Store, data: DataDir, run: str = "r") -> w.CheckpointRef:

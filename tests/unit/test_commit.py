@@ -19,13 +19,11 @@ from tests.fakes.rows import (
     add_worker,
     count,
     data_dir,
-    make_ingest,
     one,
     open_store,
     stage,
-    submit,
 )
-from tests.fakes.steps import claim, commit_next, make_dispatch, pack, staged
+from tests.fakes.steps import claim, make_dispatch, packed_run, staged
 
 pytestmark = pytest.mark.asyncio
 
@@ -48,13 +46,7 @@ class World:
 
 
 async def make(store, tmp_path, **changes):
-    data = data_dir(tmp_path)
-    await add_run(store, **changes)
-    await commit_next(store, data)
-    ingest = make_ingest(store, data)
-    for key, reward in (("a", 0.0), ("b", 1.0)):
-        await submit(ingest, key=key, reward=reward)
-    assert await pack(store, data)
+    data = await packed_run(store, tmp_path, **changes)
     wire = FakeWire(trainer=1)
     dispatch = make_dispatch(store, data, wire)
     await add_worker(store, "trainer")

@@ -14,8 +14,8 @@ from artd.packing import service
 from artd.runs import set_run_state
 from artd.store.store import Store
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_run, add_worker, count, data_dir, make_ingest, one, open_store, stage, submit
-from tests.fakes.steps import commit_next, make_dispatch, pack, staged, train_next
+from tests.fakes.rows import FakeWire, add_worker, count, one, open_store, stage
+from tests.fakes.steps import make_dispatch, packed_run, staged, train_next
 from tests.fakes.world import pack_here
 
 pytestmark = pytest.mark.asyncio
@@ -67,13 +67,7 @@ class Bench:
 
 
 async def bench(store: Store, root: Path) -> Bench:
-    data = data_dir(root)
-    await add_run(store)
-    await commit_next(store, data)
-    ingest = make_ingest(store, data)
-    for key, reward in (("a", 0.0), ("b", 1.0)):
-        await submit(ingest, key=key, reward=reward)
-    assert await pack(store, data)
+    data = await packed_run(store, root)
     wire = FakeWire(trainer=1)
     made = Bench(store, data, wire, make_dispatch(store, data, wire))
     await made.claim()

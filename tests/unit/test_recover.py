@@ -11,21 +11,15 @@ from artd import commit as result
 from artd.recover import identify, recover
 from artd.runs import set_run_state
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_run, add_worker, count, data_dir, make_ingest, one, open_store, stage, submit
-from tests.fakes.steps import claim, commit_next, make_pusher, pack, serve
+from tests.fakes.rows import FakeWire, add_run, add_worker, count, data_dir, one, open_store, stage
+from tests.fakes.steps import claim, commit_next, make_pusher, packed_run, serve
 
 pytestmark = pytest.mark.asyncio
 
 
 async def running_job(store, tmp_path):
     """A run at step 0 whose train job is running when the daemon dies; the order and the data folder."""
-    data = data_dir(tmp_path)
-    await add_run(store)
-    await commit_next(store, data)
-    ingest = make_ingest(store, data)
-    for key, reward in (("a", 0.0), ("b", 1.0)):
-        await submit(ingest, key=key, reward=reward)
-    assert await pack(store, data)
+    data = await packed_run(store, tmp_path)
     return await claim(store, data), data
 
 
