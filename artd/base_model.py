@@ -23,6 +23,10 @@ MOST_EXPERTS = 1 << 16
 """Of a layer: ids of experts are stored in at most two bytes."""
 
 
+SEEDED = "seeded.json"
+"""In its place the weights are drawn (`artd_workers.models.seeded`): its bytes pin them all."""
+
+
 class BaseFile(Struct, frozen=True):
     """One file of the folder; sha256 in hex, mtime in nanoseconds."""
 
@@ -90,7 +94,7 @@ def read_config(path: Path) -> ModelConfig:
         known = ", ".join(sorted(FAMILIES))
         raise Invalid(f"{path} has architecture {architecture}; artd trains {known}", field="spec.model")
     _check_routes(path, config.routes())
-    if not list(path.glob("*.safetensors")):
+    if not list(path.glob("*.safetensors")) and not (path / SEEDED).is_file():
         raise Invalid(f"{path} holds no *.safetensors; convert the checkpoint to safetensors first", field="spec.model")
     return config
 

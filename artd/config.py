@@ -82,6 +82,16 @@ class Runtimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: Interpreter = Interpreter()
 
 
+Index = Annotated[int, Meta(ge=0)]
+
+
+class Gpus(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which GPUs of the machine trainer and engine see, by the driver's numbers. Empty: those that the daemon sees."""
+
+    trainer: tuple[Index, ...] = ()
+    engine: tuple[Index, ...] = ()
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a daemon is told at start. data_dir: absolute after `load`. drain_s: seconds that workers get to
     end."""
@@ -94,6 +104,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     retention: Retention = Retention()
     runtimes: Runtimes = Runtimes()
+    gpus: Gpus = Gpus()
 
 
 def load(

@@ -30,7 +30,7 @@ QUERIES = {
     " b.created FROM batch b JOIN run r ON r.id = b.run_id",
     "checkpoints": "SELECT k.id, r.name AS run, k.step, k.epoch, k.lineage, k.abandoned, k.sha, k.dir, k.bytes, k.state, k.job_id, k.created"
     " FROM checkpoint k JOIN run r ON r.id = k.run_id",
-    "pushes": "SELECT p.id, r.name AS run, p.engine, k.step, p.mode, p.source, p.state, p.fence, p.attempts, p.max_abs,"
+    "pushes": "SELECT p.id, r.name AS run, p.engine, k.step, p.mode, p.source, p.transfer, p.state, p.fence, p.attempts, p.max_abs,"
     " p.mean_abs, p.seconds, p.error, p.created, p.started, p.ended FROM push p JOIN run r ON r.id = p.run_id"
     " JOIN checkpoint k ON k.id = p.checkpoint_id",
     "workers": "SELECT rowid AS id, '' AS run, name, kind, state, pid, spawn, restarts, error, since FROM"

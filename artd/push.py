@@ -11,6 +11,7 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import anyio
@@ -25,6 +26,7 @@ from .core.decide import plan_push
 from .dispatch import TRAINER, checkpoint_ref
 from .rundir import DataDir
 from .store.store import Store, emit, get_meta, move, set_meta
+from .transfers import Transfers
 from .views import active_run, load_worker, newest_checkpoint, open_pushes
 from .wire import WorkerWire
 
@@ -56,6 +58,7 @@ class Pusher:
         self._sending: Sending | None = None
         self._unknown: int | None = None  # spawn of an engine whose push ended badly: it gets nothing more
         self._held = anyio.Event()
+        self.transfers = Transfers()
 
     async def run(self) -> None:
         """Send what is due and watch its deadline, until cancelled."""
@@ -124,10 +127,24 @@ class Pusher:
         fence = int(get_meta(c, "push_fence", "0")) + 1
         set_meta(c, "push_fence", str(fence))
         live = self._can_feed(c, newest, engine.spawn) and spec.rollout_weights_mode == "merged" and not busy
-        source: Literal["live", "disk"] = "live" if live else "disk"
-        move(c, "push", plan.send, "sending", start="prepared", fence=fence, source=source, started=now)
+        transfer = None
+        if trainer is not None and live:
+            transfer = self.transfers.choose((TRAINER, trainer.spawn), (ENGINE, engine.spawn))
+        source: Literal["live", "disk"] = "live" if transfer else "disk"
+        move(
+            c,
+            "push",
+            plan.send,
+            "sending",
+            start="prepared",
+            fence=fence,
+            source=source,
+            transfer=transfer,
+            started=now,
+        )
         name = f"{run['name']}@{newest['step']}"
-        emit(c, now, run["name"], "push.sending", plan.send, step=newest["step"], source=source, fence=fence)
+        emit(c, now, run["name"], "push.sending", plan.send, step=newest["step"], source=source, transfer=transfer,
+             fence=fence)  # fmt: skip
         return w.Push(
             push=plan.send,
             fence=fence,
@@ -137,10 +154,13 @@ class Pusher:
             name=name,
             drain_s=spec.push_drain_s,
             deadline_s=DEADLINE_S,
-            rendezvous=str(self._data.spawn_dir(ENGINE, engine.spawn) / f"pair-{trainer.spawn}")
-            if trainer and live
-            else "",
+            rendezvous=str(self._meeting(engine.spawn, trainer.spawn, transfer)) if trainer and transfer else "",
+            transfer=transfer or "gloo",
         )
+
+    def _meeting(self, engine: int, trainer: int, transfer: w.Transfer) -> Path:
+        """One for each pair of spawns and way."""
+        return self._data.spawn_dir(ENGINE, engine) / f"{transfer}-{trainer}"
 
     def _gave_up(self, c: sqlite3.Connection, run: sqlite3.Row, checkpoint: int) -> bool:
         """A paused run whose newest push failed for good waits for `artctl resume`."""
@@ -191,8 +211,8 @@ class Pusher:
             "INSERT INTO serving (engine, spawn, run_id, checkpoint_id, name, state, created) VALUES (?, ?, ?, ?, ?, ?, ?)",
             (ENGINE, spawn, row["run_id"], row["checkpoint_id"], name, "draining" if row["abandoned"] else "live", now),
         )
-        emit(c, now, row["run"], "push.live", message.push, step=row["step"], source=row["source"], max_abs=message.max_abs,
-             mean_abs=message.mean_abs, seconds=message.seconds)  # fmt: skip
+        emit(c, now, row["run"], "push.live", message.push, step=row["step"], source=row["source"], transfer=row["transfer"],
+             max_abs=message.max_abs, mean_abs=message.mean_abs, seconds=message.seconds)  # fmt: skip
         return gone if row["mode"] == "lora" else []
 
     def _make_room(self, c: sqlite3.Connection, name: str, keep: int) -> list[str]:
@@ -217,8 +237,12 @@ class Pusher:
         self._end(message.push, message.fence)
 
     async def refused(self, message: w.Refused) -> None:
-        """The trainer does not hold the weights any more: the engine restarts and loads them from disk."""
+        """The trainer does not hold the weights any more, or cannot send them: the engine restarts and loads them from
+        disk."""
         if self._sending is not None and self._sending.message.push == message.push:
+            trainer = self._wire.spawn(TRAINER)
+            if message.transfer is not None and trainer is not None:
+                self.transfers.refused(trainer, message.transfer)
             self._kill(ENGINE, f"the trainer refused push {message.push}: {message.reason}")
 
     async def trainer_died(self) -> None:

@@ -17,9 +17,9 @@ import msgspec
 from artd_schema import client_api as api
 from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
-from artd_schema.spec import RunSpec, first_difference
+from artd_schema.spec import RunSpec, first_difference, layout_error
 
-from .base_model import BaseModel, pin
+from .base_model import SEEDED, BaseModel, pin
 from .core.decide import is_stalled
 from .errors import Conflict, Invalid, NotFound, RequestError
 from .store.store import Store, emit, get_meta, move
@@ -55,6 +55,7 @@ class Runs:
         _check_spec(op.spec)
         self._require_runtimes()
         base = await anyio.to_thread.run_sync(pin, op.spec.model)
+        _check_base(op.spec, base)
         spec = op.spec
         created = await self._store.write(lambda c: _insert(c, self._store.clock.now_ms(), op.name, spec, base))
         reach("run.created")
@@ -116,6 +117,18 @@ def _check_spec(spec: RunSpec) -> None:
     if spec.parameters == "full" and spec.rollout_weights_mode == "lora":
         raise Invalid(
             "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",
+            field="spec.rollout_weights_mode",
+        )
+    if error := layout_error(spec):
+        raise Invalid(error, field="spec.trainer")
+
+
+def _check_base(spec: RunSpec, base: BaseModel) -> None:
+    """Errors: Invalid for a base model that the run's engine cannot start from."""
+    if spec.rollout_weights_mode == "lora" and any(file.name == SEEDED for file in base.files):
+        raise Invalid(
+            f"the weights of {spec.model} are drawn, and an engine that serves adapters reads its base from disk: use "
+            "rollout_weights_mode='merged'",
             field="spec.rollout_weights_mode",
         )
 

@@ -136,6 +136,7 @@ class Services:
             case w.Exchange():
                 self._group.start_soon(self._exchange, name, message, bulk)
             case w.Ready():
+                self._pusher.transfers.able(name, spawn, message.transfers)
                 self._group.start_soon(self.workforce.ready, name, spawn, message)
             case w.Down():
                 self.workforce.down(name, spawn, message)

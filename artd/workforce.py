@@ -90,6 +90,7 @@ class Workforce:
     on_death: Death
     gateway_ready: anyio.Event = field(default_factory=anyio.Event)
     stopping: bool = False
+    _supervising: bool = False
     _downs: dict[str, Words] = field(default_factory=dict)
     _ends: dict[str, Words] = field(default_factory=dict)
 
@@ -102,7 +103,8 @@ class Workforce:
                 launch = functools.partial(self._launch, kind)
                 left = tuple(each for each in self.boot.leftovers if each.name == kind)
                 spec = Spec(name=kind, kind=kind, launch=launch, start_timeout_s=START_S[kind], leftovers=left)
-                self.supervisor.add(spec, start=kind == "gateway")
+                self.supervisor.add(spec, start=kind == "gateway" and not self.stopping)
+            self._supervising = True
             await self._follow_rows()
 
     async def _follow_rows(self) -> None:
@@ -180,11 +182,16 @@ class Workforce:
             instance=self.boot.instance, boot=self.boot.number, spawn=spawn, worker=kind, build=self.boot.code.name,
             socket=self.boot.endpoint,
         )  # fmt: skip
-        extra = TRAINER_EXTRA if kind == "trainer" else {}
+        extra = (TRAINER_EXTRA if kind == "trainer" else {}) | self._gpus(kind)
         env = child_environment(
             os.environ, tags, code=self.boot.code, tmpdir=folder, site_paths=site_paths, extra=extra
         )
         return Launch(argv=(python, "-m", MODULES[kind]), env=env, log=self.data.log(kind), tmpdir=folder)
+
+    def _gpus(self, kind: str) -> dict[str, str]:
+        """CUDA_VISIBLE_DEVICES of a worker, where the settings say."""
+        chosen: tuple[int, ...] = getattr(self.settings.gpus, kind, ())
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chosen))} if chosen else {}
 
     # ---- the supervisor's listener ------------------------------------------------------------------------------------
 
@@ -277,11 +284,15 @@ class Workforce:
 
         def write(c: sqlite3.Connection) -> None:
             c.execute("UPDATE process SET address = ? WHERE name = ?", (address, name))
+            if message.obstacle:
+                emit(c, self.store.clock.now_ms(), "", "push.obstacle", name, spawn=spawn, obstacle=message.obstacle)
             if name == "gateway":
                 set_meta(c, "gateway_url", message.url)
                 set_meta(c, "gateway_port", message.url.rsplit(":", 1)[-1])
 
         await self.store.write(write)
+        if message.obstacle:
+            log.warning("no direct push to this engine, its own transfer calls are taken instead: %s", message.obstacle)
         if name == "gateway":
             write_gateway_file(self.data.root, message.url, self.boot.token)
             self.announce(message.url)
@@ -317,11 +328,15 @@ class Workforce:
         self.stopping = True
         for name in KINDS:
             self.wire.send(name, w.Exit(grace_s=grace_s))
-        await self.supervisor.stop_all(grace_s, "the daemon is stopping")
+        await self._stop_all(grace_s, "the daemon is stopping")
 
     async def kill_all(self) -> None:
         self.stopping = True
-        await self.supervisor.stop_all(0.0, "the daemon was told twice to stop")
+        await self._stop_all(0.0, "the daemon was told twice to stop")
+
+    async def _stop_all(self, grace_s: float, reason: str) -> None:
+        if self._supervising:  # else the daemon is told to stop while it boots, and nothing will be started any more
+            await self.supervisor.stop_all(grace_s, reason)
 
 
 def _run_id(c: sqlite3.Connection) -> int | None:

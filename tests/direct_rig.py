@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from artd_schema.direct import EngineTable, Offer, Plan
-from artd_workers.engines.base import Fence
+from artd_workers.engines.base import Deadline, Fence
 from artd_workers.engines.direct import checksum
 from artd_workers.engines.direct.checksum import WORD, Span
 from artd_workers.engines.direct.session import Session
@@ -26,8 +26,12 @@ from artd_workers.engines.fence import Gate
 from artd_workers.engines.vllm.direct.survey import parameters, survey
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for
+from artd_workers.trainer.direct.frozen import Frozen
+from artd_workers.trainer.direct.holdings import Holdings
 from artd_workers.trainer.direct.plan import make_plan
-from artd_workers.trainer.direct.source import Source, shapes
+from artd_workers.trainer.direct.served import Served
+from artd_workers.trainer.direct.source import Aborted, Source
+from artd_workers.trainer.snapshot import Snapshot
 
 PLAIN: dict[str, Any] = {"quantization": None, "enable_lora": False}
 
@@ -75,6 +79,9 @@ class MemoryPort:
 
     def close(self, address: int) -> None:
         self.opened.remove(address)
+
+    def free(self) -> int:
+        return 1 << 40
 
     def queue(self) -> MemoryQueue:
         return MemoryQueue()
@@ -139,6 +146,24 @@ def engine_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     return model.to(dtype)
 
 
+def fused(hf: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """What an engine must hold by its own names, fused by hand. hf: what is served, by Hugging Face name."""
+    out = {}
+    for name, tensor in parameters(model).items():
+        stem, _, last = name.removesuffix(".weight").rpartition(".")
+        if last == "qkv_proj":
+            out[name] = torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in "qkv"])
+        elif last == "gate_up_proj":
+            out[name] = torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in ("gate", "up")])
+        elif last in ("w13_weight", "w2_weight"):
+            experts, words = stem.removesuffix(".routed_experts"), ("gate", "up") if "13" in last else ("down",)
+            numbers = range(len(tensor))
+            out[name] = torch.stack([torch.cat([hf[f"{experts}.{e}.{x}_proj.weight"] for x in words]) for e in numbers])
+        else:
+            out[name] = hf[name]
+    return out
+
+
 def engine_table(model: nn.Module) -> EngineTable:
     """Its table, without the obstacle that it lies on a CPU."""
     table = survey(model, PLAIN, "0.25.1")
@@ -150,6 +175,7 @@ def engine_table(model: nn.Module) -> EngineTable:
 class Pair:
     """A trainer's source and an engine's session over one model. base: by Hugging Face name; live: the trained adapter."""
 
+    served: Served
     source: Source
     session: Session
     port: MemoryPort
@@ -161,6 +187,7 @@ class Pair:
     live: dict[str, Tensor]
     scale: float
     number: int = 0
+    snapshot: Snapshot | None = None
 
     def fence(self) -> Fence:
         self.number += 1
@@ -169,28 +196,43 @@ class Pair:
     def open(self, offer: Offer | None = None) -> None:
         self.session.open(offer or self.source.offer())
 
+    def stage(self) -> dict[str, int]:
+        """As a checkpoint does; returns its checksums by name."""
+        self.snapshot = self.served.stage()
+        return {entry.name: entry.sum64 for entry in self.snapshot.entries if entry.sum64 is not None}
+
+    def feed(self, fence: int, timeout_s: float) -> None:
+        """Feed a push of what was staged. Raises what `Source.feed` raises, Stale."""
+        assert self.snapshot is not None
+        deadline = Deadline(timeout_s)
+        with self.snapshot.held(deadline, self.source.abort):
+            self.source.feed(fence, deadline)
+
     def push(self, timeout_s: float = 20.0) -> dict[str, float]:
         fence = self.fence()
-        with feeding(self.source, fence.fence, timeout_s):
+        with feeding(self, fence.fence, timeout_s):
             return self.session.pull(fence, timeout_s)
 
 
 class feeding:
     """The trainer's feed in a thread."""
 
-    def __init__(self, source: Source, fence: int, timeout_s: float) -> None:
-        self._thread = threading.Thread(target=self._run, args=(source, fence, timeout_s))
+    def __init__(self, pair: Pair, fence: int, timeout_s: float) -> None:
+        self._pair = pair
+        self._thread = threading.Thread(target=self._run, args=(fence, timeout_s))
 
-    def _run(self, source: Source, fence: int, timeout_s: float) -> None:
+    def _run(self, fence: int, timeout_s: float) -> None:
         try:
-            source.feed(fence, timeout_s)
-        except TimeoutError:
+            self._pair.feed(fence, timeout_s)
+        except (TimeoutError, Aborted):
             return  # the engine gave up: its own error says why
 
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:  # nobody takes the rest
+            self._pair.source.abort()
         self._thread.join()
 
 
@@ -213,8 +255,10 @@ def pair(
     live = dict(adapter_for(config, held, rank)) if rank else {}
     model = engine_model(config, dtype)
     table, port = engine_table(model), MemoryPort()
-    made = make_plan(table, plan.codec, shapes(plan.codec, weights), dtype.itemsize)
-    source = Source(port, made, weights, live, 2.0, dtype, folder, buffers, buffer_bytes)
+    holdings = Holdings(port, plan.codec, weights, Frozen(live, dict, 2.0), dtype, buffers, buffer_bytes)
+    served = Served(holdings, tuple(held))
+    made = make_plan(table, plan.codec, holdings.shapes, dtype.itemsize)
+    source = Source(holdings, made, folder)
     found = parameters(model)
     session = Session(Gate("i", 1), port, tuple(found), tuple(found.values()))
-    return Pair(source, session, port, made, table, model, held, weights, live, 2.0)
+    return Pair(served, source, session, port, made, table, model, held, weights, live, 2.0)

@@ -18,9 +18,10 @@ SERVING = (
     ),
     Invariant(
         "push.fence",
-        "a push that was sent has a source, a start and a fence of its own, none above the last one given out",
+        "a push that was sent has a source (and a transfer when that is live), a start and a fence of its own, none above the"
+        " last one given out",
         "SELECT id AS push, state, source, started, fence FROM push WHERE state IN ('sending', 'live')"
-        " AND (source IS NULL OR started IS NULL OR fence < 1) UNION ALL"
+        " AND (source IS NULL OR (source = 'live') <> (transfer IS NOT NULL) OR started IS NULL OR fence < 1) UNION ALL"
         " SELECT max(id), 'shares its fence', NULL, NULL, fence FROM push WHERE fence > 0 GROUP BY fence HAVING count(*) > 1"
         " UNION ALL SELECT id, 'above the last fence', NULL, NULL, fence FROM push WHERE fence >"
         " coalesce((SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'push_fence'), 0)",

@@ -70,7 +70,7 @@ WORKERS = """
 SELECT name, kind, state, pid, ticks, boot_id, spawn, restarts, error, log, since FROM process
 ORDER BY CASE kind WHEN 'trainer' THEN 0 WHEN 'engine' THEN 1 ELSE 2 END, name"""
 PUSHES = """
-SELECT p.id, r.name AS run, p.engine, c.step, p.mode, p.source, p.state, p.fence, p.attempts, p.max_abs, p.mean_abs,
+SELECT p.id, r.name AS run, p.engine, c.step, p.mode, p.source, p.transfer, p.state, p.fence, p.attempts, p.max_abs, p.mean_abs,
   p.seconds, p.error, p.created, p.ended, p.not_before
 FROM push p JOIN run r ON r.id = p.run_id JOIN checkpoint c ON c.id = p.checkpoint_id
 WHERE (:run = '' OR r.name = :run) AND (:state = '' OR p.state = :state) ORDER BY p.id DESC LIMIT :limit"""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+TABLE, OFFER = "table", "offer"
+"""Files, in MessagePack: the engine's table in the folder of its spawn, a trainer's offer in the folder `Push.rendezvous`."""
+
 
 class EngineTensor(Struct, frozen=True, array_like=True):
     """One tensor that kernels read. dtype: torch's name; stride: in elements; layer: class of the module that holds it;
@@ -96,16 +99,14 @@ class Unit(Struct, frozen=True, array_like=True):
 
 class Offer(Struct, frozen=True, kw_only=True):
     """What a trainer spawn offers to an engine spawn, for all of its pushes. page: path of their `ring.Page`; parts: Hugging
-    Face names, which the runs' `part` and the manifest's checksums go by; itemsize: bytes of an element."""
+    Face names, which the runs' `part` and the weight table's checksums go by; itemsize: bytes of an element; pid, ticks: the
+    trainer's process (start time in clock ticks): when it dies, the engine closes the segments by itself, because an open
+    mapping pins the memory of a process that has died."""
 
     page: str
+    pid: int
+    ticks: int
     itemsize: int
     segments: tuple[Segment, ...]
     parts: tuple[str, ...]
     units: tuple[Unit, ...]
-
-
-class Checksums(Struct, frozen=True, kw_only=True):
-    """Position-dependent 64-bit checksums (as signed integers) of the served tensors, by Hugging Face name."""
-
-    sums: dict[str, int]

@@ -113,12 +113,22 @@ class FileEntry(Struct, frozen=True):
 
 
 class WeightEntry(Struct, frozen=True):
-    """One tensor as the engine is served it: Hugging Face name, torch dtype name, sha256 hex of its bytes."""
+    """One tensor as the engine is served it: Hugging Face name, torch dtype name, and what its bytes are known by.
+
+    sha256: hex, "" where the trainer made them on a GPU; sum64: there, their position-dependent 64-bit checksum as a signed
+    integer (`artd_workers.engines.direct.checksum`), None elsewhere. One of the two is always there.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
+    sha256: str = ""
+    sum64: int | None = None
+
+    @property
+    def known(self) -> str | int:
+        """The one that there is: a text or a number."""
+        return self.sha256 if self.sum64 is None else self.sum64
 
 
 class WeightTable(Struct, frozen=True, kw_only=True):

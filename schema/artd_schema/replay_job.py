@@ -22,9 +22,9 @@ class ReplayRequest(Struct, frozen=True, kw_only=True):
 
 class ReplayRow(Struct, frozen=True, kw_only=True):
     """One thing that was compared. part: `metrics`, `canary`, `batch`, `replay`, `manifest`, `files`, or the file of a
-    checkpoint that holds it; committed, replayed: its value, or its sha256 in hex (null: not there).
+    checkpoint that holds it; committed, replayed: its value, its sha256 in hex or its 64-bit checksum (null: not there).
 
-    equal: bit for bit (null: a clock's reading, which no run repeats). close: equal, or within the tolerance that is
+    equal: bit for bit (null: a clock's reading, which no run repeats, or a sha256 beside a checksum, which cannot be compared). close: equal, or within the tolerance that is
     allowed where the environments differ. difference: of floats: |a - b| of two numbers, the largest |a - b| of logprobs,
     |a - b| in the 2-norm over the larger of |a| and |b| of tensors, the largest of its tensors of a file; null where there is
     nothing to subtract.

@@ -46,10 +46,18 @@ class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the inference engine is started. Lengths in tokens, memory in MiB."""
+    """How the inference engine is started. Lengths in tokens, memory in MiB.
+
+    device: `auto` takes a GPU if the engine's torch sees one. transfer: how a merged push travels on a GPU: `auto` directly
+    where it is possible, staged where the GPU has room for the weights a second time beside the KV cache, else in place,
+    else by the engine's own calls; `staged` and `in_place` choose between the first two, `stock` takes the last. On a CPU it
+    has no effect.
+    """
 
     kind: Literal["vllm"] = "vllm"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    transfer: Literal["auto", "staged", "in_place", "stock"] = "auto"
     max_model_len: Positive = 1024
     max_num_seqs: Positive = 64
     kv_cache_mib: Positive = 256
@@ -58,15 +66,34 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the trainer computes, and in what numbers.
 
-    device: `auto` takes a GPU if torch sees one and what is trained can be trained there (an adapter; `parameters` full only
-    on a CPU). dtype: of base weights and activations; masters of what is trained are float32 in any case; `bfloat16` needs a
-    GPU. recompute: what the backward computes again instead of keeping it: nothing, the experts (`selective`) or every
-    layer (`full`); the CPU keeps all.
+    device: `auto` takes a GPU if torch sees one. dtype: of base weights and activations; masters of what is trained are
+    float32 in any case; `bfloat16` needs a GPU, and with `parameters` full an engine of the same dtype. recompute: what
+    the backward computes again instead of keeping it: nothing, the experts (`selective`) or every layer (`full`); the CPU
+    keeps all.
+    tensor_parallel: processes, each with a GPU of its own, that share the products of a layer; expert_parallel: processes
+    that share a layer's experts; context_parallel: processes that share a row's tokens in everything;
+    pipeline_parallel: stages of as many layers each. A stage takes tensor_parallel x context_parallel processes, or
+    expert_parallel if that is more, and then trains several rows at a time; one must divide the other. With more than one
+    process an adapter is trained; or every weight, of whose masters each has a part, where only context_parallel is above 1.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
+    tensor_parallel: Positive = 1
+    expert_parallel: Positive = 1
+    pipeline_parallel: Positive = 1
+    context_parallel: Positive = 1
+
+    @property
+    def near(self) -> int:
+        """Processes that share one row."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def processes(self) -> int:
+        """How many train together."""
+        return max(self.near, self.expert_parallel) * self.pipeline_parallel
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +129,22 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     push_drain_s: NonNegative = 30.0
     threads: Annotated[int, Meta(ge=0)] = 0
     keep_checkpoints: Positive = 3
+
+
+def layout_error(spec: RunSpec) -> str:
+    """Why a run's processes cannot be laid out as it asks for, whatever its model; "" = they can."""
+    asked = spec.trainer
+    if max(asked.near, asked.expert_parallel) % min(asked.near, asked.expert_parallel):
+        return (
+            f"trainer.tensor_parallel x context_parallel ({asked.near}) and expert_parallel ({asked.expert_parallel}): one "
+            "must divide the other"
+        )
+    if asked.processes > asked.context_parallel and spec.parameters == "full":
+        return (
+            "parameters='full' is trained by processes that each hold the whole model: leave trainer.tensor_parallel, "
+            "expert_parallel and pipeline_parallel at 1 (context_parallel may be more), or use parameters='lora'"
+        )
+    return ""
 
 
 def first_difference(stored: RunSpec, asked: RunSpec) -> str | None:

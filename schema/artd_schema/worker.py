@@ -15,6 +15,9 @@ from .trajectory import RouteShape, Sampling, Split
 
 WorkerKind = Literal["trainer", "engine", "gateway"]
 FailureClass = Literal["transient", "permanent", "interrupted"]
+Transfer = Literal["gloo", "stock", "direct"]
+"""How a live push's weights travel. gloo: broadcast tensor by tensor between CPUs; stock: the engine's own transfer calls over
+NCCL; direct: the engine pulls the trainer's memory (docs/weights.md)."""
 
 
 class _Message(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_defaults=True, gc=False):
@@ -136,9 +139,12 @@ class Ack(_Message, frozen=True):
 class Push(_Message, frozen=True):
     """Bring a committed checkpoint into an engine. To the harness always; to the trainer too when `source` is `live`.
 
-    name: served model name, `RUN@STEP`. live: the trainer sends the tensors of weights.json in order over a gloo
-    group of two (trainer rank 0) that meets in the FileStore file `rendezvous` (one per pair of spawns); disk: the
-    engine reads the checkpoint folder. A push with a lower fence than one seen is refused.
+    name: served model name, `RUN@STEP`. source disk: the engine reads the checkpoint folder; live: the weights come out of
+    the trainer's memory, by `transfer`. rendezvous: a path of one per (trainer spawn, engine spawn), below the engine's
+    folder. gloo: the FileStore file in which a group of two meets (trainer rank 0), which then broadcasts the tensors of
+    weights.json in order; stock: the same for NCCL; direct: a folder, made by the trainer, in which it writes its `Offer`
+    as `offer` for the `EngineTable` that the harness wrote as `table` beside it, before it feeds the push.
+    A push with a lower fence than one seen is refused.
     """
 
     push: int
@@ -150,6 +156,7 @@ class Push(_Message, frozen=True):
     drain_s: float
     deadline_s: float
     rendezvous: str = ""
+    transfer: Transfer = "gloo"
 
 
 class PushEnd(_Message, frozen=True):
@@ -252,10 +259,14 @@ class Hello(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The worker can take work. socket: engine's OpenAI socket; url: gateway's address."""
+    """The worker can take work. socket: engine's OpenAI socket; url: gateway's address. transfers: how trainer or engine
+    can do its part of a live push, best first; obstacle: why the engine takes no direct one ("" = it does, or it is on
+    a CPU)."""
 
     socket: str = ""
     url: str = ""
+    transfers: tuple[Transfer, ...] = ("gloo",)
+    obstacle: str = ""
 
 
 class Beat(_Message, frozen=True):
@@ -309,11 +320,13 @@ class Failed(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The trainer does not hold the checkpoint that a push names; the daemon pushes from disk instead."""
+    """The trainer does not hold the checkpoint that a push names, or cannot send it by the push's transfer; the daemon
+    pushes from disk instead. transfer: what it cannot do at all, for this engine (None: another push may go that way)."""
 
     push: int
     fence: int
     reason: str
+    transfer: Transfer | None = None
 
 
 class Live(_Message, frozen=True):

@@ -92,6 +92,16 @@ def test_errors_name_file_and_key(text: str, says: str, tmp_path: Path, capsys: 
     assert says in capsys.readouterr().err
 
 
+def test_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "artd.toml"
+    path.write_text("[gpus]\ntrainer = [0]\nengine = [1, 2]\n")
+    settings = load(str(path), env={})
+    assert (settings.gpus.trainer, settings.gpus.engine) == ((0,), (1, 2))
+    path.write_text("[gpus]\nengine = [-1]\n")
+    with pytest.raises(ConfigError, match="gpus.engine"):
+        load(str(path), env={})
+
+
 def test_other_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ARTD_LOG: 'loud' is no log level"):
         load(env={"ARTD_LOG": "loud"})

@@ -48,11 +48,12 @@ def test_every_exit_code_is_documented_and_used() -> None:
 
 def test_every_metric_is_defined() -> None:
     told = set(re.findall(r"`(?:seconds\.)?(\w+)`", (ROOT / "docs/metrics.md").read_text()))
-    losses, step, trainer = (TRAINER / name for name in ("losses.py", "step.py", "trainer.py"))
+    losses, step, trainer, lost = (TRAINER / name for name in ("losses.py", "step.py", "trainer.py", "merge_loss.py"))
     measured = set(re.findall(r'"(\w+)": float\(', losses.read_text() + trainer.read_text()))
     measured |= set(re.findall(r'out\["(\w+)"\]', losses.read_text()))
     measured |= set(re.findall(r'"(\w+)": (?:quantile|total|norm|sum)', losses.read_text() + step.read_text()))
-    assert {"loss", "grad_norm", "kl_k3", "mismatch_mae", "ratio_p95", "tokens_per_s", "reward_mean"} <= measured
+    measured |= set(re.findall(r'"(merge_\w+)"', lost.read_text()))
+    assert {"loss", "grad_norm", "merge_kl", "merge_served", "kl_k3", "mismatch_mae", "ratio_p95", "tokens_per_s", "reward_mean"} <= measured
     assert measured <= told, measured - told
     spent = set(re.findall(r'seconds\["(\w+)"\]', trainer.read_text()))
     engine = (ROOT / "workers/artd_workers/engines/push.py").read_text()

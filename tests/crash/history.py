@@ -1,19 +1,23 @@
 """Whether a disk image keeps every promise: `artd check --deep`, and everything that somebody was told before the cut.
 
-Owner of: nothing. Invariants: what was told is compared with rows by their own SQL here, not by the services that wrote them.
+Owner of: nothing. Invariants: an image is of the present schema or of the made-up next one, and judged by the artd of that; what was told is compared with rows by their own SQL here, not by the services that wrote them.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from artd import backup, commit
 from artd.check import check
 from artd.rundir import DataDir
-from artd.store.migrate import SchemaMismatch
+from artd.store.migrate import SchemaMismatch, backup_path, migrate, require_known
+from artd.store.readonly import open_readonly
+from artd.store.writer import connect
+from tests.daemon.rig import history
+from tests.fixtures.schema.next import NOW, released
 
 from .recording import Told
 
@@ -25,16 +29,47 @@ def violations(image: Path, told: Iterable[Told]) -> Iterator[str]:
         if told:
             yield f"there is no schema, but {told[-1]} was told"
         return
-    report = check(data, deep=True)
+    with released() if schema_of(data / "artd.db") > NOW else nullcontext():
+        report = check(data, deep=True)
     for outcome in report.broken:
         for found in outcome.violations[:3]:
             yield f"{outcome.name}: {found.what}: {found.text}"
     with closing(sqlite3.connect(data / "artd.db")) as c:
-        for promise in told:
-            if (text := _kept(c, image, promise)) is not None:
-                yield f"{promise.kind} {promise.what} {promise.number}, told at operation {promise.sequence}: {text}"
-        yield from _history(c)
+        yield from _promises(c, image, told)
+        yield from history(c)
         yield from _staged(c, DataDir(data, data))
+
+
+def migration(image: Path, told: Iterable[Told], before: int) -> Iterator[str]:
+    """Every broken promise of an image that a newer artd may have begun to migrate, and then of that artd's next start. before:
+    the last operation of the older one."""
+    told, database = list(told), image / "data" / "artd.db"
+    copy = backup_path(database, NOW)
+    if schema_of(database) > NOW and not copy.exists():
+        yield "the database is migrated, and there is no copy of the old one"
+    if copy.exists():
+        with closing(open_readonly(copy)) as c:
+            sound = c.execute("PRAGMA integrity_check").fetchone()[0]
+            if sound != "ok" or schema_of(copy) != NOW:
+                yield f"the copy is of schema {schema_of(copy)}: {sound}"
+            yield from _promises(c, image, [promise for promise in told if promise.sequence <= before])
+    with released(), closing(connect(database)) as c:
+        migrate(c)
+        require_known(c)
+        if half := c.execute("SELECT name FROM run WHERE note <> name").fetchall():
+            yield f"the migration did not reach the runs {half}"
+    yield from violations(image, told)
+
+
+def schema_of(database: Path) -> int:
+    with closing(open_readonly(database)) as c:
+        return int(c.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _promises(c: sqlite3.Connection, image: Path, told: Iterable[Told]) -> Iterator[str]:
+    for promise in told:
+        if (text := _kept(c, image, promise)) is not None:
+            yield f"{promise.kind} {promise.what} {promise.number}, told at operation {promise.sequence}: {text}"
 
 
 def _has_schema(database: Path) -> bool:
@@ -76,22 +111,6 @@ def _backup(folder: Path) -> str | None:
     except (backup.BackupError, sqlite3.DatabaseError, SchemaMismatch) as error:
         return str(error)
     return None if report.clean else backup.told(report)
-
-
-def _history(c: sqlite3.Connection) -> Iterator[str]:
-    """Steps are contiguous, and every trajectory is trained once."""
-    for run, name, step in c.execute("SELECT id, name, step FROM run").fetchall():
-        steps = [row[0] for row in c.execute("SELECT step FROM checkpoint WHERE run_id = ? ORDER BY step", (run,))]
-        if steps != list(range(step + 1)):
-            yield f"run {name} is at step {step} with checkpoints {steps}"
-        trained = c.execute("SELECT step FROM batch WHERE run_id = ? AND state = 'trained' ORDER BY step", (run,))
-        if (found := [row[0] for row in trained]) != list(range(1, step + 1)):
-            yield f"run {name} is at step {step} with trained batches {found}"
-    for row in c.execute(
-        "SELECT t.id FROM trajectory t LEFT JOIN batch b ON b.id = t.batch_id"
-        " WHERE (t.state = 'trained') <> (b.state IS NOT NULL AND b.state = 'trained')"
-    ):
-        yield f"trajectory {row[0]} and its batch disagree on whether it was trained"
 
 
 def _staged(c: sqlite3.Connection, data: DataDir) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""One real loop under the recorder: two boots of the real daemon with scripted workers, and what its clients were told.
+"""One real loop under the recorder: three boots of the real daemon with scripted workers, and what its
+clients were told; the last is of a newer artd, which migrates the database.
 
 Owner of: the folder of the recording. Invariants: an acknowledgement bears the count of operations at the moment when the
 client had it, so whatever happened later is not needed for it; marks of the fake workers stand in the log itself.
@@ -26,10 +27,14 @@ from artd_client import Client, Conflict
 from artd_schema import crashpoint
 from artd_schema.trajectory import Turn
 from tests.daemon.rig import ROOT, Rig, turn
+from tests.fixtures.schema.next import released
 
 from .powerloss import Disk
 from .shim import Op, Record, Shim
 
+NEWER = (sys.executable, "-m", "tests.fixtures.schema.next")
+"""What a daemon of the next release is started by."""
+RESERVE_MIB = 1
 LARGE = b"x" * (80 << 10)
 KEEP = 1
 
@@ -47,9 +52,10 @@ class Told:
 
 @dataclass
 class Recording:
-    """start: the rig's folder before the first operation; told: in order."""
+    """start: the rig's folder before the first operation; told: in order; newer: the last operation before the third boot."""
 
     start: Disk
+    newer: int = 0
     records: list[Record] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
 
@@ -155,7 +161,7 @@ class Loop:
         made.assert_nothing_lives()
 
     async def second_boot(self) -> None:
-        """Step 3 is adopted; old checkpoints go; a backup; step 4, with files collected beside it; an orderly end."""
+        """Step 3 is adopted; old checkpoints go; a backup; step 4, with files collected beside it; killed."""
         made = self.rig
         made.script.write(http=1)
         made.start()
@@ -165,7 +171,15 @@ class Loop:
             await self.submit(run, "s4", large=True)
             await self.step(run, 4)
             await self.submit(run, "s5")
-        made.stop()
+        made.kill()
+
+    async def third_boot(self) -> None:
+        """The log of the database is folded in, a copy is made, the database is migrated; step 5; an orderly end."""
+        with released():
+            self.rig.start(under=NEWER)
+            async with self.rig.run(keep_checkpoints=KEEP) as (_, run):
+                await self.step(run, 5)
+            self.rig.stop()
 
     def backup(self, name: str) -> None:
         command = [
@@ -182,9 +196,16 @@ class Loop:
         self.note("backup", name)
 
 
+def reserved(made: Rig) -> None:
+    """Have the rig's daemons keep a reserve that is small enough to be in every image."""
+    limits = "[limits]\n"
+    made.config.write_text(made.config.read_text().replace(limits, f"{limits}reserve_mib = {RESERVE_MIB}\n"))
+
+
 def record(made: Rig, folder: Path, point: str = "publish.renamed") -> Recording:
     """The whole loop. folder: for the log, outside of the rig's; point: where the first daemon dies, by default when the result
     has its name and no fsync made that durable."""
+    reserved(made)
     found = Recording(Disk(made.root))
     shim, points = Shim(folder, made.root), folder / "points"
     points.mkdir()
@@ -192,6 +213,8 @@ def record(made: Rig, folder: Path, point: str = "publish.renamed") -> Recording
         loop = Loop(made, shim, points, point, found.told)
         asyncio.run(loop.first_boot())
         asyncio.run(loop.second_boot())
+        found.newer = shim.sequence
+        asyncio.run(loop.third_boot())
     found.records = list(shim.records())
     found.told = sorted([*found.told, *marks(found.records)], key=lambda told: told.sequence)
     return found

@@ -5,11 +5,11 @@
      ARTD_SHIM_SKIP   colon-separated parts of paths that are not
      ARTD_SHIM_SHARED a file that all processes map: the count of operations, the lock, and what was failed
      ARTD_SHIM_LOG    records are appended to this file; unset: nothing is recorded
-     ARTD_SHIM_FAIL   OP:N:ERRNO:once|on:KIND:PART, see shim_arm; unset: nothing fails
+     ARTD_SHIM_FAIL   OP:N:ERRNO:once|on:KIND:PART, see shim_arm; unset: nothing fails. OP exec: the process stops instead
 
    Invariants: an operation and its record happen under one lock across all processes, so the order of the log is the order of
    the operations and `sequence` counts what has happened; only what succeeded is recorded; a call that changes files in a way
-   that is not modelled (fallocate, copy_file_range, splice, symlink) is recorded as UNKNOWN, which the replayer refuses. SQLite's
+   that is not modelled (copy_file_range, splice, symlink) is recorded as UNKNOWN, which the replayer refuses. SQLite's
    -shm is mapped, never durable, and is to be skipped. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -17,6 +17,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -67,7 +68,7 @@ static void *real(const char *name) {
 }
 
 /* What fails from now on, in this process and those that it forks; "" for nothing. OP: write, truncate, fsync, rename, unlink,
-   create or any; N counts from 1, 0 is left to the driver; KIND: daemon, worker or any ($ARTD_WORKER tells them apart); PART: of the path, "" for any. */
+   create, any of these, or exec; N counts from 1, 0 is left to the driver; KIND: daemon, worker or any ($ARTD_WORKER tells them apart); PART: of the path, "" for any. */
 EXPORT void shim_arm(const char *spec) {
     char kind[16] = "", mode[8] = "";
     unsigned long at = 0;
@@ -295,6 +296,19 @@ EXPORT int truncate64(const char *path, off_t size) {
 }
 EXPORT int truncate(const char *path, off_t size) { return truncate64(path, size); }
 
+/* Room is made as by a truncate that only makes longer. The error is what it returns. */
+EXPORT int posix_fallocate64(int fd, off_t offset, off_t size) {
+    char path[PATH_MAX];
+    struct stat info;
+    if (!opened(fd, path, &info, 0)) return REAL(posix_fallocate64)(fd, offset, size);
+    if (begin("truncate", path)) return set.error;
+    int error = REAL(posix_fallocate64)(fd, offset, size);
+    off_t length = offset + size > info.st_size ? offset + size : info.st_size;
+    end(error ? -1 : 0, TRUNCATE, info.st_ino, length, path, "", NULL, 0);
+    return error;
+}
+EXPORT int posix_fallocate(int fd, off_t offset, off_t size) { return posix_fallocate64(fd, offset, size); }
+
 static int sync_any(const char *name, int fd) {
     int (*go)(int) = (int (*)(int))real(name);
     char path[PATH_MAX];
@@ -345,6 +359,27 @@ EXPORT int mkdirat(int folder, const char *path, mode_t mode) {
 }
 EXPORT int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
 
+/* ---- exec --------------------------------------------------------------------------------------------------------- */
+
+/* An exec that is to fail stops the process before it (SIGSTOP): forked, and nothing else yet. Its path is `^ARGV0|ARGV1|...`.
+   Stack and system calls only: the child of a vfork has its parent's memory. */
+static void hold(char *const argv[]) {
+    if (!set.shared || !set.armed || strcmp(set.op, "exec")) return;
+    char line[4096] = "^";
+    for (size_t i = 0, used = 1; argv[i] && used < sizeof line; i++)
+        used += snprintf(line + used, sizeof line - used, i ? "|%s" : "%s", argv[i]);
+    if (begin("exec", line)) syscall(SYS_kill, syscall(SYS_getpid), SIGSTOP);
+    else pthread_mutex_unlock(&set.shared->lock);
+}
+EXPORT int execve(const char *path, char *const argv[], char *const environment[]) {
+    hold(argv);
+    return REAL(execve)(path, argv, environment);
+}
+EXPORT int execv(const char *path, char *const argv[]) {
+    hold(argv);
+    return REAL(execv)(path, argv);
+}
+
 /* ---- what is not modelled ------------------------------------------------------------------------------------------ */
 
 static void unknown(int fd, const char *name) {
@@ -353,10 +388,6 @@ static void unknown(int fd, const char *name) {
     if (!opened(fd, path, &info, 0)) return;
     if (begin("unknown", path)) return;
     end(0, UNKNOWN, info.st_ino, 0, path, name, NULL, 0);
-}
-EXPORT int posix_fallocate64(int fd, off_t offset, off_t size) {
-    unknown(fd, "posix_fallocate");
-    return REAL(posix_fallocate64)(fd, offset, size);
 }
 EXPORT ssize_t copy_file_range(int in, off_t *from, int out, off_t *to, size_t size, unsigned flags) {
     unknown(out, "copy_file_range");

@@ -1,30 +1,27 @@
 """The LD_PRELOAD shim (shim.c): built once, switched on by environment variables, its log read back.
 
-Owner of: the library in a temporary folder, and what a `Shim` shares with its processes. Invariants: a machine without a C
-compiler is a failure, never a skip; the driver itself is never preloaded, only the processes it starts.
+Owner of: what a `Shim` shares with its processes. Invariants: the driver itself is never preloaded, only the processes
+it starts.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
 import mmap
 import os
-import shutil
 import struct
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from tests.compiled import library
+
 SOURCE = Path(__file__).with_name("shim.c")
 HEADER = struct.Struct("<QQqIIIIII")
 WORDS = struct.Struct("<QQQQ256s")
 SHARED_BYTES = 4096
-SKIPPED = ("/logs/", "-shm", "__pycache__", "/reserve", "/daemon.log", "/script.json", "/script.tmp")
-"""Never durable, or never to be: SQLite's wal-index, what workers print, byte code, space kept free, the rig's own files."""
+SKIPPED = ("/logs/", "-shm", "/daemon.log", "/script.json", "/script.tmp")
+"""Never durable, or never to be: SQLite's wal-index, what workers print, the rig's own files."""
 
 
 class Op(IntEnum):
@@ -56,8 +53,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """op: write, truncate, fsync, rename, unlink, create or any; number: which of them, from 1, or 0 for the one that `fail_next` says;
-    stays: all after it too; kind: daemon, worker or any; part: of the path."""
+    """op: write, truncate, fsync, rename, unlink, create, any of these, or exec (which does not fail: the process is stopped right
+    before it); number: which of them, from 1, or 0 for the one that `fail_next` says; stays: all after it too; kind: daemon, worker or
+    any; part: of the path, without blanks; of an exec `^ARGV0|ARGV1|...`."""
 
     op: str
     number: int
@@ -68,20 +66,6 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.op}:{self.number}:{self.error}:{'on' if self.stays else 'once'}:{self.kind}:{self.part}"
-
-
-@functools.cache
-def library() -> Path:
-    """The shim, compiled. Errors: AssertionError with what to install."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "tests/crash needs a C compiler (cc): apt-get install gcc libc6-dev"
-    folder = Path(tempfile.mkdtemp(prefix="artd-shim."))
-    atexit.register(shutil.rmtree, folder)
-    target = folder / "shim.so"
-    command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(target), str(SOURCE), "-ldl", "-pthread"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{SOURCE} does not compile:\n{done.stderr}"
-    return target
 
 
 class Shim:
@@ -96,7 +80,7 @@ class Shim:
     def environment(self, failure: Failure | None = None, record: bool = True) -> dict[str, str]:
         """Variables for a process that is to be recorded, or to fail."""
         variables = {
-            "LD_PRELOAD": str(library()),
+            "LD_PRELOAD": str(library(SOURCE)),
             "ARTD_SHIM_ROOT": str(self.root),
             "ARTD_SHIM_SKIP": ":".join(SKIPPED),
             "ARTD_SHIM_SHARED": str(self._shared),

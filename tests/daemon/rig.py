@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from artd.check import check
+from artd.store.readonly import open_readonly
 from artd_client import Client
 from artd_client.run import Run
 from artd_schema import crashpoint
@@ -229,11 +230,8 @@ class Rig:
         """What must hold of every database at every time: nothing lost, nothing trained twice, steps contiguous."""
         assert self.one("SELECT count(*) FROM trajectory") == submitted
         (step,) = self.rows("SELECT step FROM run")[0]
-        assert [row[0] for row in self.rows("SELECT step FROM checkpoint ORDER BY step")] == list(range(step + 1))
-        trained = self.rows("SELECT step, count(*) FROM batch WHERE state = 'trained' GROUP BY step ORDER BY step")
-        assert trained == [(number, 1) for number in range(1, step + 1)]
-        assert self.rows("SELECT t.id FROM trajectory t LEFT JOIN batch b ON b.id = t.batch_id"
-                         " WHERE (t.state = 'trained') <> (b.state IS NOT NULL AND b.state = 'trained')") == []  # fmt: skip
+        with contextlib.closing(open_readonly(self.data / "artd.db")) as c:
+            assert not list(history(c))
         parents = self.rows(
             "SELECT k.step, p.step FROM checkpoint k JOIN checkpoint p ON p.id = k.parent_id ORDER BY 1"
         )
@@ -256,6 +254,22 @@ class Rig:
         """A client of its own connection, and the run `r`."""
         async with Client(self.data, timeout=30.0) as client:
             yield client, await client.run("r", model=self.model, **(SPEC | changes))
+
+
+def history(c: sqlite3.Connection) -> Iterator[str]:
+    """What is wrong where steps are not contiguous or a trajectory is not trained once. c: of a data folder or a disk image."""
+    for run, name, step in c.execute("SELECT id, name, step FROM run").fetchall():
+        steps = [row[0] for row in c.execute("SELECT step FROM checkpoint WHERE run_id = ? ORDER BY step", (run,))]
+        if steps != list(range(step + 1)):
+            yield f"run {name} is at step {step} with checkpoints {steps}"
+        trained = c.execute("SELECT step FROM batch WHERE run_id = ? AND state = 'trained' ORDER BY step", (run,))
+        if (found := [row[0] for row in trained]) != list(range(1, step + 1)):
+            yield f"run {name} is at step {step} with trained batches {found}"
+    for row in c.execute(
+        "SELECT t.id FROM trajectory t LEFT JOIN batch b ON b.id = t.batch_id"
+        " WHERE (t.state = 'trained') <> (b.state IS NOT NULL AND b.state = 'trained')"
+    ):
+        yield f"trajectory {row[0]} and its batch disagree on whether it was trained"
 
 
 def parent(pid: int) -> int:

@@ -11,11 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from artd.supervise import procfs
+from artd.supervise.spawn import GUARDIAN
 from artd_schema.paths import process_ticks
+from tests.crash.shim import Failure, Shim
 from tests.daemon.rig import Rig, fill
 from tests.daemon.rig import rig as another_rig
 from tests.daemon.test_fence import REMOTE
@@ -88,6 +92,48 @@ async def test_nothing_outlives_the_daemon(rig: Rig):
     rig.start(wait=False)
     assert rig.died() == -signal.SIGKILL
     rig.assert_nothing_lives()
+
+
+def waits(pid: int) -> str:
+    """Where in the kernel the main thread of a process is."""
+    return Path(f"/proc/{pid}/wchan").read_text()
+
+
+@pytest.mark.slow  # tests/process/test_owner_death.py has the kill alone
+async def test_a_trainer_that_holds_the_gil_for_ten_seconds_dies_with_its_daemon_and_outlives_its_silence(rig: Rig):
+    rig.script.write(gil__1=[])
+    await up(rig)
+    async with rig.run() as (_, run):
+        await fill(run, 1)
+        for fence in (1, 2):
+            rig.reached(f"train:1 {fence}")
+            trainer = rig.worker_pid("trainer")
+            rig.until(lambda trainer=trainer: waits(trainer) == "hrtimer_nanosleep", "the native call")
+            if fence == 1:
+                rig.restart()
+        began = time.monotonic()
+        assert (await run.wait(1, timeout=20)).step == 1
+        assert time.monotonic() - began > 8 and rig.worker_pid("trainer") == trainer
+
+
+@pytest.mark.parametrize("whose", ["the guardian's", "the worker's"])
+async def test_killed_between_fork_and_exec(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str):
+    part = str(GUARDIAN) if whose == "the guardian's" else f"^{sys.executable}|-m|artd_workers.gateway"
+    shim = Shim(tmp_path, rig.root)
+    with monkeypatch.context() as patch:
+        for name, value in shim.environment(Failure("exec", 1, 0, part=part), record=False).items():
+            patch.setenv(name, value)
+        rig.start(wait=False)
+    rig.until(lambda: shim.failed, "an exec")
+    (forked,) = rig.until(lambda: [stat for stat in procfs.descendants([rig.process.pid], procfs.all_stats())
+                                   if stat.state == "T"], "a process that is stopped before its exec")  # fmt: skip
+    assert (str(GUARDIAN) in Path(f"/proc/{forked.pid}/cmdline").read_text()) == (whose == "the worker's")
+    rig.process.kill()
+    rig.process.wait()
+    if whose == "the guardian's":
+        procfs.signal_exact(forked.pid, forked.ticks, signal.SIGCONT)  # nobody but this test ever stops it there
+    rig.assert_nothing_lives()
+    assert (rig.data / "logs" / "gateway.log").read_text() == ""
 
 
 async def left_by_a_boot(rig: Rig) -> list[procfs.Stat]:

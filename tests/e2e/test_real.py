@@ -137,22 +137,26 @@ def check_export(rig: Rig, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_after_kill_9_of_daemon_and_harness_the_same_step_is_served_from_disk(rig: Rig, tmp_path: Path) -> None:
+async def test_after_every_kill_9_nothing_lives_and_the_same_step_is_served_from_disk(rig: Rig, tmp_path: Path) -> None:
+    """Daemon and harness together; the daemon while the harness is stopped; the daemon alone."""
     model = make_toy(tmp_path / "toy", "qwen3")
     async with Client(data_dir=rig.data) as art:
         run = await art.run("toy", model=model, **SPEC)
         await run.wait(0, timeout=300)
         await one_step(run, run.openai(), 1)
         trained = await probe(run.openai(), run.model)
-    os.kill(rig.harness, signal.SIGKILL)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        assert any("EngineCore" in line for line in rig.processes())
+        os.kill(rig.harness, number)
+        rig.kill()
+        rig.start()
+        async with Client(data_dir=rig.data) as art:
+            run = await art.run("toy")
+            await run.wait(1, timeout=300)
+            assert await probe(run.openai(), run.model) == pytest.approx(trained, abs=1e-5)
+            newest = (await art.rows("pushes"))[0]
+            assert (newest["source"], newest["step"], newest["state"]) == ("disk", 1, "live")
     rig.kill()
-    rig.start()
-    async with Client(data_dir=rig.data) as art:
-        run = await art.run("toy")
-        await run.wait(1, timeout=300)
-        assert await probe(run.openai(), run.model) == pytest.approx(trained, abs=1e-5)
-        newest = (await art.rows("pushes"))[0]
-        assert (newest["source"], newest["step"], newest["state"]) == ("disk", 1, "live")
 
 
 def check_status(rig: Rig) -> None:

@@ -22,6 +22,7 @@ from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
 from artd_workers.engines.push import Pusher
+from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
@@ -43,6 +44,7 @@ class Bench:
     python: str = ""
     folder: str = "e"
     spawn: int = SPAWN
+    engine: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shm(self) -> Path:
@@ -56,7 +58,7 @@ class Bench:
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
         python.chmod(0o700)
         spec = RunSpec(model=str(self.root / "model"), parameters=self.parameters, rollout_weights_mode=self.mode,
-                       lora=LoraSpec(rank=4, alpha=8), engine=EngineSpec(max_model_len=64))  # fmt: skip
+                       lora=LoraSpec(rank=4, alpha=8), engine=EngineSpec(max_model_len=64, **self.engine))  # fmt: skip
         self.config = w.EngineConfig(
             run="toy",
             spec=spec,
@@ -122,7 +124,7 @@ def _adapter(socket: Path) -> VllmAdapter:
     end = time.monotonic() + 10
     while True:
         try:
-            return VllmAdapter(socket, Deadline(2))
+            return VllmAdapter(socket, Deadline(2), guard.owner(INSTANCE, SPAWN))
         except EngineError:
             assert time.monotonic() < end, "the fake server did not start"
             time.sleep(0.02)

@@ -59,11 +59,15 @@ class FakeDaemon:
     def expect(self, kind: Any, timeout_s: float = 20.0, where: Callable[[Any], bool] = lambda _: True) -> Any:
         """The next message of this kind (older ones of other kinds are kept in `received`)."""
         end = time.monotonic() + timeout_s
+        gone = False
         while time.monotonic() < end:
             message = self._next(0.05)
             if isinstance(message, kind) and where(message):
                 return message
-        raise AssertionError(f"no {kind.__name__} within {timeout_s} s; received {self.received[-5:]}")
+            if message is None and gone:
+                break
+            gone = self.process.poll() is not None
+        raise AssertionError(f"no {kind} within {timeout_s} s; received {self.received[-5:]}")
 
     def ready(self, timeout_s: float = 20.0) -> str:
         """The engine's socket, once it says Ready."""

@@ -1,21 +1,27 @@
 """A scripted stand-in for the vLLM server, run as `FAKE -m vllm.entrypoints.openai.api_server --uds PATH ...`.
 
-The file named by FAKE_VLLM holds its script (JSON): {"calls": PATH, "faults": {ROUTE: FAULT}, "start": HOW, "term": HOW}.
-FAULT: an integer status, "hang", "die", "wrong" (scores off by 1e-3), "false", or a path: wait until that file is there. start: a last log line before
-exit 1. term: "hang" ignores SIGTERM. Every call is appended to `calls`. `running` requests are those to /busy (seconds).
-Updates pass the real fence of artd's extension, for the instance and spawn in its environment. Its scores are a function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
+The file named by FAKE_VLLM holds its script (JSON): {"calls": PATH, "faults": {ROUTE: FAULT}, "start": HOW, "term": HOW,
+"version": V, "shape": [LAYERS, TOPK, EXPERTS], "bytes": LOADED, "table": `EngineTable`, "room": BOOL}. FAULT: an integer status, "hang", or a path: wait until that file is there (what
+else can go wrong: tests/conformance/relay.py). start: a last log line before exit 1. term: "hang" ignores SIGTERM. Every call
+is appended to `calls`. A token of a completion takes 10 ms.
+Updates pass the real fence of artd's extension, for the instance and spawn in its environment. A live one reads the tensors
+from the trainer's side at the Unix socket `rendezvous` (`Wire`), one from disk reads them from the checkpoint; its scores are a
+function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
 Like the real one it has a child in its process group and files in /dev/shm.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import socket
 import socketserver
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -23,24 +29,61 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent))
-from folders import scores, seed_of_adapter, seed_of_table
+from folders import scores, seed_of_adapter, seed_of_table, tensors_of
 
-from artd_workers.engines.base import Fence
+from artd_workers.engines import checkpoint
+from artd_workers.engines.base import EngineError, Fence
 from artd_workers.engines.fence import FenceError, Gate
+from artd_workers.engines.vllm import guard
 
 SCRIPT = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
 LOCK = threading.Lock()
 GATE = Gate(os.environ["ARTD_INSTANCE"], int(os.environ["ARTD_SPAWN"]))
+TOKEN_S = 0.01
+SERVED = sys.argv[sys.argv.index("--served-model-name") + 1] if "--served-model-name" in sys.argv else "toy"
+
+
+class Unfit(Exception):
+    """What arrived is not what the weight table says."""
+
+
+@dataclass
+class Wire:
+    """The engine's end of a live push without torch: a stream of the tensors' bytes from a socket of the trainer's side."""
+
+    path: str
+    stream: socket.socket | None = None
+
+    def read(self, table: list[list[Any]], timeout_s: float) -> Iterator[bytes]:
+        """The bytes of each tensor of the table, in its order. Raises Unfit."""
+        try:
+            if self.stream is None:
+                self.stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self.stream.connect(self.path)
+            self.stream.settimeout(timeout_s)
+            for _, _, (size,), _ in table:
+                raw = self.stream.recv(4 * size, socket.MSG_WAITALL)
+                if len(raw) < 4 * size:
+                    raise Unfit("the trainer's side has hung up")
+                yield raw
+        except OSError as error:
+            raise Unfit(f"the trainer's side does not send: {error}") from None
 
 
 @dataclass
 class ServerState:
     weights: str = ""
     staged: str = ""
+    label: str = ""
+    wire: Wire = field(default_factory=lambda: Wire(""))
+    expected: list[list[Any]] = field(default_factory=list)
+    pull_s: float = 0.0
+    polls: int = 0
     adapters: dict[str, str] = field(default_factory=dict)
     paused: bool = False
-    running: list[threading.Event] = field(default_factory=list)
-    lora_running: set[str] = field(default_factory=set)
+    running: dict[threading.Event, str] = field(default_factory=dict)
+    cached: set[tuple[int, ...]] = field(default_factory=set)
+    hits: int = 0
 
 
 STATE = ServerState()
@@ -69,21 +112,20 @@ class Handler(BaseHTTPRequestHandler):
         fault = SCRIPT.get("faults", {}).get(route)
         if fault == "hang":
             time.sleep(600)
-        if fault == "die":
-            print("RuntimeError: the worker fell over", flush=True)
-            os._exit(3)
         while isinstance(fault, str) and fault.startswith("/") and not Path(fault).exists():
             time.sleep(0.01)
         if isinstance(fault, int):
             return self._reply(fault, {"error": {"message": f"scripted failure of {route}"}})
+        if why := guard.refusal(url.path, self.headers.get(guard.HEADER, "")):
+            return self._reply(guard.CONFLICT, {"error": {"message": why}})
         try:
             pass_fence(route, body)
-        except FenceError as error:
+            status, reply = self._answer(route, parse_qs(url.query), body)
+        except (FenceError, Unfit, EngineError) as error:
             return self._reply(500, {"error": {"message": str(error)}})
-        status, reply = self._answer(route, parse_qs(url.query), body, fault)
         return self._reply(status, reply)
 
-    def _answer(self, route: str, query: dict[str, list[str]], body: dict[str, Any], fault: Any) -> tuple[int, Any]:
+    def _answer(self, route: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, Any]:
         match route:
             case "/version":
                 return 200, {"version": SCRIPT.get("version", "0.32.0")}
@@ -95,44 +137,56 @@ class Handler(BaseHTTPRequestHandler):
                 STATE.paused = True
             case "/resume":
                 STATE.paused = False
+            case "/is_paused":
+                return 200, {"is_paused": STATE.paused}
             case "/abort_requests":
                 abort()
-            case "artd_begin" | "artd_capture_routes":
+            case "artd_begin":
                 return 200, {"results": [{}]}
+            case "artd_capture_routes":
+                if (shape := list(body["kwargs"].values())) != SCRIPT.get("shape", shape):
+                    raise Unfit(f"the model's shape is {SCRIPT['shape']}, not {shape}")
+                return 200, {"results": [{}]}
+            case "/init_weight_transfer_engine":
+                STATE.wire = Wire(body["init_info"].get("rendezvous", ""))
             case "/update_weights":
-                assert STATE.paused
-                STATE.staged = seed_of_table(body["update_info"]["table"])
+                info = body["update_info"]
+                if "names" in info:  # vLLM's own form: what would come over NCCL is what is expected
+                    load(STATE.expected, (row[3] for row in STATE.expected))
+                    return 200, {}
+                load(info["table"], STATE.wire.read(info["table"], info["timeout_s"]))
+            case "artd_expect":
+                STATE.expected = body["kwargs"]["table"]
+                return 200, {"results": [{}]}
             case "artd_load_merged":
-                assert STATE.paused
-                STATE.staged = seed_of_table(body["kwargs"]["table"])
+                kwargs = body["kwargs"]
+                file = Path(kwargs["checkpoint"]) / checkpoint.ADAPTER
+                stored = dict(checkpoint.tensor_hashes(file))
+                load(kwargs["table"], (stored.get(row[0], "") for row in kwargs["table"]))
                 return 200, {"results": [{}]}
             case "artd_finish":
                 STATE.weights = STATE.staged
                 return 200, {"results": [{"bytes": SCRIPT.get("bytes", 64), "transfer": 0.01, "load": 0.001}]}
+            case _ if route.startswith("artd_direct_"):
+                return 200, {"results": [direct(route, body["kwargs"])]}
+            case "/update_weight_version":
+                STATE.label = body["new_version"]
+            case "/weight_info":
+                return 200, {"weight_version": STATE.label}
             case "/reset_prefix_cache":
-                return 200, {"success": fault != "false"}
+                STATE.cached.clear()
+                return 200, {"success": True}
             case "/v1/load_lora_adapter":
                 STATE.adapters[body["lora_name"]] = seed_of_adapter(Path(body["lora_path"]))
                 return 200, "Success"
             case "/v1/unload_lora_adapter":
-                del STATE.adapters[body["lora_name"]]
+                if STATE.adapters.pop(body["lora_name"], None) is None:
+                    return 404, {"error": {"message": f"no adapter {body['lora_name']}"}}
             case "/v1/completions":
-                return self._score(body, fault)
-            case "/busy":
-                return 200, {"aborted": busy(body["seconds"], body.get("model", ""))}
+                return complete(body)
             case "/metrics":
                 return 200, metrics()
         return 200, {}
-
-    def _score(self, body: dict[str, Any], fault: Any) -> tuple[int, Any]:
-        assert not STATE.paused, "a paused engine answers no canary"
-        seed = STATE.adapters.get(body["model"], STATE.weights)
-        offset = 1e-3 if fault == "wrong" else 0.0
-        choices = []
-        for index, prompt in enumerate(body["prompt"]):
-            rows = [{str(t): {"logprob": s + offset}} for t, s in zip(prompt[1:], scores(seed, prompt), strict=True)]
-            choices.append({"index": index, "prompt_logprobs": [None, *rows]})
-        return 200, {"choices": choices[::-1]}
 
     def _reply(self, status: int, body: Any) -> None:
         data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
@@ -147,9 +201,11 @@ def pass_fence(route: str, body: dict[str, Any]) -> None:
     match route:
         case "artd_begin":
             GATE.begin(Fence(**body["kwargs"]["fence"]))
-        case "artd_load_merged":
+        case "artd_load_merged" | "artd_expect":
             GATE.check(Fence(**body["kwargs"]["fence"]))
         case "/init_weight_transfer_engine" | "/start_weight_update" | "/finish_weight_update":
+            GATE.require_open()
+        case "/update_weights" if "names" in body["update_info"]:
             GATE.require_open()
         case "/update_weights":
             GATE.check(Fence(**body["update_info"]["fence"]))
@@ -158,15 +214,89 @@ def pass_fence(route: str, body: dict[str, Any]) -> None:
             GATE.finish()
 
 
-def busy(seconds: float, model: str) -> bool:
+def direct(route: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The calls of a direct push: a pull or a swap brings the weights that `expect` named, and where the trainer's side has a
+    `wire` beside its offer, they come from there. Raises FenceError, Unfit."""
+    match route.removeprefix("artd_direct_"):
+        case "table":
+            return SCRIPT["table"]
+        case "room":
+            return {"room": SCRIPT.get("room", True)}
+        case "open":
+            if Path(kwargs["offer"]).read_text() == "short":
+                raise Unfit("our layers.0.b: elements 0 to 7 are in no piece")
+            STATE.wire = Wire(str(Path(kwargs["offer"]).with_name("wire")))
+        case "expect":
+            weights = json.loads(Path(kwargs["weights"]).read_text())
+            STATE.expected = [[row["name"], row["dtype"], row["shape"], row["sha256"]] for row in weights["tensors"]]
+        case "stage":
+            GATE.admit(Fence(**kwargs["fence"]))
+            STATE.polls = 0
+            STATE.pull_s = kwargs["timeout_s"]
+        case "staged":
+            STATE.polls += 1
+            if STATE.polls == 1:
+                return {}
+            pulled(STATE.pull_s)
+            return {"copied": 0.01}
+        case "pull" | "swap" as call:
+            assert STATE.paused
+            GATE.begin(Fence(**kwargs["fence"]), "direct")
+            if call == "pull":
+                pulled(kwargs["timeout_s"])
+            STATE.weights = seed_of_table(STATE.expected)
+            GATE.finish("direct")
+            return {"summed": 0.01}
+    return {}
+
+
+def pulled(timeout_s: float) -> None:
+    """Take the expected tensors from the trainer's side. Raises Unfit."""
+    if Path(STATE.wire.path).exists():
+        verify(STATE.expected, STATE.wire.read(STATE.expected, timeout_s))
+
+
+def load(table: list[list[Any]], source: Iterator[bytes] | Iterator[str]) -> None:
+    """Take tensors for the next weights, see `verify`."""
+    assert STATE.paused
+    verify(table, source)
+    STATE.staged = seed_of_table(table)
+
+
+def verify(table: list[list[Any]], source: Iterator[bytes] | Iterator[str]) -> None:
+    """source: of each tensor its bytes, or what they hash to. Raises Unfit when they are not the table's, or not all."""
+    for (name, _, _, sha), found in zip(table, source, strict=True):
+        if (hashlib.sha256(found).hexdigest() if isinstance(found, bytes) else found) != sha:
+            raise Unfit(f"{name} arrived with other bytes than committed")
+    if missing := sorted(tensors_of("merged", 0).keys() - {row[0] for row in table}):
+        raise Unfit(f"{len(missing)} parameters of the model got no weights, the first is {missing[0]}")
+
+
+def complete(body: dict[str, Any]) -> tuple[int, Any]:
+    """Score the prompts and, when more than one token is asked for, take the time of making them."""
+    model = body["model"]
+    if model not in (SERVED, *STATE.adapters):
+        return 404, {"error": {"message": f"The model {model} does not exist."}}
+    assert not STATE.paused, "a paused engine answers no canary"
+    seed = STATE.adapters.get(model, STATE.weights)
+    reason = "length" if body["max_tokens"] == 1 else busy(body["max_tokens"] * TOKEN_S, model)
+    choices = []
+    for index, prompt in enumerate(body["prompt"]):
+        STATE.hits += tuple(prompt) in STATE.cached
+        STATE.cached.add(tuple(prompt))
+        rows = [{str(t): {"logprob": s}} for t, s in zip(prompt[1:], scores(seed, prompt), strict=True)]
+        choices.append({"index": index, "finish_reason": reason, "prompt_logprobs": [None, *rows]})
+    return 200, {"choices": choices[::-1]}
+
+
+def busy(seconds: float, model: str) -> str:
+    """Run for some seconds; why it ended."""
     done = threading.Event()
-    STATE.running.append(done)
-    STATE.lora_running.add(model)
+    STATE.running[done] = model
     aborted = done.wait(seconds)
-    STATE.lora_running.discard(model)
-    STATE.running.remove(done)
+    del STATE.running[done]
     done.set()
-    return aborted
+    return "abort" if aborted else "length"
 
 
 def abort() -> None:
@@ -175,10 +305,10 @@ def abort() -> None:
 
 
 def metrics() -> str:
-    names = ",".join(sorted(STATE.lora_running))
+    names = ",".join(sorted(set(STATE.running.values())))
     old = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="gone@9",waiting_lora_adapters=""} 1.0\n'
     now = f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{names}",waiting_lora_adapters=""}} {time.time()}\n'
-    return old + now
+    return old + now + f'vllm:prefix_cache_hits_total{{engine="0"}} {float(STATE.hits)}\n'
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):

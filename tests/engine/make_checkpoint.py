@@ -1,7 +1,7 @@
-"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora|full:SEED:STEP ...`.
+"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora|full:SEED:STEP[:gpu] ...`.
 
 Stands in for the trainer in the engine's tests: random adapter or, in `full`, every weight off by noise; weight table; canary
-scored with Hugging Face. Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
+scored with Hugging Face in fp32. gpu: served in bf16, known by sum64, and a canary with the room that takes. Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from artd_schema.codec import to_json
 from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightEntry, WeightTable
+from artd_workers.engines.direct.checksum import sum_of
 from artd_workers.trainer.merge import PEFT_PREFIX, BaseWeights, merged_tensors
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 4, 8
+FP32, BF16 = (1e-5, 2e-6), (1.5, 0.15)
 
 
 def adapter(base: BaseWeights, seed: int) -> dict[str, Tensor]:
@@ -39,7 +41,9 @@ def adapter(base: BaseWeights, seed: int) -> dict[str, Tensor]:
     return out
 
 
-def entry(name: str, tensor: Tensor) -> WeightEntry:
+def entry(name: str, tensor: Tensor, summed: bool = False) -> WeightEntry:
+    if summed:
+        return WeightEntry(name, "bfloat16", tuple(tensor.shape), sum64=sum_of(tensor.contiguous()))
     sha = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
     return WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), sha)
 
@@ -65,8 +69,8 @@ def hugging_face(base: Path, weights: dict[str, Tensor]) -> Any:
     return model.eval()
 
 
-def canary(base: Path, merged: dict[str, Tensor]) -> Canary:
-    """Logprobs of Hugging Face with the merged weights."""
+def canary(base: Path, merged: dict[str, Tensor], bounds: tuple[float, float]) -> Canary:
+    """Logprobs of Hugging Face with the merged weights. bounds: largest and mean difference in nats."""
     model = hugging_face(base, merged)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, model.config.vocab_size, (n,), generator=generator) for n in (24, 17, 32)]
@@ -76,10 +80,10 @@ def canary(base: Path, merged: dict[str, Tensor]) -> Canary:
             scores = torch.log_softmax(model(ids[None]).logits[0].double(), -1)
             logprobs.append(tuple(scores[:-1].gather(1, ids[1:, None])[:, 0].tolist()))
     rows = tuple(tuple(ids.tolist()) for ids in prompts)
-    return Canary(prompts=rows, logprobs=tuple(logprobs), max_abs=1e-5, mean_abs=2e-6)
+    return Canary(prompts=rows, logprobs=tuple(logprobs), max_abs=bounds[0], mean_abs=bounds[1])
 
 
-def write(base_folder: Path, out: Path, mode: str, seed: int, step: int) -> str:
+def write(base_folder: Path, out: Path, mode: str, seed: int, step: int, gpu: bool = False) -> str:
     """Write one checkpoint folder; returns the sha256 of its manifest."""
     out.mkdir(parents=True)
     base = BaseWeights(base_folder)
@@ -89,11 +93,11 @@ def write(base_folder: Path, out: Path, mode: str, seed: int, step: int) -> str:
     else:
         lora = adapter(base, seed)
         write_adapter(base_folder, out, lora)
-        merged = dict(merged_tensors(base, lora, ALPHA / RANK, torch.float32))
+        merged = dict(merged_tensors(base, lora, ALPHA / RANK, torch.bfloat16 if gpu else torch.float32))
         served = merged if mode == "merged" else lora
     table = WeightTable(
         mode="lora" if mode == "lora" else "merged",
-        tensors=tuple(entry(name, tensor) for name, tensor in served.items()),
+        tensors=tuple(entry(name, tensor, gpu and mode == "merged") for name, tensor in served.items()),
     )
     (out / "weights.json").write_bytes(to_json(table))
     files = tuple(
@@ -102,7 +106,7 @@ def write(base_folder: Path, out: Path, mode: str, seed: int, step: int) -> str:
     )
     manifest = CheckpointManifest(
         run="toy", step=step, epoch=step, lineage=0, parent="", batch="", base_digest="", spec_digest="",
-        instance="test", job=1, fence=1, files=files, canary=canary(base_folder, merged),
+        instance="test", job=1, fence=1, files=files, canary=canary(base_folder, merged, BF16 if gpu else FP32),
         parameters="full" if mode == "full" else "lora",
     )  # fmt: skip
     raw = to_json(manifest)
@@ -120,8 +124,8 @@ def write_adapter(base: Path, out: Path, lora: dict[str, Tensor]) -> None:
 def main() -> None:
     base, *wanted = sys.argv[1:]
     for item in wanted:
-        out, mode, seed, step = item.split(":")
-        print(write(Path(base), Path(out), mode, int(seed), int(step)))
+        out, mode, seed, step, *gpu = item.split(":")
+        print(write(Path(base), Path(out), mode, int(seed), int(step), bool(gpu)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, Fence
 from artd_workers.engines.http import call
+from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
@@ -30,17 +31,18 @@ TOOL_ENV = {"PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}", "OMP_NUM_THRE
 START_S = 240.0
 
 
-def tool(*argv: str) -> None:
-    """Run a script in the megatron interpreter."""
-    python = str(registry.find("megatron").python)
-    subprocess.run([python, *argv], check=True, env=os.environ | TOOL_ENV, capture_output=True, text=True, timeout=180)
+def tool(*argv: str, python: str = "", env: Mapping[str, str] = TOOL_ENV) -> None:
+    """Run a script in the megatron interpreter, or another."""
+    command = [python or str(registry.find("megatron").python), *argv]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, f"{argv[0]}: {done.stderr[-3000:]}"
 
 
-def serving_tool(*argv: str) -> subprocess.Popen[str]:
-    """A script in the megatron interpreter that answers on stdout what it is asked on stdin."""
-    python = str(registry.find("megatron").python)
+def serving_tool(*argv: str, python: str = "", env: Mapping[str, str] = TOOL_ENV) -> subprocess.Popen[str]:
+    """A script in the megatron interpreter, or another, that answers on stdout what it is asked on stdin."""
+    command = [python or str(registry.find("megatron").python), *argv]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([python, *argv], env=os.environ | TOOL_ENV, **pipes)
+    return subprocess.Popen(command, env=os.environ | env, **pipes)
 
 
 @dataclass
@@ -69,6 +71,10 @@ class Engine:
         assert isinstance(answer, w.Live), answer
         assert answer.max_abs <= 1e-5
         return answer
+
+    def adapter(self) -> VllmAdapter:
+        """An adapter of its own, as the harness has one."""
+        return VllmAdapter(Path(self.socket), Deadline(5), guard.owner(INSTANCE, SPAWN))
 
     def fence(self) -> Fence:
         self.fences += 1

@@ -2,7 +2,8 @@
 
 {"checkpoint": DIR, "perturb": NAME or "", "table": PATH}: merge, disturb one matrix by 1 % noise (relative to its own
 root mean square), write the weight table of what will be sent to PATH, print "ready", and broadcast.
-{"checkpoint": DIR, ..., "die_after": N}: end the process after N tensors. "leave_out": NAME is not sent.
+{"checkpoint": DIR, ..., "die_after": N}: end the process after N tensors. "stall_after": N: send no more. "leave_out": NAME is
+not sent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -56,6 +58,8 @@ def main() -> None:
         for sent, tensor in enumerate(weights.values()):
             if sent == order.get("die_after", -1):
                 os._exit(9)
+            if sent == order.get("stall_after", -1):
+                time.sleep(3600)
             broadcast(group, tensor.contiguous(), 60.0)
         print("sent", flush=True)
 

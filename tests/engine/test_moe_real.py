@@ -21,7 +21,6 @@ import pytest
 
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
-from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine.real import HERE, Engine, Sender, load, serving_tool, start
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -145,7 +144,7 @@ def test_nothing_is_held_of_a_thousand_aborted_requests(engine: Engine) -> None:
 
 
 def test_another_shape_is_refused(engine: Engine) -> None:
-    adapter = VllmAdapter(Path(engine.socket), Deadline(5))
+    adapter = engine.adapter()
     for shape, said in (
         (RouteShape(layers=3, topk=2, experts=8), "has 2 MoE layers, the run's has 3"),
         (RouteShape(layers=2, topk=3, experts=8), "routes to 2 of 8 experts"),
@@ -164,7 +163,7 @@ def test_one_matrix_of_one_expert_that_does_not_come_is_missed(engine: Engine) -
             EngineError, match=r"only some of their weights, the first is model\.layers\.2\.mlp\.experts"
         ):
             load(
-                VllmAdapter(Path(engine.socket), Deadline(5)), engine, sender, "f1",
+                engine.adapter(), engine, sender, "f1",
                 leave_out="model.layers.2.mlp.experts.5.up_proj.weight",
             )  # fmt: skip
     finally:

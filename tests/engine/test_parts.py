@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from artd_schema.trajectory import RouteShape
 from artd_schema.worker import EngineConfig
 from artd_workers.engines import canary, checkpoint, diagnose, group
 from artd_workers.engines.base import VLLM, EngineError, Fence, capabilities
-from artd_workers.engines.fence import FenceError, Gate
+from artd_workers.engines.fence import FenceError, Gate, Way
 from artd_workers.engines.vllm.adapter import active_adapters
-from artd_workers.engines.vllm.server import command, lora_rank
+from artd_workers.engines.vllm.command import command, lora_rank
 from tests.engine import folders
 
 CANARY = Canary(prompts=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)), max_abs=1e-3, mean_abs=5e-4)
@@ -65,6 +66,28 @@ def test_gate_takes_nothing_without_an_open_update() -> None:
         gate.check(fence(1))
     with pytest.raises(FenceError):
         gate.finish()
+
+
+@pytest.mark.parametrize(("way", "other"), [("direct", "calls"), ("calls", "direct")])
+def test_an_update_is_written_in_the_way_that_it_was_opened_for(way: Way, other: Way) -> None:
+    gate = Gate("i", 7)
+    gate.begin(fence(1), way)
+    for call in (partial(gate.check, fence(1), other), partial(gate.require_open, other), partial(gate.finish, other)):
+        with pytest.raises(FenceError, match="no .*update"):
+            call()
+    with pytest.raises(FenceError, match="restart the engine"):
+        gate.begin(fence(2), other)
+    gate.check(fence(1), way)
+    gate.finish(way)
+
+
+def test_asking_whether_an_update_could_begin_begins_none() -> None:
+    gate = Gate("i", 7)
+    gate.admit(fence(3))
+    gate.begin(fence(3))
+    for late in (3, 4):
+        with pytest.raises(FenceError):
+            gate.admit(fence(late))
 
 
 def test_canary_measures_and_bounds() -> None:

@@ -22,7 +22,6 @@ from artd_schema.manifest import WeightTable
 from artd_workers.engines import canary
 from artd_workers.engines.base import Deadline, EngineError, Fence
 from artd_workers.engines.http import StatusError
-from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN
 from tests.engine.real import HERE, Engine, Sender, load, logprob, start, tool
 
@@ -86,7 +85,7 @@ class TestMerged:
         assert [span["version"] for span in choice["weight_versions"]] == ["toy@1"]
 
     def test_one_percent_in_any_matrix_fails_the_canary(self, merged: Engine) -> None:
-        adapter = VllmAdapter(Path(merged.socket), Deadline(5))
+        adapter = merged.adapter()
         expected = merged.manifest("m1").canary
         sender = Sender(merged, "second")
         passed: list[str] = []
@@ -113,17 +112,17 @@ class TestMerged:
         with ThreadPoolExecutor(24) as pool:
             choices = list(pool.map(one, range(24)))
         assert [len(choice["token_ids"]) for choice in choices] == [16] * 24
-        assert VllmAdapter(Path(merged.socket), Deadline(5)).healthy(Deadline(5))
+        assert merged.adapter().healthy(Deadline(5))
 
     def test_the_worker_refuses_an_older_fence_and_another_spawn(self, merged: Engine) -> None:
-        adapter = VllmAdapter(Path(merged.socket), Deadline(5))
+        adapter = merged.adapter()
         with pytest.raises(EngineError, match="has seen fence"):
             adapter.begin(Fence(INSTANCE, SPAWN, 1, 1), Deadline(10))
         with pytest.raises(EngineError, match="belongs to"):
             adapter.begin(Fence(INSTANCE, SPAWN + 1, 999, 999), Deadline(10))
 
     def test_a_trainer_that_dies_in_a_push_leaves_the_engine_unknown(self, merged: Engine) -> None:
-        adapter = VllmAdapter(Path(merged.socket), Deadline(5))
+        adapter = merged.adapter()
         sender = Sender(merged, "third")
         began = time.monotonic()
         with pytest.raises(EngineError, match="/update_weights"):
@@ -152,7 +151,7 @@ class TestLora:
             lora.live(lora.push("l2"))
             lora.daemon.send(w.Unload(name="toy@1"))
             assert len(running.result(60)["token_ids"]) == 300
-        adapter = VllmAdapter(Path(lora.socket), Deadline(5))
+        adapter = lora.adapter()
         end = time.monotonic() + 10
         while time.monotonic() < end and not refused(lora, "toy@1"):
             time.sleep(0.2)
@@ -163,14 +162,14 @@ class TestLora:
         assert base.max_abs > 1e-2, "the adapter changes the model"
 
     def test_the_canary_knows_one_adapter_from_another(self, lora: Engine) -> None:
-        adapter = VllmAdapter(Path(lora.socket), Deadline(5))
+        adapter = lora.adapter()
         adapter.load_adapter("other", lora.toys / "l3", Deadline(30))
         expected = lora.manifest("l2").canary
         with pytest.raises(EngineError, match="canary failed"):
             canary.verify(expected, adapter.score("other", expected.prompts, Deadline(30)))
 
     def test_adapters_of_one_batch_are_kept_apart(self, lora: Engine) -> None:
-        adapter = VllmAdapter(Path(lora.socket), Deadline(5))
+        adapter = lora.adapter()
         expected = {"toy@2": lora.manifest("l2").canary, "other": lora.manifest("l3").canary}
         for _ in range(3):
             with ThreadPoolExecutor(4) as pool:

@@ -5,11 +5,13 @@ Owner of: nothing. Invariants: the daemon's own services do the work; only the t
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from artd.dispatch import TRAINER, Dispatch
-from artd.packing.service import Packer
+from artd.packing import child, service
 from artd.push import ENGINE, Pusher
 from artd.rundir import DataDir
 from artd.store.blobs import Blobs
@@ -65,11 +67,17 @@ async def serve(store: Store, spawn: int = 1, data: DataDir | None = None) -> No
     await pusher.live(w.Live(push=message.push, fence=message.fence, max_abs=1e-6, mean_abs=1e-7))
 
 
-async def pack(store: Store, data: DataDir) -> bool:
-    """Pack what is due, in the real child. Whether there was something."""
-    packer = Packer(store, Blobs(data.blobs), data)
+async def pack_here(request: child.PackRequest) -> child.PackResult:
+    """What the packing child does, without its start."""
+    return child.run(request)
+
+
+async def pack(store: Store, data: DataDir, by: Callable[[child.PackRequest], Awaitable[Any]] = pack_here) -> bool:
+    """Pack what is due. by: who packs it; `service.run_child` is the real child. Whether there was something."""
+    packer = service.Packer(store, Blobs(data.blobs), data)
     request, groups = await store.write(packer._due)
-    return request is not None and await packer._pack(request, groups)
+    with mock.patch.object(service, "run_child", by):
+        return request is not None and await packer._pack(request, groups)
 
 
 async def packed_run(store: Store, root: Path, **changes: Any) -> DataDir:

@@ -2,13 +2,14 @@
 
 Run by a stand-in for the megatron runtime's interpreter. Faults (see script.py), by step: `train:N` fences at which it
 kills itself in the middle, `fail:N` / `refuse:N` / `interrupt:N` transient, permanent and free failures, `damage:N` a file that is not what
-its manifest says, `exit` spawns that end at once, `memory`: it needs memory that only one process can have, and dies
-without. Gates: `train:N` in the middle, `staged:N` before the report. Marks, by
-the sha of the result: `told:SHA FENCE` when it was said to be committed, `fenced:SHA FENCE` when it was refused.
+its manifest says, `gil:N` fences at which it is in native code that holds the GIL for ten seconds, `exit` spawns that end at once,
+`memory`: it needs memory that only one process can have, and dies without. Gates: `train:N` in the middle, `staged:N` before the
+report. Marks, by the sha of the result: `told:SHA FENCE` when it was said to be committed, `fenced:SHA FENCE` when it was refused.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -72,6 +73,8 @@ def work(link: Link, script: Script, order: w.Run, config: w.TrainerConfig) -> s
         read_replay(script, order)
     script.gate(point, order.fence)
     time.sleep(script.number("train_s"))
+    if script.wants(f"gil:{order.step}", order.fence):
+        ctypes.PyDLL(None).sleep(10)
     if script.wants(f"die:{order.step}", order.fence):
         print(f"last words of fence {order.fence}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,6 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import msgspec
 
@@ -19,7 +18,6 @@ from artd.base_model import BaseModel
 from artd.dispatch import TRAINER
 from artd.ingest import Ingest
 from artd.jobs import abandon
-from artd.packing import child, service
 from artd.push import ENGINE, Pusher
 from artd.recover import identify
 from artd.retain import Retain
@@ -148,11 +146,6 @@ def copy(target: Path) -> Path:
     return Path(shutil.copytree(template(), target))
 
 
-async def pack_here(request: child.PackRequest) -> child.PackResult:
-    """What the packing child does, without its start."""
-    return child.run(request)
-
-
 async def make(root: Path) -> None:
     """A finished dense run of two steps, and an active mixture at step 2 whose third train job runs, once failed.
 
@@ -161,8 +154,7 @@ async def make(root: Path) -> None:
     """
     data = data_dir(root)
     async with open_store(root) as store:
-        with mock.patch.object(service, "run_child", pack_here):
-            await fill(store, data)
+        await fill(store, data)
 
 
 async def fill(store: Store, data: DataDir) -> None:

@@ -245,7 +245,7 @@ class FakeEngine:
         choices = [
             {"index": choice["index"], "message": {"role": "assistant", "content": _text(choice), "tool_calls": self.tool_calls},
              "logprobs": choice["logprobs"] and {"content": [_shown(e) for e in choice["logprobs"]["content"]]},
-             "finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+             "finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
             for choice in generated["choices"]
         ]  # fmt: skip
         return _completion("chat.completion", generated["request_id"], body["model"], choices, body["prompt_tokens"])
@@ -254,7 +254,7 @@ class FakeEngine:
         flat = [choice for generated in body["generate_responses"] for choice in generated["choices"]]
         choices = [
             {"index": index, "text": _text(choice), "finish_reason": choice["finish_reason"],
-             "stop_reason": choice["stop_reason"],
+             "stop_reason": choice.get("stop_reason"),
              "logprobs": choice["logprobs"] and {"token_logprobs": [e["logprob"] for e in choice["logprobs"]["content"]]}}
             for index, choice in enumerate(flat)
         ]  # fmt: skip
@@ -273,7 +273,12 @@ def _logprob(token: int, index: int) -> Json:
 
 
 def _shown(entry: Json) -> Json:
-    return {"token": chr(entry["token_id"]), "logprob": entry["logprob"], "bytes": None, "top_logprobs": []}
+    return {
+        "token": entry.get("token") or chr(entry["token_id"]),
+        "logprob": entry["logprob"],
+        "bytes": None,
+        "top_logprobs": [],
+    }
 
 
 def _text(choice: Json) -> str:

@@ -20,9 +20,10 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from artd_schema.manifest import WeightTable
+from artd_schema.manifest import WeightEntry, WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
+from artd_workers.engines.base import Deadline
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer import checkpoint
 from artd_workers.trainer.merge import BaseWeights, adapter_targets, merge
@@ -40,28 +41,36 @@ def worker(tiny: bool) -> Iterator[dict[str, Any]]:
         spec = prepare(folder, tiny)
         yield {"what": "base model and batches written", "seconds": time.perf_counter() - started}
         trainer = made(spec)
-        parent, refs = None, []
-        for job in jobs(folder):
-            done = trainer.run(replaced(job, parent), lambda done, total: None, lambda: False)
-            parent = CheckpointRef(run="gpu", step=job.step, epoch=job.epoch, lineage=0, sha=done.sha, dir=job.dir)
-            trainer.committed(parent, 1)
-            refs.append(parent)
-            yield {"what": f"{job.kind} job of step {job.step}", "seconds": done.seconds} | kept(done.metrics)
-        (folder / "parent.json").write_bytes(msgspec.json.encode(refs[1]))
-        yield served(Path(refs[2].dir), spec)
-        subprocess.run([sys.executable, "-m", "tests.gpu.jobs", str(folder)], check=True)
-        again = json.loads((folder / "again.json").read_bytes())
-        yield (
-            {"what": "step 2 again, restored in a fresh process"}
-            | again
-            | compared(Path(refs[2].dir), folder / "again")
-        )
+        yield from done_by(trainer, folder)
+        yield served(folder / "step-2", spec)
+        yield one_by_one(trainer)
+        yield again_afresh(folder, checkpoint.ADAPTER)
 
 
-def prepare(folder: Path, tiny: bool) -> RunSpec:
-    """Write base model, batches and spec."""
+def done_by(trainer: Trainer, folder: Path) -> Iterator[dict[str, Any]]:
+    """Every job, one after the other; leaves in parent.json which checkpoint step 1 is."""
+    parent = None
+    for job in jobs(folder):
+        done = trainer.run(replaced(job, parent), lambda done, total: None, lambda: False)
+        parent = CheckpointRef(run="gpu", step=job.step, epoch=job.epoch, lineage=0, sha=done.sha, dir=job.dir)
+        trainer.committed(parent, 1)
+        if job.step == 1:
+            (folder / "parent.json").write_bytes(msgspec.json.encode(parent))
+        yield {"what": f"{job.kind} job of step {job.step}", "seconds": done.seconds} | kept(done.metrics)
+
+
+def again_afresh(folder: Path, weights: str) -> dict[str, Any]:
+    """Step 2 in a process of its own, from step 1's checkpoint, beside the one that `done_by` made."""
+    subprocess.run([sys.executable, "-m", "tests.gpu.jobs", str(folder)], check=True)
+    again = json.loads((folder / "again.json").read_bytes())
+    apart = compared(folder / "step-2", folder / "again", weights)
+    return {"what": "step 2 again, restored in a fresh process"} | again | apart
+
+
+def prepare(folder: Path, tiny: bool, config: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
+    """Write base model, batches and spec. config: of another model; changes: of the spec."""
     members, prompt, answer, length = SIZES[tiny]
-    config, device = shape.config(2 if tiny else 4, tiny), "cpu" if tiny else "cuda"
+    config, device = config or shape.config(2 if tiny else 4, tiny), "cpu" if tiny else "cuda"
     plan, base = plan_for(config), folder / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps(config))
@@ -76,10 +85,10 @@ def prepare(folder: Path, tiny: bool) -> RunSpec:
         )
         (folder / f"batch-{step}.fields").write_text(json.dumps(fields))
     engine, trained = ("float32", "float32") if tiny else ("bfloat16", "bfloat16")
-    spec = RunSpec(
+    spec = msgspec.structs.replace(RunSpec(
         model=str(base), seed=3, row_length=length, lora=LoraSpec(rank=16, alpha=32), optimizer=OptimizerSpec(lr=1e-4),
         engine=EngineSpec(dtype=engine), trainer=TrainerSpec(device=device, dtype=trained), expert_replay=False,
-    )  # fmt: skip
+    ), **changes)  # fmt: skip
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
     return spec
 
@@ -108,28 +117,49 @@ def kept(metrics: dict[str, float]) -> dict[str, float]:
 
 def served(step: Path, spec: RunSpec) -> dict[str, Any]:
     """Every 50th adapted tensor of the weight table, merged again on the CPU."""
-    table = msgspec.json.decode((step / "weights.json").read_bytes(), type=WeightTable)
-    shas = {entry.name: entry.sha256 for entry in table.tensors}
-    base, dtype = BaseWeights(spec.model), getattr(torch, spec.engine.dtype)
+    listed, base, dtype = entries(step), BaseWeights(spec.model), getattr(torch, spec.engine.dtype)
     targets = list(adapter_targets(load_file(step / checkpoint.ADAPTER)).items())[::50]
     scale = spec.lora.alpha / spec.lora.rank
-    same = [
-        checkpoint.entry_of(name, merge(base[name], a, b, scale, dtype)).sha256 == shas[name]
-        for name, (a, b) in targets
-    ]
+    same = [checkpoint.is_listed(merge(base[name], a, b, scale, dtype), listed[name]) for name, (a, b) in targets]
     return {"what": "served tensors merged again on the CPU", "tensors": len(same), "equal": sum(same)}
 
 
-def compared(one: Path, two: Path) -> dict[str, Any]:
-    """Differences of two checkpoints of the same step."""
+def one_by_one(trainer: Trainer) -> dict[str, Any]:
+    """What is resident, tensor by tensor as the stock push takes it; every 50th is compared with the weight table."""
+    resident = trainer.resident
+    assert resident is not None
+    snapshot = trainer.snapshot_of(CheckpointRef(
+        run=resident.run, step=resident.step, epoch=resident.step, lineage=0, sha=resident.sha, dir=""
+    ))  # fmt: skip
+    assert snapshot is not None
+    kept, started = [], time.perf_counter()
+    with snapshot.held(Deadline(60.0), lambda: None):
+        for number, (entry, tensor) in enumerate(snapshot.tensors):
+            kept += [] if number % 50 else [(entry, tensor)]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    same = sum(checkpoint.is_listed(tensor.cpu(), entry) for entry, tensor in kept)
+    return {
+        "what": "tensors one by one", "device": snapshot.device, "ways": trainer.transfers(), "tensors": len(kept),
+        "equal": same, "seconds": seconds,
+    }  # fmt: skip
+
+
+def entries(step: Path) -> dict[str, WeightEntry]:
+    """A checkpoint's weight table by name."""
+    table = msgspec.json.decode((step / "weights.json").read_bytes(), type=WeightTable)
+    return {entry.name: entry for entry in table.tensors}
+
+
+def compared(one: Path, two: Path, weights: str = checkpoint.ADAPTER) -> dict[str, Any]:
+    """Differences of two checkpoints of the same step. weights: the file of what is trained."""
     found: dict[str, Any] = {}
-    for name in (checkpoint.ADAPTER, checkpoint.OPTIMIZER):
+    for name in (weights, checkpoint.OPTIMIZER):
         ours, theirs = load_file(one / name), load_file(two / name)
         assert list(ours) == list(theirs)
         found[name] = max(float((ours[key].double() - theirs[key].double()).abs().max()) for key in ours)
-    tables = [
-        msgspec.json.decode((step / "weights.json").read_bytes(), type=WeightTable).tensors for step in (one, two)
-    ]
+    tables = [list(entries(step).values()) for step in (one, two)]
     same = sum(a == b for a, b in zip(*tables, strict=True))
     states = [(step / "state.json").read_bytes() for step in (one, two)]
     return {"largest_difference": found, "served_equal": [same, len(tables[0])], "state_equal": states[0] == states[1]}

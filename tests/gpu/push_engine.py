@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from artd_workers.engines.vllm.direct.extension import DirectExtension
+from artd_workers.engines.direct.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters
 
 
-class Probe(DirectExtension):
-    """`self` is vLLM's worker."""
+class ProbeCalls:
+    """Beside artd's extension; `self` is vLLM's worker."""
+
+    _artd_session: Session | None
 
     def probe_spoil(self) -> dict[str, Any]:
         """NaN into every tensor that the kernels read."""
@@ -38,7 +40,7 @@ class Probe(DirectExtension):
     def probe_forgive(self) -> dict[str, Any]:
         """The script restarts no engine after each refused push: forget that the weights are unknown."""
         assert self._artd_session is not None
-        self._artd_session._gate._open = False
+        self._artd_session._gate._open = None
         return {}
 
     def probe_held(self) -> dict[str, int]:

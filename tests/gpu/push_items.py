@@ -17,6 +17,8 @@ import msgspec
 import torch
 
 from artd_schema.direct import EngineTable
+from artd_schema.manifest import WeightTable
+from artd_workers.engines.vllm.adapter import rows
 from artd_workers.models.codec import peft_names
 from artd_workers.trainer.merge import merge
 
@@ -113,12 +115,24 @@ def stock_road(rig: Rig, _rounds: int) -> Iterator[Line]:
     loaded = rig.engine.rpc("probe_load", str(folder))
     yield {"what": "stock load of the export", "export_s": written, **loaded, **rig.engine.rpc("artd_direct_check")}
     stock = rig.engine.logprobs(rig.prompts)
+    if not rig.tiny:
+        yield {"what": "artd's load of it, in place", **load(rig, folder), **rig.engine.rpc("artd_direct_check")}
     rig.engine.rpc("probe_spoil")
     rig.push()
     yield {
         "what": "logprobs, direct push against stock load",
         "largest_difference": _gap(stock, rig.engine.logprobs(rig.prompts)),
     }
+
+
+def load(rig: Rig, folder: Path) -> Line:
+    """Over NaN, as a push from disk of a checkpoint that holds every weight; seconds."""
+    rig.engine.rpc("probe_spoil")
+    weights = msgspec.json.decode((rig.folder / "sums.json").read_bytes(), type=WeightTable)
+    fence = rig.fence()
+    rig.engine.rpc("artd_begin", fence)
+    rig.engine.rpc("artd_load_merged", fence, None, str(folder), 1.0, "bfloat16", rows(weights.tensors))
+    return rig.engine.rpc("artd_finish", fence)
 
 
 def repeat(rig: Rig, rounds: int) -> Iterator[Line]:

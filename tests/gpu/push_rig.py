@@ -82,12 +82,9 @@ class Rig:
         )
 
     def feed(self, fence: int) -> threading.Thread:
-        source = self.trainer.source
-        assert source is not None
-
         def run() -> None:
             try:
-                source.feed(fence, 5.0 if self.tiny else 15.0)
+                self.trainer.feed(fence, 5.0 if self.tiny else 15.0)
             except TimeoutError:
                 return  # the engine refused before it took anything
 

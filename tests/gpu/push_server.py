@@ -14,6 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from artd_schema.paths import process_ticks
+from artd_workers.engines.vllm.command import CUDA_BACKEND
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -45,13 +48,15 @@ class Server:
         env = os.environ | {
             "CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "ARTD_INSTANCE": "i", "ARTD_SPAWN": "1", "PYTHONPATH": path,
+            "ARTD_HARNESS_PID": str(os.getpid()), "ARTD_HARNESS_START": str(process_ticks(os.getpid())),
         }  # fmt: skip
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
         options = {
             "--model": model, "--port": self.port, "--host": "127.0.0.1", "--load-format": "dummy", "--max-model-len": 4096,
             "--max-num-seqs": 32, "--gpu-memory-utilization": share, "--served-model-name": "m", "--moe-backend": "triton",
-            "--compilation-config": json.dumps(graphs), "--worker-extension-cls": "tests.gpu.push_engine.Probe",
+            "--compilation-config": json.dumps(graphs), "--worker-extension-cls": "tests.gpu.push_probe.Probe",
             "--logprobs-mode": "processed_logprobs",
+            "--weight-transfer-config": json.dumps({"backend": CUDA_BACKEND}),
         }  # fmt: skip
         words = [
             sys.executable,

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 
 from artd_workers.engines.direct.session import Session
 from artd_workers.engines.fence import Gate
+from artd_workers.engines.vllm.direct.extension import DirectExtension
 from artd_workers.engines.vllm.direct.survey import parameters
 from tests.direct_rig import MemoryPort, engine_model, engine_table
-from tests.gpu.push_engine import Probe
+from tests.gpu.push_engine import ProbeCalls
 
 
-class TinyEngine(Probe):
+class TinyEngine(ProbeCalls, DirectExtension):
     """It generates nothing: `logprobs` are sums over its weights. Its "stock loader" fuses by hand."""
 
     def __init__(self, config: dict[str, Any]) -> None:

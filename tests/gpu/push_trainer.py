@@ -1,28 +1,35 @@
 """A trainer's tensors of the GPU scripts' model, as Megatron holds them, and a `Source` over them; no Megatron-Core.
 
-Owner of: base weights (a layer's experts are one buffer each for fc1 and fc2, as `grouped.GroupedLinear` has them) and the
-live adapter, one flat buffer of fp32 masters.
+Owner of: base weights (a layer's experts are one buffer each for fc1 and fc2, as `grouped.GroupedLinear` has them), the live
+adapter, one flat buffer of fp32 masters, and what serves both.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from artd_schema.direct import Checksums, EngineTable
+from artd_schema.codec import to_json
+from artd_schema.direct import EngineTable
+from artd_schema.manifest import WeightTable
+from artd_workers.engines.base import Deadline
 from artd_workers.engines.direct.device import Port
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for
+from artd_workers.trainer.direct.frozen import Frozen
+from artd_workers.trainer.direct.holdings import Holdings
 from artd_workers.trainer.direct.plan import make_plan
-from artd_workers.trainer.direct.source import Source, shapes, write_offer
+from artd_workers.trainer.direct.served import Served
+from artd_workers.trainer.direct.source import Source, write_offer
 from artd_workers.trainer.merge import merge
+from artd_workers.trainer.snapshot import Snapshot
 
 from . import shape
 
@@ -37,7 +44,11 @@ class Trainer:
         self.config, self.device, self.dtype = config, device, dtype
         self.codec = plan_for(config).codec
         self.weights = self._draw(shape.RandomWeights(plan_for(config), config, device, dtype))
-        self.live = self._adapter()
+        self._sizes = self._adapter_sizes()
+        self.flat = torch.empty(sum(a * b for a, b in self._sizes.values()), device=device).normal_(0, 0.02)
+        self.live = self._views({"flat": self.flat})
+        self.served: Served | None = None
+        self.snapshot: Snapshot | None = None
         self.source: Source | None = None
 
     def _draw(self, drawn: shape.RandomWeights) -> dict[str, Tensor]:
@@ -54,17 +65,19 @@ class Trainer:
             out[row.megatron] = tensor
         return out
 
-    def _adapter(self) -> dict[str, Tensor]:
+    def _adapter_sizes(self) -> dict[str, tuple[int, int]]:
         sizes = {}
         for row in self.codec.lora_rows():
             for part in row.parts:
                 out, size = shape.size_of(part, self.config)
                 sizes |= dict(zip(peft_names(part), ((RANK, size), (out, RANK)), strict=True))
-        total = sum(a * b for a, b in sizes.values())
-        self.flat = torch.empty(total, device=self.device).normal_(0, 0.02)
+        return sizes
+
+    def _views(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The flat buffer's parts by PEFT name."""
         views, at = {}, 0
-        for name, (a, b) in sizes.items():
-            views[name] = self.flat[at : at + a * b].view(a, b)
+        for name, (a, b) in self._sizes.items():
+            views[name] = own["flat"][at : at + a * b].view(a, b)
             at += a * b
         return views
 
@@ -72,27 +85,42 @@ class Trainer:
         """Change every adapter a little, as a train step would."""
         self.flat.mul_(1.02 if number % 2 else 1 / 1.02)
 
+    def serve(self, port: Port, **buffers: int) -> Holdings:
+        """What the checksums and each served tensor are made of."""
+        frozen = Frozen({"flat": self.flat}, self._views, SCALE, self.device)
+        holdings = Holdings(port, self.codec, self.weights, frozen, self.dtype, **buffers)
+        self.served = Served(holdings, [part for row in self.codec.rows for part in row.parts])
+        return holdings
+
     def open(self, table: EngineTable, port: Port, folder: Path, **buffers: int) -> dict[str, float]:
-        """Returns seconds: the plan, the tables and buffers, the offer."""
+        """Returns seconds: what makes the checksums, the plan, the tables and buffers, the offer."""
         marks = [time.perf_counter()]
-        plan = make_plan(table, self.codec, shapes(self.codec, self.weights), self.dtype.itemsize)
+        holdings = self.serve(port, **buffers)
         marks.append(time.perf_counter())
-        self.source = Source(port, plan, self.weights, self.live, SCALE, self.dtype, folder, **buffers)
+        plan = make_plan(table, self.codec, holdings.shapes, self.dtype.itemsize)
+        marks.append(time.perf_counter())
+        self.source = Source(holdings, plan, folder)
         marks.append(time.perf_counter())
         self.offer = self.source.offer()
         write_offer(self.offer, folder / "offer")
         marks.append(time.perf_counter())
-        names = ("plan", "source", "offer")
+        names = ("served", "plan", "source", "offer")
         return {name: b - a for name, a, b in zip(names, marks, marks[1:], strict=False)} | {
             "pieces": len(plan.pieces), "segments": len(self.offer.segments), "units": len(self.offer.units),
         }  # fmt: skip
 
-    def stage(self, path: Path) -> dict[str, int]:
-        """As a committed checkpoint does: the checksums go beside the manifest."""
-        assert self.source is not None
-        sums = self.source.stage()
-        path.write_bytes(msgspec.json.encode(Checksums(sums=sums)))
-        return sums
+    def stage(self, path: Path) -> None:
+        """As a committed checkpoint does: its weights.json."""
+        assert self.served is not None
+        self.snapshot = self.served.stage()
+        path.write_bytes(to_json(WeightTable(mode="merged", tensors=self.snapshot.entries)))
+
+    def feed(self, fence: int, timeout_s: float) -> None:
+        """Feed a push of what was staged. Raises TimeoutError."""
+        assert self.source is not None and self.snapshot is not None
+        deadline = Deadline(timeout_s)
+        with self.snapshot.held(deadline, self.source.abort):
+            self.source.feed(fence, deadline)
 
     def merged(self) -> dict[str, Tensor]:
         """What is served, by Hugging Face name, made by torch on this device: another road than the kernel's."""

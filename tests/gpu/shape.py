@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from artd_workers.models.base import Plan
+from artd_workers.models.seeded import size_of
 
 STD = 0.02
 
@@ -56,20 +57,6 @@ class RandomWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def size_of(name: str, shape: Mapping[str, Any]) -> tuple[int, ...]:
-    """Shape of a weight."""
-    hidden, inner, head = shape["hidden_size"], shape["moe_intermediate_size"], shape["head_dim"]
-    heads, groups = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    vocab = (shape["vocab_size"], hidden)
-    sizes: dict[str, tuple[int, ...]] = {
-        "embed_tokens": vocab, "lm_head": vocab, "q_proj": (heads, hidden), "k_proj": (groups, hidden),
-        "v_proj": (groups, hidden), "o_proj": (hidden, heads), "gate": (shape["num_experts"], hidden),
-        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner), "q_norm": (head,),
-        "k_norm": (head,),
-    }  # fmt: skip
-    return sizes.get(name.removesuffix(".weight").rpartition(".")[2], (hidden,))
 
 
 def flop_per_token(shape: Mapping[str, Any], trained: float, pairs: float) -> float:

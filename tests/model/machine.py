@@ -34,7 +34,7 @@ from artd_schema import client_api as api
 from artd_schema import worker as w
 from tests.fakes.rows import BASE, FakeClock, data_dir, spec
 from tests.fakes.staging import stage
-from tests.fakes.world import pack_here
+from tests.fakes.steps import pack_here
 
 from .reference import FOLLOWS, Job, Reference
 from .virtual import InlineReader, InlineThreads, InlineWriter, VirtualLoop

@@ -129,7 +129,7 @@ class Reference:
         job = self.unfinished
         if job is None or job.state != "queued" or job.not_before > self.now:
             return None
-        if self.state != "active" and job.kind != "init":
+        if self.state == "finished" or (self.state != "active" and job.kind != "init"):
             return None
         job.state = "running"
         return job

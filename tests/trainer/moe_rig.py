@@ -21,7 +21,7 @@ from artd_workers.trainer.parallel import Parallel
 from . import rig, routes_rig
 from .rig import Piece
 
-SHAPE = RouteShape(layers=3, topk=2, experts=8)
+SHAPE = RouteShape(layers=4, topk=2, experts=8)
 VOCAB = 1024
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

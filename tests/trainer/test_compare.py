@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import FileEntry
+from artd_schema.manifest import FileEntry, WeightTable
 from artd_schema.replay_job import EnvironmentRow, ReplayRow
 from artd_workers.trainer import compare
 
@@ -116,6 +116,24 @@ def test_served_tensors_may_differ_only_with_the_stored_ones(past: Past, forge: 
     tensors[min(tensors)].view(-1)[0] += 1e-6
     rows = forge({"weights.json": to_json(table), ADAPTER: save(tensors)})
     assert len(rows) == 4 and all(row.close for row in rows)
+
+
+def test_served_tensors_by_their_checksums(past: Past, tmp_path: Path) -> None:
+    """As a GPU lists them; beside a sha256 nothing can be said."""
+    table = msgspec.json.decode((Path(past.refs[2].dir) / "weights.json").read_bytes(), type=WeightTable)
+    summed = [msgspec.structs.replace(one, sha256="", sum64=i - 3) for i, one in enumerate(table.tensors)]
+    other = [msgspec.structs.replace(summed[0], sum64=7), *summed[1:]]
+
+    def rows(*tables: Any) -> list[tuple[Any, ...]]:
+        for number, tensors in enumerate(tables):
+            (tmp_path / str(number)).mkdir(exist_ok=True)
+            (tmp_path / str(number) / "weights.json").write_bytes(to_json(WeightTable(mode="merged", tensors=tensors)))
+        found = compare._weights(tmp_path / "0" / "weights.json", tmp_path / "1" / "weights.json", False)
+        return [(row.equal, row.close) for row in found][2:]
+
+    assert set(rows(tuple(summed), tuple(summed))) == {(True, True)}
+    assert rows(tuple(summed), tuple(other))[:2] == [(False, False), (True, True)]
+    assert set(rows(table.tensors, tuple(summed))) == {(None, True)}
 
 
 def test_a_file_of_one_side_only(forge: Forge) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,8 @@ from artd_workers.engines.vllm.direct.survey import parameters, survey
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.direct.plan import PlanError, make_plan
 from artd_workers.trainer.direct.schedule import schedule
-from artd_workers.trainer.direct.source import shapes
 from artd_workers.trainer.merge import merged_tensors
-from tests.direct_rig import PLAIN, Pair, engine_model, engine_table, feeding, pair
+from tests.direct_rig import PLAIN, Pair, engine_model, engine_table, feeding, fused, pair
 from tests.gpu.push_refusals import changed, exchanged
 from tests.gpu.shape import RandomWeights, config, size_of
 
@@ -56,29 +56,15 @@ def ready(tmp_path: Path) -> Iterator[Pair]:
     """A mixture of experts, staged and opened, expecting the right sums."""
     one = made(MOE, tmp_path)
     one.open()
-    one.session.expect(one.source.stage())
+    one.session.expect(one.stage())
     yield one
     one.session.close()
     one.source.close()
 
 
 def served(one: Pair, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """What the engine must hold by its own names: the export's merge, fused here by hand."""
-    hf = dict(merged_tensors(one.base, one.live, one.scale, dtype))
-    out = {}
-    for name, tensor in parameters(one.model).items():
-        stem, _, last = name.removesuffix(".weight").rpartition(".")
-        if last == "qkv_proj":
-            out[name] = torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in "qkv"])
-        elif last == "gate_up_proj":
-            out[name] = torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in ("gate", "up")])
-        elif last in ("w13_weight", "w2_weight"):
-            experts, words = stem.removesuffix(".routed_experts"), ("gate", "up") if "13" in last else ("down",)
-            numbers = range(len(tensor))
-            out[name] = torch.stack([torch.cat([hf[f"{experts}.{e}.{x}_proj.weight"] for x in words]) for e in numbers])
-        else:
-            out[name] = hf[name]
-    return out
+    """What the engine must hold by its own names: the export's merge."""
+    return fused(dict(merged_tensors(one.base, one.live, one.scale, dtype)), one.model)
 
 
 def same(one: Pair, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -91,7 +77,7 @@ def same(one: Pair, dtype: torch.dtype = torch.bfloat16) -> bool:
 def test_a_pull_gives_the_export(kind: str, rank: int, tmp_path: Path) -> None:
     one = made(KINDS[kind], tmp_path, rank=rank)
     one.open()
-    one.session.expect(one.source.stage())
+    one.session.expect(one.stage())
     one.push()
     assert same(one)
     one.session.close()
@@ -102,7 +88,7 @@ def test_a_pull_gives_the_export(kind: str, rank: int, tmp_path: Path) -> None:
 def test_buffers_of_any_size_and_another_dtype(buffer_bytes: int, tmp_path: Path) -> None:
     one = made(MOE, tmp_path, dtype=torch.float16, buffer_bytes=buffer_bytes)
     one.open()
-    one.session.expect(one.source.stage())
+    one.session.expect(one.stage())
     one.push()
     assert same(one, torch.float16)
 
@@ -113,7 +99,7 @@ def test_what_is_fed_is_what_was_staged(ready: Pair) -> None:
         tensor.mul_(1.5)  # the next train step
     ready.push()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in parameters(ready.model).items())
-    ready.session.expect(ready.source.stage())
+    ready.session.expect(ready.stage())
     ready.push()
     assert same(ready)
 
@@ -122,9 +108,9 @@ def test_staged_pull_touches_nothing_until_it_is_swapped_in(ready: Pair) -> None
     ready.push()
     before = {name: tensor.clone() for name, tensor in parameters(ready.model).items()}
     ready.live["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].add_(1.0)
-    ready.session.expect(ready.source.stage())
+    ready.session.expect(ready.stage())
     fence = ready.fence()
-    with feeding(ready.source, fence.fence, 20.0):
+    with feeding(ready, fence.fence, 20.0):
         ready.session.stage(fence, 20.0)
         while not ready.session.staged():
             pass
@@ -159,7 +145,7 @@ def test_exchanged_parts_are_refused_by_the_sums_of_their_places(first: str, sec
     """The engine sums each range as the part that the plan of its own table names there."""
     one = made(MOE, tmp_path, buffer_bytes=1 << 22)
     one.open(exchanged(one.source.offer(), first, second))
-    one.session.expect(one.source.stage())
+    one.session.expect(one.stage())
     with pytest.raises(WrongWeights, match="2 of"):
         one.push()
     with pytest.raises(FenceError, match="unknown"):
@@ -195,7 +181,7 @@ def test_an_offer_that_cannot_be_opened_leaves_nothing_open(ready: Pair) -> None
     with pytest.raises(PullError, match="no trainer's offer"):
         ready.session.pull(ready.fence(), 1.0)
     ready.session.open(offer)
-    ready.session.expect(ready.source.stage())
+    ready.session.expect(ready.stage())
     ready.push()
 
 
@@ -209,12 +195,11 @@ def test_a_trainer_that_fails_or_is_silent_ends_the_pull(ready: Pair) -> None:
         ready.session._puller.run(7, Deadline(5.0), None)
 
 
-def test_nothing_is_copied_before_the_trainer_feeds_this_fence(tmp_path: Path) -> None:
-    one = made(MOE, tmp_path, rank=0)  # everything lies ready
-    one.open()
+def test_nothing_is_copied_before_the_trainer_feeds_this_fence(ready: Pair) -> None:
+    """Not even what lies ready at any time."""
     with pytest.raises(PullError, match="for fence 1"):
-        one.session.pull(one.fence(), 0.05)
-    assert all(bool(tensor.isnan().all()) for tensor in parameters(one.model).values())
+        ready.session.pull(ready.fence(), 0.05)
+    assert all(bool(tensor.isnan().all()) for tensor in parameters(ready.model).values())
 
 
 def test_neighbours_are_one_copy_within_a_tensor_only() -> None:
@@ -226,9 +211,26 @@ def test_neighbours_are_one_copy_within_a_tensor_only() -> None:
     assert _joined([second, first], [1000, 1024], [500], 2) == [(1016, 516, 8), (1000, 500, 16)]
 
 
+def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
+    """Though it has nothing more to fill: what is in the buffers is read until then."""
+    one = made(MOE, tmp_path, buffer_bytes=1 << 22)
+    one.open()
+    one.session.expect(one.stage())
+    fence, ended = one.fence(), threading.Event()
+    feed = threading.Thread(target=lambda: (one.feed(fence.fence, 20.0), ended.set()))
+    feed.start()
+    turns = sum(unit.turn >= 0 for unit in one.source.offer().units)
+    while one.source.page.ready < turns:
+        pass
+    assert turns <= 3 and not ended.wait(0.05)
+    one.session.pull(fence, 20.0)
+    feed.join(20.0)
+    assert ended.is_set() and same(one)
+
+
 def test_a_feed_nobody_takes_ends(ready: Pair) -> None:
     with pytest.raises(TimeoutError, match="0 of"):
-        ready.source.feed(9, 0.05)
+        ready.feed(9, 0.05)
     assert ready.source.page.failed
 
 
@@ -237,7 +239,8 @@ def test_a_feed_nobody_takes_ends(ready: Pair) -> None:
 
 def plan_of(table: EngineTable, shape: dict[str, Any] = MOE) -> Any:
     codec = plan_for(shape).codec
-    return make_plan(table, codec, shapes(codec, dict(codec.to_megatron(base_of(shape)))), 2)
+    sizes = {name: tuple(tensor.shape) for name, tensor in codec.to_megatron(base_of(shape))}
+    return make_plan(table, codec, sizes, 2)
 
 
 @pytest.fixture
@@ -341,7 +344,8 @@ def by_hand(words: list[int]) -> int:
     for i, word in enumerate(words):
         h = (word ^ ((i + 1) * checksum.P1)) & mask
         h = ((h ^ (h >> 32)) * checksum.P2) & mask
-        total += h ^ (h >> 29)
+        h = ((h ^ (h >> 29)) * checksum.P3) & mask
+        total += h ^ (h >> 32)
     return checksum.signed(total)
 
 

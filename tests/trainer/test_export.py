@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from artd_schema.codec import to_json
+from artd_schema.manifest import WeightEntry, WeightTable
+from artd_workers.engines.direct.checksum import sum_of
+from artd_workers.trainer.checkpoint import entry_of
 from artd_workers.trainer.export import ExportError, export
 from artd_workers.trainer.merge import BaseWeights, merged_tensors
 from tests import toys
@@ -23,9 +26,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toys.make(tmp_path_factory.mktemp("base") / "toy", "qwen3", tied=True)
 
 
-@pytest.fixture
-def checkpoint(base: Path, tmp_path: Path) -> Path:
-    """An adapter on two weights, and the table of what is served merged in fp32."""
+@pytest.fixture(params=["sha256", "sum64"])
+def checkpoint(request: pytest.FixtureRequest, base: Path, tmp_path: Path) -> Path:
+    """An adapter on two weights, and the table of what is served merged in fp32, as a CPU lists it and as a GPU."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
@@ -38,16 +41,12 @@ def checkpoint(base: Path, tmp_path: Path) -> Path:
         adapter[f"{stem}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
     save_file(adapter, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
+    merged = merged_tensors(weights, adapter, ALPHA / RANK, torch.float32)
     table = [
-        {
-            "name": name,
-            "dtype": "float32",
-            "shape": list(t.shape),
-            "sha256": hashlib.sha256(t.numpy().tobytes()).hexdigest(),
-        }
-        for name, t in merged_tensors(weights, adapter, ALPHA / RANK, torch.float32)
+        WeightEntry(name, "float32", tuple(t.shape), sum64=sum_of(t)) if request.param == "sum64" else entry_of(name, t)
+        for name, t in merged
     ]
-    (folder / "weights.json").write_text(json.dumps({"mode": "merged", "tensors": table}))
+    (folder / "weights.json").write_bytes(to_json(WeightTable(mode="merged", tensors=tuple(table))))
     return folder
 
 
@@ -71,7 +70,8 @@ def test_weights_and_companions(base: Path, checkpoint: Path, tmp_path: Path) ->
 
 def test_a_changed_base_is_refused(base: Path, checkpoint: Path, tmp_path: Path) -> None:
     table = json.loads((checkpoint / "weights.json").read_text())
-    table["tensors"][3]["sha256"] = "0" * 64
+    row = table["tensors"][3]
+    row |= {"sha256": "0" * 64} if row["sum64"] is None else {"sum64": row["sum64"] ^ 1}
     (checkpoint / "weights.json").write_text(json.dumps(table))
     with pytest.raises(ExportError, match=r"weights\.json"):
         export(base, checkpoint, tmp_path / "out", torch.float32)

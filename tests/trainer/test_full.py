@@ -189,7 +189,7 @@ def test_a_non_finite_gradient_changes_nothing(toy_folders: dict[str, Path], mon
     policy, state = rig.full_policy(toy_folders["moe"])
     optimizer = Optimizer.make(state, OptimizerSpec(lr=0.1))
     before = clones(state)
-    monkeypatch.setattr("artd_workers.trainer.step.gradient_norm", lambda _: float("nan"))
+    monkeypatch.setattr("artd_workers.trainer.full.gradient_norm", lambda _: float("nan"))
     with pytest.raises(NonFinite):
         train_step(policy, optimizer, make_batch(), LossSpec(), 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.state().items())

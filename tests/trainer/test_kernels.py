@@ -39,30 +39,21 @@ def test_an_order_sorts_slots_by_expert() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_more", [True, False])
-def test_rows_go_to_experts_and_back(dtype: torch.dtype, with_more: bool) -> None:
+def test_rows_go_to_experts_and_back(dtype: torch.dtype) -> None:
     x, way = draw(TOKENS, HIDDEN, dtype=dtype), order()
     y = draw(TOKENS * TOPK, HIDDEN, dtype=dtype)
-    more = draw(TOKENS * TOPK, HIDDEN, dtype=dtype, seed=1) if with_more else None
     assert torch.equal(kernels.take(x, way.order, TOPK), Plain.take(x, way.order, TOPK))
-    near(kernels.collect(y, more, way.place, TOPK), Plain.collect(y, more, way.place, TOPK), dtype)
+    near(kernels.collect(y, way.place, TOPK), Plain.collect(y, way.place, TOPK), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_more", [True, False])
-def test_activation_and_its_gradient(dtype: torch.dtype, with_more: bool) -> None:
+def test_activation_and_its_gradient(dtype: torch.dtype) -> None:
     way, probs = order(), draw(TOKENS * TOPK).sigmoid()
-    both, more = (draw(TOKENS * TOPK, 2 * INNER, dtype=dtype, seed=i) for i in (1, 2))
-    found, wanted = both.clone(), both.clone()
-    added = more if with_more else None
-    one = kernels.activate(found, added, probs, way.order)
-    near(one, Plain.activate(wanted, added, probs, way.order), dtype)
-    near(found, wanted, dtype)
-    slope, extra = (draw(TOKENS * TOPK, INNER, dtype=dtype, seed=i) for i in (3, 4))
-    extra = extra if with_more else None
+    both, slope = draw(TOKENS * TOPK, 2 * INNER, dtype=dtype, seed=1), draw(TOKENS * TOPK, INNER, dtype=dtype, seed=3)
+    near(kernels.activate(both, probs, way.order), Plain.activate(both, probs, way.order), dtype)
     for a, b in zip(
-        kernels.activate_backward(slope, extra, wanted, probs, way.order),
-        Plain.activate_backward(slope, extra, wanted, probs, way.order),
+        kernels.activate_backward(slope, both, probs, way.order),
+        Plain.activate_backward(slope, both, probs, way.order),
         strict=True,
     ):
         near(a, b, dtype)
@@ -72,9 +63,9 @@ def test_the_plain_gradient_is_autograds() -> None:
     way, probs = order(), draw(TOKENS * TOPK).sigmoid().requires_grad_()
     both = draw(TOKENS * TOPK, 2 * INNER).requires_grad_()
     slope = draw(TOKENS * TOPK, INNER, seed=3)
-    out = Plain.activate(both, None, probs, way.order)
+    out = Plain.activate(both, probs, way.order)
     wanted = torch.autograd.grad(out, (both, probs), slope)
-    found = Plain.activate_backward(slope, None, both.detach(), probs.detach(), way.order)
+    found = Plain.activate_backward(slope, both.detach(), probs.detach(), way.order)
     for a, b in zip(found, (*wanted, out.detach()), strict=True):
         near(a, b, torch.float32)
 

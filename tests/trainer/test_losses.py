@@ -133,7 +133,7 @@ def test_a_non_finite_loss_changes_nothing(toy_folders: dict[str, Path]) -> None
 
 
 def test_a_non_finite_gradient_changes_nothing(toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("artd_workers.trainer.step.gradient_norm", lambda _: float("inf"))
+    monkeypatch.setattr("artd_workers.trainer.lora.gradient_norm", lambda _: float("inf"))
     policy = rig.make_policy(toy_folders["llama"])
     optimizer = Optimizer.make(policy.lora, OptimizerSpec(lr=0.1))
     adapter = {n: t.clone() for n, t in policy.lora.state().items()}

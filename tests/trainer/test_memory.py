@@ -18,10 +18,12 @@ import torch
 from artd_schema import crashpoint
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec, RunSpec
-from artd_workers.trainer import canary, push
+from artd_workers.engines.direct.device import Port
+from artd_workers.trainer import canary
 from artd_workers.trainer.checkpoint import Staging
 from artd_workers.trainer.step import Cancelled
 from artd_workers.trainer.trainer import Trainer
+from artd_workers.trainer.ways import Gloo
 from artd_workers.trainer.worker import TrainerWorker
 
 from . import rig
@@ -35,9 +37,9 @@ KINDS = [("llama", "lora"), ("tied", "full"), pytest.param(("moe", "full"), mark
 class Desk:
     """A trainer in this process; orders and commits as the daemon makes them."""
 
-    def __init__(self, root: Path, spec: RunSpec) -> None:
+    def __init__(self, root: Path, spec: RunSpec, port: Port | None = None) -> None:
         self.root = root
-        self.trainer = Trainer(w.TrainerConfig(run="r", spec=spec, base_digest="base"), {})
+        self.trainer = Trainer(w.TrainerConfig(run="r", spec=spec, base_digest="base"), {}, port=port)
         self._orders = 0
 
     def order(self, step: int, parent: w.CheckpointRef | None) -> w.Run:
@@ -245,7 +247,7 @@ class Bench:
 
     def __init__(self, desk: Desk, patch: pytest.MonkeyPatch) -> None:
         self.ear, self.sent = Ear(), []
-        patch.setattr(push, "transfer", lambda message, snapshot, pair: self.sent.append(message.push))
+        patch.setattr(Gloo, "send", lambda way, message, snapshot, deadline: self.sent.append(message.push))
         self.worker = TrainerWorker(self.ear, desk.trainer)
         self._pushes = 0
 

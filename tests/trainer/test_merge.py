@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -60,13 +61,9 @@ def test_the_engine_can_import_it() -> None:
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | PATHS
     )
-    wanted = [
-        "artd_workers.trainer",
-        "artd_workers.models",
-        "artd_workers.models.experts",
-        "artd_workers.trainer.merge",
-    ]
-    assert out.stdout.strip() == str(wanted)
+    own = {"artd_workers.trainer", "artd_workers.trainer.merge", "artd_workers.models"}
+    found = set(ast.literal_eval(out.stdout))
+    assert own <= found and all(name.startswith("artd_workers.models.") for name in found - own)
 
 
 def test_zero_b_is_the_base(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Expert replay in a model that is spread over two processes: the same routes give one process's losses and gradients."""
+"""A run's first jobs by several processes: what one process makes of them, whatever the layout, and from each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -6,84 +6,219 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from artd_workers.trainer.lora import Lora, shapes_of
-from artd_workers.trainer.model import Policy
+from artd_schema.spec import RunSpec, TrainerSpec
+from artd_workers.models.base import UnsupportedModel
+from artd_workers.models.registry import plan_for
 from artd_workers.trainer.parallel import Parallel, padded
+from artd_workers.trainer.placement import Placement
 
-from . import moe_rig
-from .moe_rig import FOREIGN, ROWS, SHAPE
+from . import moe_rig, parallel_rig
+from .moe_rig import ROWS
+from .parallel_rig import ALONE, Jobs, apart
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
-LAYOUTS = {"tensor": {"tp": 2, "sp": True}, "expert": {"ep": 2}}
-TRAINED = {"tensor": [0, 1, 2], "expert": [0, 1]}
-"""Rows of a step: all on each tensor-parallel rank, one on each expert-parallel one."""
+FAST: dict[str, dict[str, Any]] = {
+    "tensor": {"sizes": {"tp": 2}, "grouped": True},
+    "expert": {"sizes": {"ep": 2}, "grouped": True},
+    "stages": {"sizes": {"pp": 2}, "grouped": True},
+    "context": {"sizes": {"cp": 2}, "grouped": True},
+}
+SLOW: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "tensor, experts one by one": {"sizes": {"tp": 2}, "grouped": False},
+        "expert, one by one": {"sizes": {"ep": 2}, "grouped": False},
+        "tensor and expert": {"sizes": {"tp": 2, "ep": 2}, "grouped": True},
+        "context and expert": {"sizes": {"cp": 2, "ep": 2}, "grouped": True},
+    },
+    4: {
+        "tensor and context": {"sizes": {"tp": 2, "cp": 2}, "grouped": True},
+        "tensor and stages": {"sizes": {"tp": 2, "pp": 2}, "grouped": True},
+        "expert and stages": {"sizes": {"ep": 2, "pp": 2}, "grouped": True},
+        "expert over tensor": {"sizes": {"tp": 2, "ep": 4}, "grouped": True},
+        "context in stages": {"sizes": {"cp": 2, "pp": 2, "ep": 2}, "grouped": True},
+    },
+}
+LAYOUTS = FAST | SLOW[2] | SLOW[4]
+EACH = [
+    *FAST,
+    *(pytest.param(name, marks=pytest.mark.slow) for some in SLOW.values() for name in some),
+]
+CLOSE = {"adapter": 1e-3, "optimizer": 2e-3, "canary": 5e-5}
+"""AdamW divides by the size of a gradient, so the smallest ones' rounding shows."""
 
 
-def one_process(rows: list[int]) -> dict:
-    policy = moe_rig.policy()
-    policy.model.train()
-    losses, total = [], {}
-    for row in rows:
-        value, found = moe_rig.trained(policy, row, FOREIGN[row])
-        losses.append(value)
-        total = {name: total.get(name, 0) + gradient for name, gradient in found.items()}
-    return {"losses": torch.stack(losses), "gradients": total}
+@dataclass(frozen=True)
+class Alone:
+    """What one process did, and would lose to bf16."""
+
+    folder: Path
+    metrics: list[dict[str, float]]
+    merge_loss: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The ranks' reports by layout: rank 0's findings, and what the others raised."""
+
+    folder: Path
+    alone: Alone
+    first: dict[str, Any]
+    others: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What each rank found, for each layout."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     folder = tmp_path_factory.mktemp("ranks")
-    torch.save({name: one_process(rows) for name, rows in TRAINED.items()}, folder / "reference.pt")
-    job = {"store": str(folder / "store"), "reference": str(folder / "reference.pt"), "layouts": LAYOUTS}
-    alone = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    parallel_rig.prepare(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("artd_workers.trainer.placement.of", lambda spec, layers: Placement())
+        jobs = Jobs(folder, ALONE)
+        return Alone(folder, jobs.straight(), jobs.merge_loss())
+
+
+@pytest.fixture(scope="module")
+def fast(alone: Alone) -> Done:
+    return run(alone, 2, FAST)
+
+
+@pytest.fixture(scope="module")
+def slow_2(alone: Alone) -> Done:
+    return run(alone, 2, SLOW[2])
+
+
+@pytest.fixture(scope="module")
+def slow_4(alone: Alone) -> Done:
+    return run(alone, 4, SLOW[4])
+
+
+@pytest.fixture
+def done(layout: str, request: pytest.FixtureRequest) -> Done:
+    """Of the ranks that did this layout."""
+    return request.getfixturevalue("fast" if layout in FAST else f"slow_{2 if layout in SLOW[2] else 4}")
+
+
+def run(alone: Alone, processes: int, layouts: dict[str, dict[str, Any]]) -> Done:
+    """Run all ranks."""
+    job = {"folder": str(alone.folder), "world": processes, "layouts": layouts}
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.trainer.parallel_child", json.dumps(job | {"rank": rank})],
             cwd=ROOT,
-            env=os.environ | alone,
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(processes)
     ]
     try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
+        said = [rank.communicate(timeout=110 * processes / 2) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error for _, error in said)
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    assert not any(rank.returncode for rank in ranks), "\n".join(error for _, error in said)
+    first, *others = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    return Done(alone.folder, alone, first, others)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_processes_equal_one(reports: list[dict], layout: str) -> None:
-    for report in reports:
-        assert report[layout]["loss"] < 1e-5 and report[layout]["gradient"] < 1e-5
-        assert report[layout]["calls"] == SHAPE.layers * len(TRAINED[layout]) / (2 if layout == "expert" else 1)
+@pytest.mark.parametrize("layout", EACH)
+def test_several_processes_train_as_one(done: Done, layout: str) -> None:
+    for step in (1, 2):
+        found, wanted = done.first[layout]["metrics"][step], done.alone.metrics[step]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+        same = found.keys() - {"tokens_per_s", "replay_calls"}
+        assert same == wanted.keys() - {"tokens_per_s", "replay_calls"}
+        assert {name: found[name] for name in same} == pytest.approx({name: wanted[name] for name in same}, rel=1e-4)
+        distance = apart(done.folder / layout / str(step), done.folder / ALONE / str(step))
+        assert all(distance[name] < CLOSE[name] for name in CLOSE), distance
+        # The canary's bound, which the closest decision of all routers widens, is that of all ranks.
+        bounds = [parallel_rig.manifest(done.folder / name / str(step)).canary.max_abs for name in (layout, ALONE)]
+        assert bounds[0] == bounds[1]
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_several_processes_lose_as_much_to_bf16_as_one(done: Done, layout: str) -> None:
+    """Of the step that both made from one process's checkpoint: each element counted once, whoever has it."""
+    assert done.first[layout]["merge_loss"] == pytest.approx(done.alone.merge_loss, rel=1e-4)
+    assert done.alone.merge_loss["merge_kl"] > 1e-5
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_each_rank_replays_the_routes_of_its_rows(done: Done, layout: str) -> None:
+    sizes = Parallel(**LAYOUTS[layout]["sizes"])
+    turns, layers = -(-parallel_rig.GROUPS // sizes.shares), moe_rig.SHAPE.layers // sizes.pp
+    assert done.first[layout]["metrics"][1]["replay_calls"] == turns * layers
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_a_checkpoint_does_not_tell_how_many_wrote_it(done: Done, layout: str) -> None:
+    start = [load_file(done.folder / name / "0" / "adapter_model.safetensors") for name in (layout, ALONE)]
+    assert {name: t.numpy().tobytes() for name, t in start[0].items()} == {
+        name: t.numpy().tobytes() for name, t in start[1].items()
+    }
+    again = apart(done.folder / layout / "again", done.folder / ALONE / "2")
+    assert all(again[name] < CLOSE[name] for name in CLOSE), again
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_one_process_goes_on_from_a_checkpoint_of_two(done: Done, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("artd_workers.trainer.placement.of", lambda spec, layers: Placement())
+    back = Jobs(done.folder, f"back-{layout}")
+    metrics = back.run(2, "2", done.folder / layout / "1")
+    assert metrics["loss"] == pytest.approx(done.first[layout]["metrics"][2]["loss"], rel=1e-5)
+    distance = apart(back.out / "2", done.folder / layout / "2")
+    assert all(distance[name] < CLOSE[name] for name in CLOSE), distance
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_ranks_fail_and_stop_together_and_go_on(done: Done, layout: str) -> None:
+    first = done.first[layout]
+    assert "FileNotFoundError" in first["lost"] and first["stopped"].startswith("Cancelled('cancelled after 1 of ")
+    assert all(other[layout] == [first["lost"], first["stopped"]] for other in done.others)
+
+
+def test_a_layout_that_no_model_has_is_refused() -> None:
+    sizes = TrainerSpec(tensor_parallel=2, context_parallel=3, pipeline_parallel=2, expert_parallel=12)
+    layout = Parallel.of(RunSpec(model="m", trainer=sizes))
+    assert layout == Parallel(tp=2, ep=12, pp=2, cp=3) and layout.world == sizes.processes == 24 and layout.shares == 2
+    with pytest.raises(ValueError, match="one must divide the other"):
+        Parallel.of(RunSpec(model="m", trainer=TrainerSpec(tensor_parallel=3, expert_parallel=2)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "error"),
+    [
+        (Parallel(tp=4), {}, "tensor_parallel=4 does not divide the model's 2 query groups"),
+        (Parallel(ep=3), {}, "expert_parallel=3 does not divide the model's 8 experts"),
+        (Parallel(tp=2), {"moe_intermediate_size": 15}, "tensor_parallel=2 does not divide the model's 15 channels of an"),
+        (Parallel(ep=2), {"mlp_only_layers": [0, 1, 2, 3]}, "the model has no experts"),
+        (Parallel(pp=3), {}, "pipeline_parallel=3 does not divide the model's 4 layers"),
+        (Parallel(pp=2), {"tie_word_embeddings": True}, "first and last stage would share a weight"),
+        (Parallel(pp=2), {"mlp_only_layers": [0, 1]}, "a stage would have no layer with experts"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_cut_so(layout: Parallel, change: dict[str, Any], error: str) -> None:
+    with pytest.raises(UnsupportedModel, match=error):
+        layout.check(plan_for(moe_rig.CONFIG | change))
+    Parallel(tp=2, ep=2).check(plan_for(moe_rig.CONFIG))
 
 
 def test_sizes_that_the_process_groups_lack_are_refused() -> None:
     moe_rig.policy()
-    with pytest.raises(ValueError, match=r"tp=2.* the process groups are of tp=1, ep=1"):
-        moe_rig.policy(Parallel(tp=2, sp=True))
-
-
-def test_adapters_on_a_split_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = moe_rig.policy()
-    lora = Lora(policy.plan.codec, shapes_of(policy.plan.codec, moe_rig.weights()), 2, 4)
-    Policy(policy.plan, policy.model, lora)
-    monkeypatch.setattr(policy.model.config, "expert_model_parallel_size", 2)
-    with pytest.raises(ValueError, match="adapters are not split"):
-        Policy(policy.plan, policy.model, lora)
+    with pytest.raises(ValueError, match=r"tp=2.* the process groups are of Parallel\(tp=1, ep=1"):
+        moe_rig.policy(Parallel(tp=2))
 
 
 def test_padding_sees_itself_and_is_not_seen() -> None:

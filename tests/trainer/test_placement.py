@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import megatron.core.tensor_parallel.random as megatron_random
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -362,14 +363,12 @@ def test_a_spec_places_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fields in again.items():
         found = placement.of(RunSpec(model="/m", trainer=TrainerSpec(device="cuda", recompute=name)), 5)
         assert found == Placement("cuda", torch.float32, True, **fields) and found.again
-    assert placement.of(RunSpec(model="/m", parameters="full"), 2) is CPU
+    assert placement.of(msgspec.structs.replace(spec, parameters="full"), 2) == CUDA
     assert placement.of(RunSpec(model="/m", trainer=TrainerSpec(device="cpu")), 2) is CPU
-    with pytest.raises(ValueError, match="trained on a CPU only"):
-        placement.of(RunSpec(model="/m", parameters="full", trainer=TrainerSpec(device="cuda")), 2)
 
 
 def test_libraries_are_told_before_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiler on a CPU; on a GPU the compiler, and one queue for all launches."""
+    """No compiler on a CPU; on a GPU the compiler, and one queue for all launches where weights are split."""
     for name in ("TORCH_COMPILE_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
@@ -378,4 +377,6 @@ def test_libraries_are_told_before_they_are_imported(monkeypatch: pytest.MonkeyP
     assert os.environ.pop("TORCH_COMPILE_DISABLE") == "1" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     placement.prepare(spec)
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "TORCH_COMPILE_DISABLE" not in os.environ
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ and "TORCH_COMPILE_DISABLE" not in os.environ
+    placement.prepare(msgspec.structs.replace(spec, trainer=TrainerSpec(tensor_parallel=2)))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"

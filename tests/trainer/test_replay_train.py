@@ -17,6 +17,7 @@ from artd_schema import worker as w
 from artd_schema.codec import digest, to_json
 from artd_schema.spec import LossSpec, OptimizerSpec, RunSpec
 from artd_schema.trajectory import Sampling, Turn
+from artd_workers.trainer.gradients import gradient_norm
 from artd_workers.trainer.model import Policy
 from artd_workers.trainer.packed import Batch, BatchError, PackedRow, read_batch
 from artd_workers.trainer.routes import ReplayFiles
@@ -38,11 +39,11 @@ def routes_after(tokens: Tensor) -> Tensor:
     return torch.stack([first, (first + 1 + layers) % SHAPE.experts], -1)
 
 
-def sources(step: int = 1) -> list[Source]:
-    """Two groups of three trajectories; of a sampled last token, routes are told in every second one."""
+def sources(step: int = 1, groups: int = 2) -> list[Source]:
+    """Groups of three trajectories; of a sampled last token, routes are told in every second one."""
     generator = torch.Generator().manual_seed(step)
     out = []
-    for group in (1, 2):
+    for group in range(1, groups + 1):
         prompt = torch.randint(3, 1024, (66,), generator=generator, dtype=torch.int32)
         for member in range(3):
             tokens = torch.randint(3, 1024, (5 + 2 * member,), generator=generator, dtype=torch.int32)
@@ -59,10 +60,10 @@ def sources(step: int = 1) -> list[Source]:
     return out
 
 
-def write(folder: Path, step: int = 1) -> Written:
-    """A batch and its bundle, by the packer."""
+def write(folder: Path, step: int = 1, groups: int = 2) -> Written:
+    """A batch and its bundle, by the packer; a row for each group."""
     spec = PackSpec(run="r", step=step, seed=0, row_length=128, scale_rewards=True, base_digest="base", routes=SHAPE)
-    tensors, manifest, replay = pack(spec, sources(step))
+    tensors, manifest, replay = pack(spec, sources(step, groups))
     folder.mkdir(parents=True)
     files = ReplayFiles(folder / "replay.safetensors", folder / "replay.json")
     files.tensors.write_bytes(serialise(replay.tensors))
@@ -109,6 +110,12 @@ class Weights:
 
     def __init__(self, policy: Policy) -> None:
         self.named = policy.model.named_parameters
+
+    def changed(self) -> None:
+        """Nothing is made of them."""
+
+    def gradient_norm(self) -> float:
+        return gradient_norm([parameter for _, parameter in self.named()])
 
     def outward(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         return dict(own)

@@ -118,11 +118,8 @@ def visible(segments: np.ndarray, parents: np.ndarray) -> np.ndarray:
     ancestors: dict[int, set[int]] = {}
     for segment, parent in parent_of.items():
         ancestors[segment] = {segment} | (ancestors[parent] if parent != segment else set())
-    mask = np.zeros((size, size), bool)
-    for query in range(size):
-        for key in range(query + 1):
-            mask[query, key] = int(segments[key]) in ancestors[int(segments[query])]
-    return mask
+    seen = {segment: np.isin(segments[:size], list(above)) for segment, above in ancestors.items()}
+    return np.tril([seen[int(segment)] for segment in segments[:size]])
 
 
 def check_batch(

@@ -116,3 +116,10 @@ def test_a_changed_or_lost_file_is_a_conflict(model):
     (model / "model.safetensors").unlink()
     with pytest.raises(Conflict, match="lost model.safetensors"):
         check_pinned(str(model), pinned)
+
+
+def test_weights_may_be_drawn(model):
+    (model / "model.safetensors").rename(model / "seeded.json")
+    first = pin(str(model))
+    (model / "seeded.json").write_bytes(b"another seed")
+    assert pin(str(model)).digest != first.digest

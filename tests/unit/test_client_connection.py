@@ -114,20 +114,22 @@ async def test_what_must_not_be_repeated_is_not(daemon):
 
 @pytest.mark.asyncio
 async def test_silence_is_noticed_by_hellos_and_ends_in_a_new_connection(daemon, monkeypatch):
-    monkeypatch.setattr(connection_module, "QUIET_S", 0.3)
-    monkeypatch.setattr(connection_module, "DEAD_S", 1.2)
+    monkeypatch.setattr(connection_module, "QUIET_S", 0.15)
+    monkeypatch.setattr(connection_module, "DEAD_S", 0.6)
     monkeypatch.setattr(connection_module, "TICK_S", 0.05)
-    asked = threading.Event()
 
     def handle(op):
-        if isinstance(op, api.Submit) and not asked.is_set():
-            asked.set()
-            daemon.greeting = lambda hello: None  # hangs, with the socket open
-            threading.Timer(1.0, lambda: setattr(daemon, "greeting", greeting)).start()
+        if isinstance(op, api.Submit) and not hung.is_set():
+            hung.set()
             return None
         return usual(op)
 
-    greeting, daemon.handle = daemon.greeting, handle
+    def greet(hello):
+        """Hangs, with the socket open; only a new connection is answered."""
+        return None if hung.is_set() and daemon.hellos[-1] == daemon.hellos[0] else greeting(hello)
+
+    hung, greeting = threading.Event(), daemon.greeting
+    daemon.greeting, daemon.handle = greet, handle
     async with Client(daemon.data) as art:
         run = await art.run("r")
         assert (await run.submit("g", 1.0, turns=[ONE])).trajectory == 1

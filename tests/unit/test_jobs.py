@@ -10,20 +10,13 @@ import pytest
 
 from artd.errors import Conflict, NotFound
 from artd.jobs import end_for_good, retry
-from artd.packing import service
 from artd.runs import set_run_state
 from artd.store.store import Store
 from artd_schema import worker as w
 from tests.fakes.rows import FakeWire, add_worker, count, one, open_store, stage
 from tests.fakes.steps import make_dispatch, packed_run, staged, train_next
-from tests.fakes.world import pack_here
 
 pytestmark = pytest.mark.asyncio
-
-
-@pytest.fixture(autouse=True)
-def packed_here(monkeypatch):
-    monkeypatch.setattr(service, "run_child", pack_here)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,10 @@ from artd.store.writer import connect
 from artd_schema.crashpoint import VARIABLE
 from tests.fakes.world import template
 from tests.fixtures.schema import make
+from tests.fixtures.schema.next import SCRIPT as NEXT
+from tests.fixtures.schema.next import released
 
 ROOT = Path(__file__).parents[2]
-NEXT = "ALTER TABLE run ADD COLUMN note TEXT NOT NULL DEFAULT 'none';\nUPDATE run SET note = name;"
 AFTER = "CREATE TABLE extra (id INTEGER PRIMARY KEY) STRICT;"
 
 
@@ -115,13 +116,9 @@ def old(packed, tmp_path):
 
 
 @pytest.fixture
-def newer(monkeypatch):
-    def know(*more):
-        known = scripts()
-        known += [(known[-1][0] + number, sql) for number, sql in enumerate(more, 1)]
-        monkeypatch.setattr("artd.store.migrate.scripts", lambda: known)
-
-    return know
+def newer():
+    with ExitStack() as releases:
+        yield lambda *more: releases.enter_context(released(*more))
 
 
 def version(path):
@@ -214,12 +211,11 @@ def test_a_crash_around_a_migration_is_cured_by_the_next_start(old, newer, tmp_p
     before = rows(database)
     (tmp_path / point).write_text("kill")
     code = f"""
-from artd.store import migrate
+from artd.store.migrate import migrate
 from artd.store.writer import connect
-known = migrate.scripts()
-known.append((known[-1][0] + 1, {NEXT!r}))
-migrate.scripts = lambda: known
-migrate.migrate(connect({str(database)!r}))
+from tests.fixtures.schema.next import released
+with released():
+    migrate(connect({str(database)!r}))
 """
     env = os.environ | {VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, timeout=30, check=False)

@@ -9,7 +9,7 @@ import pytest
 
 from artd.jobs import end_for_good
 from artd.lists import read_rows
-from artd.packing.service import Packer
+from artd.packing.service import Packer, run_child
 from artd.runs import set_run_state
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
@@ -30,7 +30,8 @@ from tests.fakes.rows import (
     submit,
     turn,
 )
-from tests.fakes.steps import claim, commit_next, pack
+from tests.fakes.steps import claim, commit_next
+from tests.fakes.steps import pack as pack_by
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,6 +41,10 @@ async def make(store, tmp_path, **changes):
     await add_run(store, **changes)
     await commit_next(store, data)
     return data, make_ingest(store, data), Packer(store, Blobs(data.blobs), data)
+
+
+async def pack(store, data):
+    return await pack_by(store, data, run_child)
 
 
 async def group(ingest, name, **changes):

@@ -314,3 +314,52 @@ async def test_serve_helper_is_the_real_thing(tmp_path, clock):
         await make(store, tmp_path, clock)
         await serve(store, 1, data_dir(tmp_path))
         assert await count(store, "serving", "state = 'live'") == 1
+
+
+async def served_once(it):
+    """The engine serves checkpoint 0, and the trainer has just made checkpoint 1."""
+    await it.pusher.live(live(await it.send()))
+    await train_next(it.store, it.data)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "expected"),
+    [
+        ((), (), "gloo"),
+        (("direct", "stock"), ("direct", "stock"), "direct"),
+        (("direct", "stock"), ("stock",), "stock"),
+        (("stock",), ("direct", "stock"), "stock"),
+        (("gloo",), ("direct", "stock"), None),
+    ],
+)
+async def test_a_live_push_travels_the_engines_best_way_that_the_trainer_can_go(
+    tmp_path, clock, trainer, engine, expected
+):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        for name, ways in (("trainer", trainer), ("engine", engine)):
+            if ways:
+                it.pusher.transfers.able(name, 1, ways)
+        await served_once(it)
+        push = await it.send()
+        assert push.source == ("live" if expected else "disk") and push.transfer == (expected or "gloo")
+        assert push.rendezvous.rpartition("/")[2] == (f"{expected}-1" if expected else "")
+        assert await one(store, "SELECT transfer FROM push ORDER BY id DESC LIMIT 1") == expected
+        await it.pusher.live(live(push))
+        assert await it.push_states() == ["superseded", "live"]
+
+
+async def test_a_way_that_a_trainer_refused_is_not_taken_again_by_this_spawn(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        for name in ("trainer", "engine"):
+            it.pusher.transfers.able(name, 1, ("direct", "stock"))
+        await served_once(it)
+        push = await it.send()
+        refusal = {"push": push.push, "fence": push.fence, "reason": "layer 3 is not covered"}
+        await it.pusher.refused(w.Refused(**refusal, transfer="direct"))
+        assert it.kills[-1][0] == "engine" and "layer 3" in it.kills[-1][1]
+        ways = it.pusher.transfers
+        assert ways.choose(("trainer", 1), ("engine", 1)) == "stock"
+        ways.able("trainer", 2, ("direct", "stock"))
+        assert ways.choose(("trainer", 2), ("engine", 1)) == "direct"

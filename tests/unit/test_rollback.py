@@ -29,14 +29,8 @@ from tests.fakes.rows import (
     turn,
 )
 from tests.fakes.steps import claim, commit_next, make_pusher, pack, serve, train_next
-from tests.fakes.world import pack_here
 
 pytestmark = pytest.mark.asyncio
-
-
-@pytest.fixture(autouse=True)
-def packed_here(monkeypatch):
-    monkeypatch.setattr(service, "run_child", pack_here)
 
 
 async def trained(store, root: Path, steps: int = 3, **spec):

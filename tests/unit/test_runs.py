@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
 from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.runs import Runs, set_run_state
 from artd_schema import client_api as api
-from artd_schema.spec import RunSpec
+from artd_schema.spec import RunSpec, TrainerSpec
 from tests.fakes.rows import (
     EVERY_STEP,
     FakeClock,
@@ -91,6 +92,39 @@ async def test_what_cannot_be_created(tmp_path, model):
         with pytest.raises(Invalid, match="no model folder"):
             await runs.create(api.CreateRun(name="r", spec=RunSpec(model="/nowhere")))
         assert await count(store, "run") == 0
+
+
+async def test_drawn_weights_cannot_be_served_beneath_adapters(tmp_path, model):
+    (Path(model) / "a.safetensors").rename(Path(model) / "seeded.json")
+    async with open_store(tmp_path) as store:
+        with pytest.raises(Invalid, match="are drawn") as caught:
+            await make_runs(store).create(
+                api.CreateRun(name="r", spec=RunSpec(model=model, rollout_weights_mode="lora"))
+            )
+        assert caught.value.field == "spec.rollout_weights_mode" and await count(store, "run") == 0
+        assert (await make_runs(store).create(api.CreateRun(name="r", spec=RunSpec(model=model)))).created
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters", "error"),
+    [
+        ({"tensor_parallel": 3, "expert_parallel": 2}, "lora", r"\(3\) and expert_parallel \(2\): one must divide the other"),
+        ({"context_parallel": 3, "expert_parallel": 2}, "lora", "one must divide the other"),
+        ({"pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 8}, "full", "the run asks for 16: leave the four"),
+        ({"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2}, "lora", ""),
+        ({"tensor_parallel": 2, "expert_parallel": 8, "pipeline_parallel": 3}, "lora", ""),
+    ],
+)  # fmt: skip
+async def test_processes_that_do_not_fit_together_are_refused(tmp_path, model, sizes, parameters, error):
+    spec = RunSpec(model=model, parameters=parameters, trainer=TrainerSpec(**sizes))
+    async with open_store(tmp_path) as store:
+        creating = make_runs(store).create(api.CreateRun(name="r", spec=spec))
+        if not error:
+            assert (await creating).created
+            return
+        with pytest.raises(Invalid, match=error) as caught:
+            await creating
+        assert caught.value.field == "spec.trainer" and await count(store, "run") == 0
 
 
 async def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path, model):

@@ -9,7 +9,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from artd.config import Interpreter, Runtimes, Settings
+from artd.config import Gpus, Interpreter, Runtimes, Settings
 from artd.runs import set_run_state
 from artd.supervise.postmortem import Status
 from artd.supervise.spec import Info
@@ -124,3 +124,33 @@ async def test_a_process_of_another_instance_spawn_or_protocol_is_not_taken(tmp_
             assert peer == b"peer" and isinstance(answer, w.Reject) and workforce.wire.spawn("trainer") is None
         await workforce.hello(b"peer", mine)
         assert workforce.wire.spawn("trainer") == 3
+
+
+async def test_gpus_are_given_out_by_the_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    async with open_store(tmp_path) as store:
+        made, _, _ = make(store, tmp_path)
+        assert made._launch("engine", 1).env["CUDA_VISIBLE_DEVICES"] == "7"
+        made.settings = msgspec.structs.replace(made.settings, gpus=Gpus(engine=(2, 3)))
+        found = {kind: made._launch(kind, 1).env["CUDA_VISIBLE_DEVICES"] for kind in ("trainer", "engine", "gateway")}
+        assert found == {"trainer": "7", "engine": "2,3", "gateway": "7"}
+
+
+async def test_what_stands_against_a_direct_push_is_an_event(tmp_path):
+    async with open_store(tmp_path) as store:
+        made, supervisor, _ = make(store, tmp_path)
+        supervisor.ready = mock.AsyncMock()
+        await made.ready("engine", 1, w.Ready(socket="/s", transfers=("stock",), obstacle="layers.0.mlp: quantised"))
+        detail = await one(store, "SELECT data FROM event WHERE kind = 'push.obstacle'")
+        assert "layers.0.mlp: quantised" in str(detail)
+
+
+async def test_a_stop_during_boot_starts_nothing_any_more(tmp_path):
+    async with open_store(tmp_path) as store:
+        made, _, _ = make(store, tmp_path)
+        await made.stop_all(1.0)
+        with mock.patch("artd.workforce.Supervisor") as supervisors:
+            supervisors.return_value.stop = mock.AsyncMock()
+            await asyncio.wait_for(made.run(), 10)
+        assert [call.kwargs["start"] for call in supervisors.return_value.add.call_args_list] == [False] * 3
+        supervisors.return_value.start.assert_not_called()

@@ -173,6 +173,7 @@ CREATE TABLE push (
   checkpoint_id INTEGER NOT NULL REFERENCES checkpoint,
   mode TEXT NOT NULL CHECK (mode IN ('merged', 'lora')),
   source TEXT CHECK (source IN ('live', 'disk')),
+  transfer TEXT CHECK (transfer IN ('gloo', 'stock', 'direct')),
   state TEXT NOT NULL CHECK (state IN ('prepared', 'sending', 'live', 'superseded', 'failed')),
   fence INTEGER NOT NULL DEFAULT 0,
   attempts INTEGER NOT NULL DEFAULT 0,

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightEntry
 from artd_schema.trajectory import RouteShape
+from artd_schema.worker import Transfer
 
 Routes = Literal["hooks", "field"]
 """How an engine tells routed experts. hooks: artd's extension catches them in the worker, and they are asked for by request;
@@ -49,23 +51,23 @@ class Deadline:
 class Capabilities:
     """What one engine version can do. evidence: `run` = seen running under artd, `read` = read in its source only.
 
-    start_body: `/start_weight_update` must carry a JSON body. weight_version: replies are stamped with a label that
-    `/finish_weight_update` and `/update_weight_version` set. abort_route: `/abort_requests` ends everything in flight.
-    routes: how it tells the experts of a mixture of experts.
+    weight_version: replies are stamped with a label that `/update_weight_version` sets. abort_route: `/abort_requests` ends
+    everything in flight. scale_out_flag: rendering and generating by tokens must be asked for by `--enable-scale-out` (else
+    they are always there). routes: how it tells the experts of a mixture of experts.
     """
 
     series: str
     evidence: Literal["run", "read"]
-    start_body: bool
     weight_version: bool
     abort_route: bool
+    scale_out_flag: bool
     routes: Routes
 
 
 VLLM: tuple[Capabilities, ...] = (
-    Capabilities("0.32", "run", start_body=False, weight_version=True, abort_route=True, routes="hooks"),
-    Capabilities("0.25", "read", start_body=False, weight_version=False, abort_route=False, routes="field"),
-    Capabilities("0.22", "read", start_body=True, weight_version=False, abort_route=False, routes="field"),
+    Capabilities("0.32", "run", weight_version=True, abort_route=True, scale_out_flag=True, routes="hooks"),
+    Capabilities("0.25", "read", weight_version=False, abort_route=False, scale_out_flag=False, routes="field"),
+    Capabilities("0.22", "read", weight_version=False, abort_route=False, scale_out_flag=False, routes="field"),
 )
 
 
@@ -125,16 +127,40 @@ class Adapter(Protocol):
     def begin(self, fence: Fence, deadline: Deadline) -> None:
         """Open a weight update in the engine's worker; it refuses a fence below one that it has seen."""
 
-    def join(self, rendezvous: str, deadline: Deadline) -> None:
-        """Meet the trainer's process group in the file `rendezvous`; once per file, later calls do nothing."""
+    def join(self, rendezvous: str, deadline: Deadline, transfer: Transfer = "gloo") -> None:
+        """Meet the trainer in the file `rendezvous`, for a push by gloo or stock; once per file, later calls do nothing."""
 
-    def receive(self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline) -> dict[str, float]:
-        """Load the tensors that the trainer broadcasts in the table's order. Returns named seconds."""
+    def receive(
+        self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline, transfer: Transfer = "gloo"
+    ) -> dict[str, float]:
+        """Load the tensors that the trainer broadcasts in the table's order, as `join` met it. Returns named seconds."""
 
     def load_merged(
         self, fence: Fence, table: Sequence[WeightEntry], load: DiskLoad, deadline: Deadline
     ) -> dict[str, float]:
         """Load a checkpoint in the engine's worker, base and adapter merged there. Returns named seconds."""
+
+    def direct_table(self, deadline: Deadline) -> EngineTable:
+        """What its kernels read, with what stands against a direct push, if anything does."""
+
+    def direct_open(self, offer: Path, deadline: Deadline) -> None:
+        """Wait until the file is there and open the `Offer` in it, in place of the one before; once per path, later calls
+        do nothing."""
+
+    def direct_expect(self, weights: Path, deadline: Deadline) -> None:
+        """The next direct push must bring the tensors of this weights.json, by their sum64."""
+
+    def direct_room(self, deadline: Deadline) -> bool:
+        """Whether the weights fit into the GPU once more, beside all that it holds."""
+
+    def direct_stage(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
+        """Pull into spare memory while the engine generates; returns when all is there. Returns named seconds."""
+
+    def direct_pull(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
+        """Open an update, pull in place, compare the checksums, close the update. Returns named seconds."""
+
+    def direct_swap(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
+        """Open an update, copy in what was staged, compare the checksums, close the update. Returns named seconds."""
 
     def finish(self, name: str, deadline: Deadline) -> None:
         """Label the new weights and drop every cached prefix of the old ones."""

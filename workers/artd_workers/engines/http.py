@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from .base import Deadline, EngineError, EngineTimeout
@@ -25,26 +26,48 @@ class StatusError(EngineError):
         self.status = status
 
 
+class _Socket(socket.socket):
+    """A socket's own timeout is one for each read: an answer that comes byte by byte would never end."""
+
+    deadline: Deadline
+
+    def recv_into(self, *args: Any) -> int:
+        if self.deadline.passed:
+            raise TimeoutError
+        self.settimeout(self.deadline.left)
+        return super().recv_into(*args)
+
+
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
+    def __init__(self, path: str, deadline: Deadline) -> None:
+        super().__init__("localhost")
         self._path = path
+        self._deadline = deadline
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
+        self.sock = _Socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.deadline = self._deadline
+        self.sock.settimeout(self._deadline.left)
         self.sock.connect(self._path)
 
 
-def call(path: str, method: str, route: str, body: Any = None, *, deadline: Deadline) -> Any:
+def call(
+    path: str,
+    method: str,
+    route: str,
+    body: Any = None,
+    *,
+    deadline: Deadline,
+    headers: Mapping[str, str] | None = None,
+) -> Any:
     """One request to the server on the Unix socket `path`; returns decoded JSON, the text if it is none, or None."""
-    connection = _UnixConnection(path, deadline.left)
+    connection = _UnixConnection(path, deadline)
     data = None if body is None else json.dumps(body).encode()
-    headers = {} if data is None else {"Content-Type": "application/json"}
+    more = dict(headers or {}) | ({} if data is None else {"Content-Type": "application/json"})
     try:
-        connection.request(method, route, data, headers)
-        response = connection.getresponse()
-        text = response.read().decode(errors="replace")
+        connection.request(method, route, data, more)
+        with connection.getresponse() as response:
+            text = response.read().decode(errors="replace")
     except TimeoutError:
         raise EngineTimeout(f"{method} {route}: no answer within {deadline.seconds:.1f} s") from None
     except (OSError, http.client.HTTPException) as error:

@@ -1,8 +1,9 @@
 """The push state machine of one engine: a committed checkpoint in, verified or not at all.
 
 Purpose: phases of a merged push: fence, pause, transfer, load, resume, verify (the gateway is holding meanwhile: a paused
-engine answers no canary, so the engine resumes first and only `Live` releases the gateway). Of a lora push: load, verify,
-beside running requests.
+engine answers no canary, so the engine resumes first and only `Live` releases the gateway). A direct push has two more before
+the pause, beside running requests: open, and stage where the weights are pulled into spare memory first. Of a lora push:
+load, verify, beside running requests.
 Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: an attempt that is older than
 one taken is refused before it touches the engine; any error after that leaves the engine unknown, and the caller ends it;
 one push at a time (the caller's thread).
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from artd_schema.crashpoint import reach
+from artd_schema.direct import OFFER
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Live, Push
 
 from . import canary, checkpoint
 from .base import Adapter, Deadline, DiskLoad, EngineError, Fence
+from .stock import size_of
 
 
 class Stale(Exception):
@@ -108,43 +111,72 @@ class Pusher:
 
     def _merged(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
         committed = self._open(push)
+        fence = Fence(self._instance, self._spawn, push.push, push.fence)
+        direct = push.source == "live" and push.transfer == "direct"
+        staged = direct and self._prepare(push, fence, committed, seconds)
         # Waiting for requests is the users' time, not the engine's: it does not count against the deadline.
         pause = Deadline(push.drain_s + push.deadline_s)
         with self._timed("pause", seconds):
             self._adapter.pause(push.drain_s, pause)
         reach("engine.paused")
         deadline = Deadline(push.deadline_s)
-        fence = Fence(self._instance, self._spawn, push.push, push.fence)
-        with self._timed("transfer", seconds):
-            self._adapter.begin(fence, deadline)
-            figures = self._update(push, fence, committed, deadline)
+        if direct:
+            self._pull(fence, staged, seconds, deadline)
+        else:
+            self._update(push, fence, committed, seconds, deadline)
         reach("engine.updated")
-        # The engine knows how the update's time divides: the trainer's (or disk's and merge's) share, and its own.
-        loaded = figures.pop("load", 0.0)
-        seconds["transfer"] = max(0.0, seconds["transfer"] - loaded)
         with self._timed("load", seconds):
-            self._check_bytes(committed, int(figures.get("bytes", 0.0)))
             self._adapter.finish(push.name, deadline)
-        seconds["load"] += loaded
         with self._timed("resume", seconds):
             self._adapter.resume(deadline)
         reach("engine.resumed")
         return self._verify(self._base_name, committed, seconds, deadline)
 
+    def _prepare(self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, seconds: dict[str, float]) -> bool:
+        """What a direct push does beside the running engine; whether the weights are staged."""
+        deadline, wanted = Deadline(push.deadline_s), self._spec.engine.transfer
+        with self._timed("open", seconds):
+            self._adapter.direct_open(Path(push.rendezvous) / OFFER, deadline)
+            self._adapter.direct_expect(committed.folder / checkpoint.WEIGHTS, deadline)
+            staged = wanted == "staged" or (wanted == "auto" and self._adapter.direct_room(deadline))
+        if staged:
+            with self._timed("stage", seconds):
+                self._adapter.direct_stage(fence, deadline)
+        return staged
+
+    def _pull(self, fence: Fence, staged: bool, seconds: dict[str, float], deadline: Deadline) -> None:
+        """The weights in, and their checksums compared."""
+        with self._timed("transfer", seconds):
+            (self._adapter.direct_swap if staged else self._adapter.direct_pull)(fence, deadline)
+
     def _update(
+        self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
+    ) -> None:
+        """The weights in, tensor by tensor. The engine knows how the time divides: the trainer's (or disk's and merge's)
+        share, and its own."""
+        with self._timed("transfer", seconds):
+            self._adapter.begin(fence, deadline)
+            figures = self._load_tensors(push, fence, committed, deadline)
+        loaded = figures.get("load", 0.0)
+        seconds["transfer"] = max(0.0, seconds["transfer"] - loaded)
+        seconds["load"] = loaded
+        with self._timed("load", seconds):
+            self._check_bytes(committed, int(figures.get("bytes", 0.0)))
+
+    def _load_tensors(
         self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, deadline: Deadline
     ) -> dict[str, float]:
         table = committed.weights.tensors
         if push.source == "live":
-            self._adapter.join(push.rendezvous, deadline)
-            return self._adapter.receive(fence, table, deadline)
+            self._adapter.join(push.rendezvous, deadline, push.transfer)
+            return self._adapter.receive(fence, table, deadline, push.transfer)
         scale = self._spec.lora.alpha / self._spec.lora.rank
         base = None if committed.manifest.parameters == "full" else Path(self._spec.model)
         load = DiskLoad(base, committed.folder, scale, self._spec.engine.dtype)
         return self._adapter.load_merged(fence, table, load, deadline)
 
     def _check_bytes(self, committed: checkpoint.Checkpoint, found: int) -> None:
-        expected = sum(_size(entry.shape) * _ITEM_BYTES[entry.dtype] for entry in committed.weights.tensors)
+        expected = sum(size_of(entry) for entry in committed.weights.tensors)
         if found != expected:
             raise EngineError(f"the engine loaded {found} bytes, the weight table has {expected}")
 
@@ -209,14 +241,4 @@ class Pusher:
         self._phase = phase
         began = time.perf_counter()
         yield
-        seconds[phase] = time.perf_counter() - began
-
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    total = 1
-    for side in shape:
-        total *= side
-    return total
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began

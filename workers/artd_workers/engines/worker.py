@@ -24,8 +24,10 @@ from artd_schema.crashpoint import reach
 from ..harness import Link, LinkClosed
 from .base import Deadline, EngineError
 from .push import Pusher, PushError, Stale
+from .transfers import transfers_of
 from .vllm.adapter import VllmAdapter
-from .vllm.server import Server, model_name, routes_means
+from .vllm.command import device_of, installed, model_name
+from .vllm.server import Server
 
 START_S = 600.0
 _TICK_S = 0.2
@@ -78,16 +80,19 @@ class EngineWorker:
         spec = self._config.spec
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters",
                               self._link.identity.instance, self._link.identity.spawn, log)  # fmt: skip
+        ways, obstacle = transfers_of(adapter, spec, device_of(spec.engine), self._server.folder)
+        if obstacle:
+            log(f"no direct push: {obstacle}")
         threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True).start()
         reach("engine.started")
-        self._link.send(w.Ready(socket=str(self._server.socket)))
+        self._link.send(w.Ready(socket=str(self._server.socket), transfers=ways, obstacle=obstacle))
         return True
 
     def _capture(self, adapter: VllmAdapter) -> None:
         """Have routes captured, when the run wants them, before any request comes."""
         if self._config.routes is None:
             return
-        if adapter.capabilities.routes != routes_means():
+        if adapter.capabilities.routes != installed().routes:
             raise EngineError(
                 f"vLLM {adapter.version} tells routes by {adapter.capabilities.routes}, but was started for another "
                 "version: the interpreter of the engine holds two of them, install its runtime again"

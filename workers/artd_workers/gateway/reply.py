@@ -13,6 +13,7 @@ from artd_schema.trajectory import RouteShape
 from . import npy
 from .capture import Capture
 from .kinds import Kind
+from .turns import token_of
 
 Json = dict[str, Any]
 
@@ -34,7 +35,7 @@ def cut_text(text: str, choice: Json, params: Json) -> str:
     """
     if params.get("include_stop_str_in_output") or choice.get("finish_reason") != "stop":
         return text
-    stop = choice.get("stop_reason")
+    stop = choice["stop_reason"] if "stop_reason" in choice else _found_stop(text, params)
     if isinstance(stop, str):
         at = text.rfind(stop) if params.get("min_tokens") else text.find(stop)
         return text if at < 0 else text[:at]
@@ -83,8 +84,8 @@ def add_experts(kind: Kind, shown: Json, capture: Capture, shape: RouteShape) ->
 
 
 def _alternatives(entry: Json) -> list[tuple[int, float]]:
-    found = [(other["token_id"], other["logprob"]) for other in entry.get("top_logprobs") or ()]
-    return sorted(found, key=lambda pair: -pair[1])
+    found = [(token_of(other), other["logprob"]) for other in entry.get("top_logprobs") or ()]
+    return sorted(((token, value) for token, value in found if token is not None), key=lambda pair: -pair[1])
 
 
 _COLUMNS = ("token_ids", "logprobs")
@@ -92,7 +93,16 @@ _GENERATE_COLUMNS = ("choices", "usage", "created", "prompt_token_ids")
 
 
 def _ends_in_stop_token(choice: Json, params: Json) -> bool:
-    stop = choice.get("stop_reason")
     if choice.get("finish_reason") != "stop" or params.get("include_stop_str_in_output"):
         return False
+    if "stop_reason" not in choice:  # vLLM before 0.32 does not tell
+        return choice["token_ids"][-1] in (params.get("stop_token_ids") or ())
+    stop = choice["stop_reason"]
     return isinstance(stop, int) and choice["token_ids"][-1:] == [stop]
+
+
+def _found_stop(text: str, params: Json) -> str | None:
+    """The stop string that comes first in the text of a choice that ended in one, or in a stop token."""
+    stops = params.get("stop") or ()
+    found = [(text.find(stop), stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in text]
+    return min(found)[1] if found else None

@@ -84,13 +84,21 @@ def logprobs_of(engine: str, choice: dict[str, Any]) -> list[float]:
     """Logprobs of the sampled tokens, one each, natural log. Errors: EngineFailure when they do not fit the tokens."""
     tokens = choice["token_ids"]
     content = (choice.get("logprobs") or {}).get("content") or []
-    if [entry.get("token_id") for entry in content] != tokens:
+    if [token_of(entry) for entry in content] != tokens:
         raise _unusable(engine, f"{len(content)} logprobs that do not belong to its {len(tokens)} sampled tokens")
     values = [entry["logprob"] for entry in content]
     for position, value in enumerate(values):
         if not math.isfinite(value) or value <= FLOOR or value > _ROUNDING:
             raise _unusable(engine, f"logprob {value} at token {position}: not a finite log-probability")
     return [min(value, 0.0) for value in values]
+
+
+def token_of(entry: dict[str, Any]) -> int | None:
+    """The token that a logprob belongs to. vLLM before 0.32 has it as text only, `token_id:17`."""
+    if "token_id" in entry:
+        return entry["token_id"]
+    number = str(entry.get("token", "")).removeprefix("token_id:")
+    return int(number) if number.isdecimal() else None
 
 
 def spans_of(engine: str, choice: dict[str, Any]) -> list[Span]:

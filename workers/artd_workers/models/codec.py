@@ -84,8 +84,10 @@ class Codec:
         blocks = tensor.unflatten(dim, (s.groups, -1, s.head_dim)).split([s.heads // s.groups, 1, 1], dim + 1)
         return [block.flatten(dim, dim + 2).contiguous() for block in blocks]
 
-    def to_megatron(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(Megatron name, tensor) of every row. Raises ValueError unless names are exactly the table's."""
+    def to_megatron(
+        self, weights: Mapping[str, Tensor], rows: Sequence[Row] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Megatron name, tensor) of every row, or of some. Raises ValueError unless names are exactly the table's."""
         known = {part for row in self.rows for part in row.parts}
         if missing := sorted(known - set(weights)):
             raise ValueError(f"the checkpoint lacks {missing[0]} (and {len(missing) - 1} more): it is not complete")
@@ -93,7 +95,7 @@ class Codec:
             raise ValueError(
                 f"the checkpoint has {extra[0]} (and {len(extra) - 1} more), which its family does not define"
             )
-        for row in self.rows:
+        for row in self.rows if rows is None else rows:
             yield row.megatron, self.fuse(row, [weights[part] for part in row.parts])
 
     def to_hf(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .folder import appearing, write_json
+from .words import write_tokenizer
 
 STD = 0.08
 """Standard deviation of every matrix. At 0.02, where training usually starts, experts add so little that a token which takes
@@ -28,7 +29,6 @@ CONFIG: dict[str, Any] = {
     "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True,
     "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -69,21 +69,8 @@ def make(out: Path, seed: int = 0, std: float = STD) -> Path:
     with appearing(out) as partial:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         write_json(partial / "config.json", CONFIG | {"initializer_range": std})
-        write_json(partial / "tokenizer.json", _tokenizer())
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
-                    "model_max_length": CONFIG["max_position_embeddings"], "clean_up_tokenization_spaces": False}  # fmt: skip
-        write_json(partial / "tokenizer_config.json", settings)
+        write_tokenizer(partial, CONFIG["vocab_size"], CONFIG["max_position_embeddings"])
     return out
-
-
-def _tokenizer() -> dict[str, Any]:
-    """`tokenizer.json`: words `w0` .. `w255` apart by white space; any other word is `w0`."""
-    words = {f"w{number}": number for number in range(CONFIG["vocab_size"])}
-    unused = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    return unused | {
-        "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
-    }  # fmt: skip
 
 
 def main() -> int:

@@ -8,6 +8,8 @@ import sys
 import warnings
 from importlib import metadata
 
+import msgspec
+
 from ..harness import Link, LinkClosed, Rejected
 
 
@@ -32,13 +34,22 @@ def main() -> int:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         # Megatron warns of each accelerator package that a CPU does not need.
         warnings.filterwarnings("ignore", module=r"megatron\..*")
-        from .placement import prepare
+        from .placement import device_of, prepare
 
-        prepare(welcome.trainer.spec)
+        spec = welcome.trainer.spec
+        prepare(spec)
+        from . import launch
         from .trainer import Trainer
         from .worker import TrainerWorker
 
-        return TrainerWorker(link, Trainer(welcome.trainer, versions())).run()
+        try:
+            parallel = launch.layout(spec)
+        except ValueError as error:
+            print(f"trainer worker: {error}", file=sys.stderr)
+            return 1
+        with launch.started(parallel, device_of(spec) == "cuda") as ranks:
+            ranks.tell(msgspec.msgpack.encode(welcome.trainer))
+            return TrainerWorker(link, Trainer(welcome.trainer, versions(), ranks)).run()
     finally:
         link.close()
 

@@ -7,8 +7,11 @@ Invariants: prompts depend on the vocabulary and the special ids alone, so that 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from artd_schema.manifest import Canary
 
@@ -50,23 +53,37 @@ def bounds(plan: Plan, engine_dtype: str, gap: float = math.inf) -> tuple[float,
     return (largest, largest) if gap > TIE * largest else routed
 
 
-def score(policy: Policy, engine_dtype: str) -> Canary:
-    """The canary of the policy as it is now. Raises ArithmeticError when a score is not finite."""
-    ids = prompts(policy.plan)
-    tokens = torch.tensor(ids)
-    # All prompts in one row, each a tree of its own: the weights are read once instead of once per prompt.
+@dataclass(frozen=True)
+class Row:
+    """Tokens of one forward, as `Policy.hidden_logits` takes them, that a policy is asked about."""
+
+    tokens: Tensor
+    positions: Tensor
+    seen: Tensor
+    rows: Tensor
+
+
+def row(plan: Plan) -> Row:
+    """All prompts in one row, each a tree of its own: the weights are read once instead of once per prompt. Asked about
+    every token but the last of each."""
     until = torch.arange(1, PROMPTS + 1).repeat_interleave(TOKENS) * TOKENS
     rows = torch.arange(PROMPTS * TOKENS).view(PROMPTS, TOKENS)[:, :-1].flatten()
-    targets = tokens[:, 1:].flatten()
-    positions = torch.arange(TOKENS).repeat(PROMPTS)
+    # The dense mask: for so few tokens a GPU need not compile an attention of its own.
+    return Row(torch.tensor(prompts(plan)).flatten(), torch.arange(TOKENS).repeat(PROMPTS), hidden(until), rows)
+
+
+def score(policy: Policy, engine_dtype: str, least: Callable[[float], float] = float) -> Canary:
+    """The canary of the policy as it is now. least: smallest of all ranks' values, where several make up the policy. Raises
+    ArithmeticError when a score is not finite."""
+    asked = row(policy.plan)
+    targets = asked.tokens[asked.rows + 1]
     with torch.no_grad(), narrowest_choices(policy.model) as gaps:
-        # The dense mask: for so few tokens a GPU need not compile an attention of its own.
-        seen, heat = hidden(until), torch.ones(len(targets))
-        found = policy.score(tokens.flatten(), positions, seen, rows, targets, heat).logprobs
+        heat = torch.ones(len(targets))
+        found = policy.score(asked.tokens, asked.positions, asked.seen, asked.rows, targets, heat).logprobs
     if not torch.isfinite(found).all():
         raise ArithmeticError("the updated weights give logprobs that are not finite; lower the learning rate")
     if policy.model.config.params_dtype != torch.float32:
         engine_dtype = "bfloat16"  # the trainer's own rounding is as coarse
-    largest, mean = bounds(policy.plan, engine_dtype, min(gaps, default=math.inf))
-    logprobs = tuple(tuple(row) for row in found.view(PROMPTS, TOKENS - 1).tolist())
+    largest, mean = bounds(policy.plan, engine_dtype, least(min(gaps, default=math.inf)))
+    ids, logprobs = (tuple(map(tuple, flat.view(PROMPTS, -1).tolist())) for flat in (asked.tokens, found))
     return Canary(prompts=ids, logprobs=logprobs, max_abs=largest, mean_abs=mean)

@@ -24,6 +24,7 @@ from artd_schema.codec import UNREADABLE, digest
 from artd_schema.manifest import CheckpointManifest, WeightEntry
 from artd_schema.worker import CheckpointRef
 
+from ..engines.direct.checksum import sum_of
 from .staging import MANIFEST, WEIGHTS, Files  # noqa: F401 - WEIGHTS is a file of a checkpoint like those below
 
 STATE = "state.json"
@@ -83,6 +84,11 @@ def entry_of(name: str, tensor: Tensor) -> WeightEntry:
     return WeightEntry(
         name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashlib.sha256(raw).hexdigest()
     )
+
+
+def is_listed(tensor: Tensor, entry: WeightEntry) -> bool:
+    """Whether a contiguous CPU tensor has the bytes of a row of a weight table."""
+    return (sum_of(tensor) if entry.sum64 is not None else entry_of(entry.name, tensor).sha256) == entry.known
 
 
 class Staging(Files):

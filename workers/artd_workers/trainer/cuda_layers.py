@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from . import grouped, heads, kernels, tree
+from . import context, grouped, heads, kernels, tree
 from .grouped import DenseRouting
 from .layers import Kit, MaskedAttention, RmsNorm
 from .lora import Adapted, LoraColumnLinear, LoraRowLinear
@@ -118,14 +118,16 @@ class TreeAttention(SelfAttention):
         groups, dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         turns = self.rows.turns(until, kwargs["rotary_pos_emb"])
         norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.q_layernorm is not None else None
-        mixed = mixed.view(len(until), groups, -1, dim)
-        padded = len(until) + tree.padding(len(until))
-        q, k, v = heads.split(mixed, norms, turns, padded, self.config.layernorm_epsilon)
-        inward = (x.transpose(0, 1)[None] for x in (q, k, v))
+        size, part = len(mixed), None
+        padded = size + tree.padding(size)
+        if size < len(until):  # other ranks have the rest of the row, in parts that need no padding
+            padded, part = size, (context.index() * size, size)
+        q, k, v = heads.split(mixed.view(size, groups, -1, dim), norms, turns, padded, self.config.layernorm_epsilon)
+        inward = (x.transpose(0, 1)[None] for x in (q, context.gathered(k), context.gathered(v)))
         scale, blocks = self.core_attention.scale, BLOCKS if mixed.dtype == torch.bfloat16 else None
-        out = _compiled()(*inward, block_mask=self.rows.of(until), scale=scale, kernel_options=blocks)
+        out = _compiled()(*inward, block_mask=self.rows.of(until, *(part or ())), scale=scale, kernel_options=blocks)
         # In memory a token's heads lie side by side, as the queries': this copies nothing, and `out[0]` would backwards.
-        return self.linear_proj(_Front.apply(out.squeeze(0).transpose(0, 1).flatten(1), len(until))[:, None])
+        return self.linear_proj(_Front.apply(out.squeeze(0).transpose(0, 1).flatten(1), size)[:, None])
 
 
 class _Front(torch.autograd.Function):

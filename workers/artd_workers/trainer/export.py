@@ -8,7 +8,6 @@ served tensors in the same dtype, every one is compared with it; experts have a 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shutil
 import sys
@@ -21,9 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from artd_schema.manifest import WeightTable
+from artd_schema.manifest import WeightEntry, WeightTable
 
-from .merge import BaseWeights, Stored, merged_tensors
+from .checkpoint import is_listed
+from .merge import Stored, merged_tensors, open_base
 
 SHARD_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -40,7 +40,7 @@ def export(base: Path, checkpoint: Path, out: Path, dtype: torch.dtype, shard_by
     writer = _Shards(out, shard_bytes)
     out.mkdir(parents=True)
     for name, tensor in tensors:
-        if expected and expected.pop(name, None) != _sha(tensor):
+        if expected and not ((entry := expected.pop(name, None)) and is_listed(tensor, entry)):
             raise ExportError(
                 f"{name} is not what the step's weights.json lists: the base model {base} or the checkpoint has changed"
             )
@@ -62,26 +62,22 @@ def _weights(base: Path, checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple
         return merged_tensors(Stored(full), {}, 1.0, dtype)
     config = json.loads((checkpoint / "adapter_config.json").read_text())
     adapter = load_file(checkpoint / "adapter_model.safetensors")
-    return merged_tensors(BaseWeights(base), adapter, config["lora_alpha"] / config["r"], dtype)
+    return merged_tensors(open_base(base), adapter, config["lora_alpha"] / config["r"], dtype)
 
 
-def _served(checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
-    """Name -> sha256 of the merged tensors as served in this dtype; empty when the table does not tell."""
+def _served(checkpoint: Path, dtype: torch.dtype) -> dict[str, WeightEntry]:
+    """Rows of the merged tensors as served in this dtype, by name; empty when the table does not tell."""
     path = checkpoint / "weights.json"
     if not path.is_file():
         return {}
     table = msgspec.json.decode(path.read_bytes(), type=WeightTable)
     if table.mode != "merged" or any(entry.dtype != _name(dtype) for entry in table.tensors):
         return {}
-    return {entry.name: entry.sha256 for entry in table.tensors}
+    return {entry.name: entry for entry in table.tensors}
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _sha(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 class _Shards:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -45,7 +46,8 @@ class GroupedExperts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
-        hidden, inner = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
+        inner = config.moe_ffn_hidden_size or config.ffn_hidden_size
+        hidden, inner = config.hidden_size, inner // parallel_state.get_expert_tensor_parallel_world_size()
         self.linear_fc1 = GroupedLinear(num_local_experts, hidden, 2 * inner, config.params_dtype)
         self.linear_fc2 = GroupedLinear(num_local_experts, inner, hidden, config.params_dtype)
 
@@ -57,8 +59,9 @@ class GroupedExperts(MegatronModule):
 
     def routed(self, tokens: Tensor, probs: Tensor, order: Order) -> Tensor:
         """tokens [T, hidden], each to the experts that `order` says, weighted by probs [T, topk] -> [T, hidden]."""
-        linears = self.linear_fc1, self.linear_fc2
-        return routed.apply(tokens, probs, order, [one.weight for one in linears], [one.adapter for one in linears])
+        first, second = self.linear_fc1, self.linear_fc2
+        pairs = (first.adapter, second.adapter) if first.adapter is not None and second.adapter is not None else None
+        return routed.apply(tokens, probs, order, (first.weight, second.weight), pairs)
 
 
 class OneRankMoE(MoELayer):
@@ -124,14 +127,15 @@ class GroupedAdapter(nn.Module):
         self.a = nn.Parameter(torch.empty(experts, parts, rank, in_features))
         self.b = nn.Parameter(torch.zeros(experts, parts, sizes[0], rank))
         self.scale = scale
-        self._joined = Cached(self._join)
+        self._joined = Cached(self.join)
 
     def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [experts, R, in], scaled, and B [experts, out, R]: the parts' ranks beside each other, B zero where a part's
         output meets another's rank, R a multiple of ALIGNED."""
         return self._joined.of((self.a, self.b), dtype)
 
-    def _join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `joined` gives, made anew and kept by nobody."""
         a, parts = self.a.flatten(1, 2), self.a.shape[1]
         apart = torch.eye(parts, device=a.device)[:, None, :, None]
         b = (self.b[:, :, :, None, :] * apart).flatten(3, 4).flatten(1, 2)
@@ -162,7 +166,12 @@ class GroupedAdapter(nn.Module):
 
 def slots(model: nn.Module) -> dict[str, Tensor]:
     """A model's parameters by the codec's names; an expert's weight is its part of the layer's parameter."""
-    out: dict[str, Tensor] = dict(model.named_parameters())
+    return apart(model, dict(model.named_parameters()))
+
+
+def apart(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the shapes of a model's parameters, by the parameters' names -> by the codec's, as `slots`."""
+    out = dict(own)
     for path, module in model.named_modules():
         if isinstance(module, GroupedLinear):
             weight, (experts, linear) = out.pop(f"{path}.weight"), path.rsplit(".", 1)

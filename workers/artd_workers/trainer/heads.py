@@ -2,7 +2,8 @@
 
 Purpose: `split` cuts, normalises, rotates, repeats (a key and its value for each query head of their group) and pads.
 Repeated keys cost little memory and let FlexAttention's backward share a prompt's keys, which a whole tree looks at, among
-as many programs as there are query heads. Owner of: no state. Invariants: frozen norms (their weights get no gradient).
+as many programs as there are query heads. Owner of: no state. Invariants: by one kernel where the norms are frozen; plain torch
+gives trained ones their gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def split(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mixed [s, groups, each + 2, dim]: a group's queries, its key, its value; turns: cosine and sine fp32 [s, dim / 2];
     padded: length to fill up to with zeros. Gives q, k, v [padded, groups * each, dim]."""
-    if mixed.is_cuda:
+    if mixed.is_cuda and (norms is None or not norms[0].requires_grad):
         return _Split.apply(mixed, norms, turns, padded, eps)
     return split_plainly(mixed, norms, turns, padded, eps)
 

@@ -31,72 +31,53 @@ def take(x: Tensor, order: Tensor, topk: int) -> Tensor:
 
 
 @triton.jit
-def _collect(  # type: ignore[no-untyped-def]
-    y, more, place, out, WIDTH: tl.constexpr, TOPK: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _collect(y, place, out, WIDTH: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOPK):
         at = tl.load(place + token * TOPK + k) * WIDTH + cols
         total += tl.load(y + at, mask=cols < WIDTH, other=0.0).to(tl.float32)
-        if MORE:
-            total += tl.load(more + at, mask=cols < WIDTH, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + cols, total, mask=cols < WIDTH)
 
 
-def collect(y: Tensor, more: Tensor | None, place: Tensor, topk: int) -> Tensor:
-    """y, more [T * topk, width], place [T * topk] -> for each token the sum of its rows y[place] and more[place]."""
+def collect(y: Tensor, place: Tensor, topk: int) -> Tensor:
+    """y [T * topk, width], place [T * topk] -> for each token the sum of its rows y[place]."""
     tokens, width = len(place) // topk, y.shape[1]
     out = y.new_empty(tokens, width)
-    _collect[(tokens,)](
-        y, y if more is None else more, place, out,
-        WIDTH=width, TOPK=topk, MORE=more is not None, BLOCK=triton.next_power_of_2(width),
-    )  # fmt: skip
+    _collect[(tokens,)](y, place, out, WIDTH=width, TOPK=topk, BLOCK=triton.next_power_of_2(width))
     return out
 
 
 @triton.jit
-def _activate(  # type: ignore[no-untyped-def]
-    both, more, probs, order, out, INNER: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _activate(both, probs, order, out, INNER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < INNER
     at = row * 2 * INNER + cols
     gate = tl.load(both + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(both + at + INNER, mask=mask, other=0.0).to(tl.float32)
-    if MORE:
-        gate += tl.load(more + at, mask=mask, other=0.0).to(tl.float32)
-        up += tl.load(more + at + INNER, mask=mask, other=0.0).to(tl.float32)
-        tl.store(both + at, gate, mask=mask)
-        tl.store(both + at + INNER, up, mask=mask)
     prob = tl.load(probs + tl.load(order + row)).to(tl.float32)
     tl.store(out + row * INNER + cols, gate * tl.sigmoid(gate) * up * prob, mask=mask)
 
 
-def activate(both: Tensor, more: Tensor | None, probs: Tensor, order: Tensor) -> Tensor:
-    """Adds `more` to `both` [R, 2 inner] in place; gives silu(gate) * up * probs[order], [R, inner]. probs: flat."""
+def activate(both: Tensor, probs: Tensor, order: Tensor) -> Tensor:
+    """both [R, 2 inner] -> silu(gate) * up * probs[order], [R, inner]. probs: flat."""
     rows, inner = len(both), both.shape[1] // 2
     out = both.new_empty(rows, inner)
-    _activate[(rows,)](
-        both, both if more is None else more, probs, order, out,
-        INNER=inner, MORE=more is not None, BLOCK=triton.next_power_of_2(inner),
-    )  # fmt: skip
+    _activate[(rows,)](both, probs, order, out, INNER=inner, BLOCK=triton.next_power_of_2(inner))
     return out
 
 
 @triton.jit
 def _activate_backward(  # type: ignore[no-untyped-def]
-    grad, more, both, probs, order, d_both, out, d_probs, INNER: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
+    grad, both, probs, order, d_both, out, d_probs, INNER: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < INNER
     here, at = row * INNER + cols, row * 2 * INNER + cols
     slope = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
-    if MORE:
-        slope += tl.load(more + here, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(both + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(both + at + INNER, mask=mask, other=0.0).to(tl.float32)
     slot = tl.load(order + row)
@@ -110,16 +91,13 @@ def _activate_backward(  # type: ignore[no-untyped-def]
     tl.store(out + here, inner * prob, mask=mask)
 
 
-def activate_backward(
-    grad: Tensor, more: Tensor | None, both: Tensor, probs: Tensor, order: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `activate`, whose gradient is grad + more: gradients of `both` and of the flat `probs`, and its output again."""
+def activate_backward(grad: Tensor, both: Tensor, probs: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `activate`: gradients of `both` and of the flat `probs`, and its output again."""
     rows, inner = grad.shape
     d_both, out, d_probs = torch.empty_like(both), torch.empty_like(grad), torch.empty_like(probs)
     _activate_backward[(rows,)](
-        grad, grad if more is None else more, both, probs, order, d_both, out, d_probs,
-        INNER=inner, MORE=more is not None, BLOCK=triton.next_power_of_2(inner),
-    )  # fmt: skip
+        grad, both, probs, order, d_both, out, d_probs, INNER=inner, BLOCK=triton.next_power_of_2(inner)
+    )
     return d_both, d_probs, out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..models.base import Plan
-from . import grouped
+from . import context, grouped
 from .grouped import DenseRouting
 from .lora import LoraColumnLinear, LoraRowLinear
-from .parallel import Parallel
+from .parallel import ALONE, Parallel, sparse_of
 from .placement import Placement
+from .split import SplitColumn, SplitRow
 
 CPU: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -73,7 +74,7 @@ class MaskedAttention(MegatronModule):
     """Core attention by torch's scaled dot product with an explicit mask.
 
     query [s, b, heads, d], key and value [s, b, groups, d], mask bool [b, 1, s, s] with True = hidden; gives
-    [s, b, heads * d].
+    [s, b, heads * d]. All but the mask's keys are this rank's part of the row.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -81,7 +82,7 @@ class MaskedAttention(MegatronModule):
         self.scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, /, **_: Any) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, context.gathered(key), context.gathered(value)))
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=~attention_mask, scale=self.scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -137,7 +138,7 @@ class RmsNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, which also serves sequence parallelism (Megatron's wrapper of it refuses that)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # Each rank sees a part of the tokens: tells Megatron to add the ranks' gradients up.
         self.weight.sequence_parallel = config.sequence_parallel
 
@@ -158,8 +159,13 @@ class Kit:
         return MLPSubmodules(linear_fc1=self.column, linear_fc2=self.row)
 
 
-def kit_of(placement: Placement) -> Kit:
-    """The parts for a placement."""
+def kit_of(placement: Placement, parallel: Parallel = ALONE) -> Kit:
+    """The parts for a placement and a layout."""
+    kit = _kit_of(placement)
+    return kit if parallel.tp == 1 else replace(kit, column=SplitColumn, row=SplitRow)
+
+
+def _kit_of(placement: Placement) -> Kit:
     if placement.cuda:
         from . import cuda_layers
 
@@ -181,13 +187,13 @@ def config_of(plan: Plan, parallel: Parallel, placement: Placement) -> Transform
     return TransformerConfig(**(settings | placement.settings() | plan.transformer | parallel.settings()))
 
 
-def block_spec(plan: Plan, kit: Kit) -> TransformerBlockSubmodules:
-    """The specs of all layers, each dense or sparse as the plan's `moe_layer_freq` says, and of the final norm."""
-    pattern = plan.transformer.get("moe_layer_freq", [0] * plan.layers)
+def block_spec(plan: Plan, kit: Kit, layers: range) -> TransformerBlockSubmodules:
+    """The specs of some of the layers, each dense or sparse as the plan says, and of the final norm."""
+    pattern = sparse_of(plan)
     dense, sparse = _layer_spec(plan.qk_norm, kit), _layer_spec(plan.qk_norm, kit)
     sparse.submodules.mlp = kit.experts
     return TransformerBlockSubmodules(
-        layer_specs=[sparse if is_sparse else dense for is_sparse in pattern], layer_norm=kit.norm
+        layer_specs=[sparse if pattern[layer] else dense for layer in layers], layer_norm=kit.norm
     )
 
 

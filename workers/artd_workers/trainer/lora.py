@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..models.codec import Codec, Row, peft_names
 from .cached import Cached
+from .gradients import gradient_norm
 from .grouped import EXPERT, GroupedAdapter
 
 Adapter = dict[str, Tensor]
@@ -37,7 +38,7 @@ class FusedAdapter(nn.Module):
         self._codec, self.row, self.scale = codec, row, scale
         self.a = nn.ParameterList(nn.Parameter(torch.empty(rank, in_features)) for _ in sizes)
         self.b = nn.ParameterList(nn.Parameter(torch.zeros(size, rank)) for size in sizes)
-        self._joined = Cached(self._join)
+        self._joined = Cached(self.join)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [(x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() for a, b in zip(self.a, self.b, strict=True)]
@@ -47,7 +48,8 @@ class FusedAdapter(nn.Module):
         """The adapters of all parts as one: A [parts * r, in], scaled, and B [out, parts * r] in Megatron's layout."""
         return self._joined.of((*self.a, *self.b), dtype)
 
-    def _join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `joined` gives, made anew and kept by nobody."""
         rank, count = self.a[0].shape[0], len(self.a)
         apart = [F.pad(b, (i * rank, (count - 1 - i) * rank)) for i, b in enumerate(self.b)]
         return (self.scale * torch.cat(list(self.a))).to(dtype), self._codec.fuse(self.row, apart).to(dtype)
@@ -131,6 +133,14 @@ class Lora:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named()]
 
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradients."""
+        return gradient_norm(self.parameters())
+
+    def sizes(self) -> dict[str, torch.Size]:
+        """Shape of every tensor on disk by PEFT name, in table order."""
+        return {name: slot.shape for name, slot in self.outward(dict(self.named())).items()}
+
     def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by PEFT name, which is what is on disk, in table order; parts of the given ones, not copies."""
         found = {name: tensor for adapter in self._adapters.values() for name, tensor in adapter.slots(own)}
@@ -138,16 +148,20 @@ class Lora:
 
     def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by own name, on the CPU; raises ValueError when the names are not exactly this adapter's."""
-        self._check_names(stored)
+        self._check_names(stored, self._names)
         own = {name: torch.empty(parameter.shape, dtype=parameter.dtype) for name, parameter in self.named()}
         for name, slot in self.outward(own).items():
             slot.copy_(stored[name])
         return own
 
+    def changed(self) -> None:
+        # torch's fused kernels write without counting it, and what was made of the old values would be taken for theirs.
+        torch.autograd.graph.increment_version(self.parameters())
+
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """A: kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)), as PEFT; B: zero."""
-        start = {name: torch.zeros(slot.shape) for name, slot in self.state().items()}
+        start = {name: torch.zeros(size) for name, size in self.sizes().items()}
         for name, slot in start.items():
             if ".lora_B." in name:
                 continue
@@ -164,19 +178,20 @@ class Lora:
     @torch.no_grad()
     def load(self, adapter: Mapping[str, Tensor]) -> None:
         """Copy tensors in PEFT names in. Raises ValueError when names, shapes or dtypes differ."""
-        self._check_names(adapter)
-        for name, slot in self.state().items():
-            if adapter[name].shape != slot.shape or adapter[name].dtype != torch.float32:
+        sizes = self.sizes()
+        self._check_names(adapter, sizes)
+        for name, size in sizes.items():
+            if adapter[name].shape != size or adapter[name].dtype != torch.float32:
                 raise ValueError(
-                    f"{name} is {tuple(adapter[name].shape)} {adapter[name].dtype}, not {tuple(slot.shape)} fp32"
+                    f"{name} is {tuple(adapter[name].shape)} {adapter[name].dtype}, not {tuple(size)} fp32"
                 )
         # By whole parameters: on a GPU each copy has its price.
         own = self.inward(adapter)
         for name, parameter in self.named():
             parameter.copy_(own[name])
 
-    def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
-        if odd := sorted(set(self._names) ^ set(tensors)):
+    def _check_names(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        if odd := sorted(set(names) ^ set(tensors)):
             raise ValueError(f"the adapter and this model differ in {len(odd)} tensors, the first is {odd[0]}")
 
 

@@ -8,6 +8,7 @@ the engine's, at the sampling temperature.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,23 +49,25 @@ def row_loss(spec: LossSpec, row: PackedRow, logprobs: Tensor, share: Tensor) ->
 
 
 class Measures:
-    """Collects what a step measured, token by token, and reduces it once at the end, independent of packing."""
+    """Collects what a step measured, token by token, and reduces it once at the end, independent of packing.
 
-    def __init__(self) -> None:
-        self._logprobs: list[Tensor] = []
-        self._entropy: list[Tensor] = []
-        self._rows: list[PackedRow] = []
+    found: fp64 [2, trained tokens of the batch], logprobs and entropies in the order of `rows`; zero where nothing was added.
+    """
 
-    def add(self, row: PackedRow, logprobs: Tensor, entropy: Tensor) -> None:
-        self._rows.append(row)
-        self._logprobs.append(logprobs.detach().double())
-        self._entropy.append(entropy.double())
+    def __init__(self, rows: Sequence[PackedRow], device: torch.device) -> None:
+        self._rows = rows
+        self.found = torch.zeros(2, sum(len(row.at) for row in rows), dtype=torch.float64, device=device)
+
+    def add(self, first: int, logprobs: Tensor, entropy: Tensor) -> None:
+        """first: number of trained tokens of the batch before these."""
+        here = slice(first, first + len(logprobs))
+        self.found[0, here], self.found[1, here] = logprobs.detach(), entropy
 
     def metrics(self, clip_high: float, epoch: int) -> dict[str, float]:
         """epoch: policy epoch of the weights that were trained; tokens sampled by exactly these measure the mismatch."""
-        new = torch.cat(self._logprobs).cpu()
-        old = torch.cat([row.old_logprobs for row in self._rows]).double().cpu()
-        epochs = torch.cat([row.epochs for row in self._rows]).cpu()
+        new, entropy = self.found.cpu()
+        old = torch.cat([row.old_logprobs for row in self._rows]).double()
+        epochs = torch.cat([row.epochs for row in self._rows])
         ratios = ratio(new, old)
         out = {
             "ratio_mean": float(ratios.mean()),
@@ -73,7 +76,7 @@ class Measures:
             "clipped_fraction": float((ratios > clip_high).double().mean()),
             # k3 of KL(old || new), J. Schulman, "Approximating KL divergence" (2020): r - 1 - log r.
             "kl_k3": float((ratios - 1 - (new - old)).mean()),
-            "entropy": float(torch.cat(self._entropy).mean()),
+            "entropy": float(entropy.mean()),
             "trained_tokens": float(len(new)),
         }
         known = epochs >= 0

@@ -1,7 +1,7 @@
 """The LoRA merge: W + (alpha / rank) B A, defined once for push, export and engine start.
 
 Purpose: the same bits wherever a merged weight is needed: in the trainer's interpreter, in the engine's, in an export.
-Owner of: no state. Invariants: torch and safetensors only, and `models.experts` (the engine's interpreter imports this
+Owner of: no state. Invariants: torch and safetensors only, and `artd_workers.models` (the engine's interpreter imports this
 file too); the base is never mutated; no BLAS, no fused multiply-add, so the bits depend on neither threads, CPU nor torch build.
 """
 
@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..models import seeded
 from ..models.experts import Slice, parts
 
 PEFT_PREFIX = "base_model.model."
@@ -35,6 +36,13 @@ class _Place:
     part: Slice | None = None
 
 
+def open_base(folder: str | Path, device: str = "cpu") -> Mapping[str, Tensor]:
+    """A base model's tensors by Hugging Face name, one by one, on a device: drawn (`models.seeded`), or read (`BaseWeights`).
+    Raises ValueError for a folder that is neither."""
+    path = Path(folder)
+    return seeded.SeededWeights(path, device) if (path / seeded.FILE).is_file() else BaseWeights(path, device)
+
+
 class BaseWeights(Mapping[str, Tensor]):
     """The tensors of a Hugging Face checkpoint folder, read lazily, in push order and under per-expert names.
 
@@ -43,8 +51,8 @@ class BaseWeights(Mapping[str, Tensor]):
     is no safetensors checkpoint or holds a tensor twice.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, device: str = "cpu") -> None:
+        self.folder, self._device = Path(folder), device
         config = self.folder / "config.json"
         if not config.is_file():
             raise ValueError(f"{self.folder} has no config.json: give a Hugging Face checkpoint folder")
@@ -62,7 +70,12 @@ class BaseWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         place = self._where[name]
         handle = self._files[place.path]
-        return handle.get_tensor(name) if place.part is None else place.part.of(handle.get_slice(place.stored))
+        found = handle.get_tensor(name) if place.part is None else place.part.of(handle.get_slice(place.stored))
+        return found.to(self._device)
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Those that the tensors are stored in; nothing is read for it but headers."""
+        return {self._files[place.path].get_slice(place.stored)[:0].dtype for place in self._where.values()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,15 +25,14 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from ..models.base import Plan
-from . import head, tree
+from . import context, head, split, tree
 from .grouped import slots
 from .layers import ExplicitRotary, block_spec, config_of, kit_of
 from .lora import Lora
-from .parallel import Parallel, padded, part
+from .parallel import ALONE, Parallel, chunk, each, padded, part
+from .pipeline import Stage
 from .placement import CPU, Placement, ahead
 from .replay import Replay, Step
-
-ALONE = Parallel()
 
 
 def start_distributed(cuda: bool = False) -> None:
@@ -56,12 +56,16 @@ def build(
     # Routers enter themselves into a process-wide list, which would keep every model before this one alive.
     RouterReplay.clear_global_router_replay_instances()
     config = config_of(plan, parallel, placement)
-    model = GPTModel(config, block_spec(plan, kit_of(placement)), position_embedding_type="rope", **plan.model)
+    layers = parallel.layers(plan)
+    model = GPTModel(
+        config, block_spec(plan, kit_of(placement, parallel), layers), position_embedding_type="rope",
+        pre_process=layers.start == 0, post_process=layers.stop == plan.layers, **plan.model,
+    )  # fmt: skip
     rope = {name: value for name, value in plan.model.items() if name.startswith(("rotary_", "rope_"))}
     model.rotary_pos_emb = ExplicitRotary(config.kv_channels, 1.0, use_cpu_initialization=not placement.cuda, **rope)
     model.to(placement.device)
     load_base(model, plan, weights, parallel)
-    if placement.recompute:
+    if placement.recompute and layers.start == 0:
         model.embedding.register_forward_hook(_want_gradient)
     return model.requires_grad_(False).train(placement.again)
 
@@ -75,13 +79,12 @@ def _want_gradient(_embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
 def load_base(model: GPTModel, plan: Plan, weights: Mapping[str, Tensor], parallel: Parallel = ALONE) -> None:
     """Copy base weights in. Raises ValueError when names or shapes are not the plan's."""
     parameters = slots(model)
-    experts = plan.routes.experts if plan.routes is not None else 0
-    for name, whole in plan.codec.to_megatron(weights):
-        own = parallel.own_name(name, experts)
-        if own is None:
-            continue
+    names = {row.megatron: parallel.own_name(row.megatron, plan) for row in plan.codec.rows}
+    here = [row for row in plan.codec.rows if names[row.megatron] is not None]
+    for name, whole in plan.codec.to_megatron(weights, here):
+        own = names[name] or name
         parameter = parameters.pop(own)
-        tensor = part(name, whole, parameter)
+        tensor = part(name, whole)
         if parameter.shape != tensor.shape:
             raise ValueError(
                 f"{name}: the checkpoint has {tuple(tensor.shape)}, config.json says {tuple(parameter.shape)}"
@@ -102,14 +105,18 @@ class Scores:
 class Policy:
     """Model and adapter together. `lora` None = the base model."""
 
-    def __init__(self, plan: Plan, model: GPTModel, lora: Lora | None) -> None:
-        self.plan, self.model, self.lora = plan, model, lora
-        self._replay = Replay(model, plan.routes) if plan.routes is not None else None
+    def __init__(self, plan: Plan, model: GPTModel, lora: Lora | None, parallel: Parallel = ALONE) -> None:
+        """parallel: as the model was built; the adapter is this rank's part of it."""
+        self.plan, self.model, self.lora, self.parallel = plan, model, lora, parallel
         self.device = next(model.parameters()).device
+        config = model.config
+        self.stage = Stage(parallel, (1, config.hidden_size), config.params_dtype, self.device)
+        self._replay: Replay | None = None
+        if plan.routes is not None:
+            # Of the routes of all layers, those of the stage's own.
+            self._own = parallel.routed(plan)
+            self._replay = Replay(model, msgspec.structs.replace(plan.routes, layers=self._own.stop - self._own.start))
         if lora is not None:
-            sizes = model.config.tensor_model_parallel_size, model.config.expert_model_parallel_size
-            if sizes != (1, 1):
-                raise ValueError(f"adapters are not split over processes: this model is, tp={sizes[0]}, ep={sizes[1]}")
             lora.attach(model)
 
     def replaying(self, wanted: bool) -> AbstractContextManager[Step | None]:
@@ -123,46 +130,71 @@ class Policy:
     def hidden_logits(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None = None
     ) -> Tensor:
-        """Logits [n, vocab] at `rows` [n] of one packed row.
+        """Logits [n, vocab] at `rows` [n] of one packed row; on a stage that is not the last, what it sends on.
 
         tokens, positions: int64 [s], any device; seen: `until` int64 [s] of a row in preorder (see `tree`; on the CPU), or
         bool [s, s], True where query q (first) must not see key k. Only `rows` go through the language-model head.
+        Where ranks share a row, `rows` are among this rank's `own_tokens`.
         routes: expert ids [MoE layers, s, topk] to replay instead of the live router's (with gradients only inside
         `replaying`); None routes live.
         """
-        rows = ahead(rows, self.device)
+        begin = self.own_tokens(len(tokens)).start
+        rows = ahead(rows - begin if begin else rows, self.device)
 
         def project(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
-            shared = self.model.config.sequence_parallel  # then the head itself gathers the tokens
-            chosen = hidden_states if shared else hidden_states.index_select(0, rows)
-            logits, _bias = output_layer(chosen, weight=output_weight, runtime_gather_output=True)
-            return logits[rows, 0] if shared else logits[:, 0]
+            if self.parallel.sp:
+                return split.head(hidden_states, rows, output_layer.weight if output_weight is None else output_weight)
+            logits, _bias = output_layer(hidden_states.index_select(0, rows), weight=output_weight)
+            return logits[:, 0]
 
         def forward() -> Tensor:
             ids, at, mask = self._inputs(tokens, positions, seen)
             self.model.rotary_pos_emb.positions = at[None]
-            return self.model(ids[None], at[None], mask, output_processor=project)
+            self.model.set_input_tensor(self.stage.receive(len(ids) // self.parallel.tp))
+            out = self.model(ids[None], at[None], mask, output_processor=project)
+            if not self.stage.last:
+                self.stage.send(out)
+            return out
 
         if self._replay is None:
             if routes is not None:
                 raise ValueError("a dense model has no experts to replay")
             return forward()
-        return self._replay.forward(forward, routes)
+        return self._replay.forward(forward, None if routes is None else self._own_routes(routes))
 
     def _inputs(self, tokens: Tensor, positions: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A row as the layers take it: token ids and positions [s'], mask as `layers` or `cuda_layers` has it."""
-        config = self.model.config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        """A row, or this rank's part of it, as the layers take it: token ids and positions [s'], mask as `layers` or
+        `cuda_layers` has it, whose keys are the whole row's."""
+        part = self._each(len(tokens))
+        own = slice(part * context.index(), part * (context.index() + 1))
+        multiple = part * self.parallel.cp
         if seen.ndim == 1 and self.device.type == "cpu":
             seen = tree.hidden(seen)
         if seen.ndim == 2:
             ids, at, mask = padded(tokens, positions, seen, multiple)
-            return ids.to(self.device), at.to(self.device), mask.to(self.device)[None, None]
-        extra = -len(tokens) % multiple
-        ids, at = (F.pad(ahead(x, self.device), (0, extra)) for x in (tokens, positions))
+            return ids[own].to(self.device), at[own].to(self.device), mask[own].to(self.device)[None, None]
+        extra = multiple - len(tokens)
+        ids, at = (F.pad(ahead(x, self.device), (0, extra))[own] for x in (tokens, positions))
         # Padding behind a chain may see the chain: nothing sees the padding.
-        until = None if tree.is_chain(seen) else ahead(tree.fill(seen, extra), self.device)[None, None, None]
+        chain = tree.is_chain(seen) and self.parallel.cp == 1
+        until = None if chain else ahead(tree.fill(seen, extra), self.device)[None, None, None]
         return ids, at, until
+
+    def _each(self, size: int) -> int:
+        return each(self.parallel, size, self.device.type == "cuda")
+
+    def own_tokens(self, size: int) -> range:
+        """Which tokens of a row of `size` are this rank's, padding with it."""
+        part = self._each(size)
+        return range(part * context.index(), part * (context.index() + 1))
+
+    def _own_routes(self, routes: Tensor) -> Tensor:
+        """Of a row's routes, those of this rank's layers and tokens."""
+        near, part = self.parallel.tp, self._each(routes.shape[1])
+        if self.parallel.world == 1:
+            return routes
+        place = context.index() * near + parallel_state.get_tensor_model_parallel_rank()
+        return chunk(routes[self._own], place, part // near)
 
     def score(
         self,
@@ -174,9 +206,27 @@ class Policy:
         temperatures: Tensor,
         routes: Tensor | None = None,
     ) -> Scores:
-        """Logprobs of `targets` [n] as predicted at `rows` [n], each at its temperature [n] (> 0). routes: as there."""
+        """Logprobs of `targets` [n] as predicted at `rows` [n], each at its temperature [n] (> 0). routes: as there. On
+        all ranks; where these share a row or the layers, without gradient."""
+        return self.scores(self.logits(tokens, positions, seen, rows, routes), targets, temperatures)
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None = None
+    ) -> Tensor:
+        """`hidden_logits` at any `rows`, and on all ranks; where these share a row or the layers, without gradient."""
+        if self.parallel.cp == self.stage.count == 1:
+            return self.hidden_logits(tokens, positions, seen, rows, routes)
+        own = self.own_tokens(len(tokens))
+        mine = (rows >= own.start) & (rows < own.stop)
+        out = self.hidden_logits(tokens, positions, seen, rows[mine], routes)
+        found = torch.zeros(len(rows), self.plan.vocab_size, dtype=self.model.config.params_dtype, device=self.device)
+        if self.stage.last:
+            found[mine.to(self.device)] = out.detach()
+        return self.stage.told(context.added(found))
+
+    def scores(self, logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
+        """Of logits [n, vocab], as `score`."""
         targets, temperatures = ahead(targets, self.device), ahead(temperatures, self.device)
-        logits = self.hidden_logits(tokens, positions, seen, rows, routes)
         return Scores(*head.scores(logits, targets, temperatures))
 
     def score_sequence(self, tokens: Tensor, temperature: float = 1.0, routes: Tensor | None = None) -> Tensor:

@@ -71,12 +71,14 @@ class PackedRow:
         return hidden(self.until)
 
     def to(self, device: torch.device) -> PackedRow:
-        """The row on a device, without a wait; all but `until`, which the model looks at before it sends it there."""
+        """The row on a device, without a wait; all but `until` and the routes, which the model and its replay look at before they
+        send them there."""
         if device.type == "cpu":
             return self
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: ahead(value, device) for name, value in values.items() if value is not None}
-        return replace(self, **(moved | {"until": self.until}))
+        stay = ("until", "routes")
+        return replace(
+            self, **{f.name: ahead(getattr(self, f.name), device) for f in fields(self) if f.name not in stay}
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a run trains: an adapter beside frozen weights, or every weight. All that differs between the two is here.
 
 Purpose: `open_model` reads a run's base model and says what of it is trained; the trainer then only speaks to a `Trained`.
-Owner of: the fp32 masters of full parameters (an adapter's belong to `Lora`).
+Owner of: no state: masters belong to `Lora` and `FullState` (`ShardedState`).
 Invariants: names and layouts on disk are Hugging Face's or PEFT's, never Megatron's; checkpoint 0 of full parameters is the
 base; what the engine is served is rounded once, from fp32 to its dtype.
 """
@@ -12,21 +12,30 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from artd_schema.spec import Parameters, RunSpec
 
 from ..models.registry import plan_for, read_config
 from . import checkpoint, placement
 from .checkpoint import Staging
+from .full import FullState
 from .lora import Adapter, Lora, adapter_config, shapes_of
-from .merge import BaseWeights, merged_tensors
-from .model import ALONE, Policy, build, load_base
+from .merge import merged_tensors, open_base
+from .model import Policy, build
+from .parallel import ALONE, Parallel
+from .sharded import ShardedState
+from .spread import lora_of
 from .step import ParameterSet
 
 
 class Trained(Protocol):
     """A run's trained parameters and their form in a checkpoint."""
+
+    @property
+    def base(self) -> Mapping[str, Tensor]:
+        """The base model's tensors by Hugging Face name, in push order."""
+        ...
 
     @property
     def kind(self) -> Parameters:
@@ -51,6 +60,14 @@ class Trained(Protocol):
         """Copy in what `stage` wrote. Raises ValueError when names, shapes or dtypes are not the model's."""
         ...
 
+    def collect(self) -> None:
+        """Bring here what other ranks have of the parameters, for `stage` and `served`; every rank calls it."""
+        ...
+
+    def release(self) -> None:
+        """Forget what `collect` brought."""
+        ...
+
     def stage(self, staging: Staging) -> None:
         """Write the files of the parameters as they are now."""
         ...
@@ -66,15 +83,22 @@ class AdapterState:
     kind: Parameters = "lora"
     file = checkpoint.ADAPTER
 
-    def __init__(self, policy: Policy, lora: Lora, base: BaseWeights, spec: RunSpec) -> None:
-        self._policy, self._base, self._spec = policy, base, spec
+    def __init__(self, policy: Policy, lora: Lora, base: Mapping[str, Tensor], spec: RunSpec) -> None:
+        self._policy, self.base, self._spec = policy, base, spec
         self.parameters = lora
+        self._collected: Adapter | None = None
 
     def initialise(self, seed: int) -> None:
         self.parameters.initialise(seed)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.parameters.load(tensors)
+
+    def collect(self) -> None:
+        self._collected = self.parameters.state() if self._policy.parallel.world > 1 else None
+
+    def release(self) -> None:
+        self._collected = None
 
     def stage(self, staging: Staging) -> None:
         staging.tensors(checkpoint.ADAPTER, self._stored())
@@ -84,6 +108,8 @@ class AdapterState:
 
     def _stored(self) -> Adapter:
         """The adapter on the CPU, copied there in few pieces; on a CPU the live one."""
+        if self._collected is not None:
+            return {name: tensor.cpu() for name, tensor in self._collected.items()}
         return self.parameters.outward({name: one.detach().cpu() for name, one in self.parameters.named()})
 
     def served(self) -> Iterator[tuple[str, Tensor]]:
@@ -91,64 +117,21 @@ class AdapterState:
             return ((name, tensor.clone()) for name, tensor in sorted(self._stored().items()))
         dtype = getattr(torch, self._spec.engine.dtype)
         # The merge is elementwise: a GPU gives the same bits.
-        merged = merged_tensors(self._base, self.parameters.state(), self.parameters.scale, dtype)
+        adapter = self.parameters.state() if self._collected is None else self._collected
+        merged = merged_tensors(self.base, adapter, self.parameters.scale, dtype)
         return ((name, tensor.cpu()) for name, tensor in merged)
 
 
-class FullState:
-    """Every weight of the model, trained in place in fp32. Also its own `ParameterSet`, in Megatron's layout."""
-
-    kind: Parameters = "full"
-    file = checkpoint.MODEL
-
-    def __init__(self, policy: Policy, base: BaseWeights, spec: RunSpec) -> None:
-        """policy: without adapter; its weights require gradients from now on. Raises ValueError for a mode without them."""
-        if spec.rollout_weights_mode != "merged":
-            raise ValueError("parameters='full' has no adapter to serve: use rollout_weights_mode='merged'")
-        self._model, self._plan, self._base, self._spec = policy.model, policy.plan, base, spec
-        self._parameters = dict(policy.model.named_parameters())
-        policy.model.requires_grad_(True)
-
-    @property
-    def parameters(self) -> ParameterSet:
-        return self
-
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((row.megatron, self._parameters[row.megatron]) for row in self._plan.codec.rows)
-
-    def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(self._plan.codec.to_hf(own))
-        return {name: found[name] for name in self._base}
-
-    def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(self._plan.codec.to_megatron(stored))
-
-    def initialise(self, seed: int) -> None:
-        load_base(self._model, self._plan, self._base)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if odd := [name for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
-            raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}, and full parameters are kept in fp32")
-        load_base(self._model, self._plan, tensors)
-
-    def state(self) -> dict[str, Tensor]:
-        """The live weights without gradient in Hugging Face names, in the base's order; not all are copies."""
-        return self.outward({name: parameter.detach() for name, parameter in self.named()})
-
-    def stage(self, staging: Staging) -> None:
-        staging.tensors(checkpoint.MODEL, self.state())
-
-    def served(self) -> Iterator[tuple[str, Tensor]]:
-        return merged_tensors(self.state(), {}, 1.0, getattr(torch, self._spec.engine.dtype))
-
-
-def open_model(spec: RunSpec) -> tuple[Policy, Trained]:
-    """Build a run's model with what it trains. Raises ValueError (UnsupportedModel, an incomplete checkpoint)."""
-    plan, base = plan_for(read_config(spec.model)), BaseWeights(spec.model)
+def open_model(spec: RunSpec, parallel: Parallel = ALONE) -> tuple[Policy, Trained]:
+    """Build a run's model, or this rank's part of it, with what it trains. Raises ValueError (UnsupportedModel, an incomplete
+    checkpoint)."""
+    plan = plan_for(read_config(spec.model))
+    parallel.check(plan)
     where = placement.of(spec, plan.layers)
+    base = open_base(spec.model, where.device)
     if spec.parameters == "full":
-        policy = Policy(plan, build(plan, base), None)
-        return policy, FullState(policy, base, spec)
-    lora = Lora(plan.codec, shapes_of(plan.codec, base), spec.lora.rank, spec.lora.alpha, where.grouped)
-    policy = Policy(plan, build(plan, base, ALONE, where), lora)
+        policy = Policy(plan, build(plan, base, parallel, where), None, parallel)
+        return policy, (FullState if parallel.world == 1 else ShardedState)(policy, base, spec)
+    lora = lora_of(plan, shapes_of(plan.codec, base), spec.lora.rank, spec.lora.alpha, where.grouped, parallel)
+    policy = Policy(plan, build(plan, base, parallel, where), lora, parallel)
     return policy, AdapterState(policy, lora, base, spec)

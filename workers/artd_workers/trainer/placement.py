@@ -2,7 +2,7 @@
 
 Purpose: `Placement` chooses the device, the dtype of base weights and activations, whether the experts of a layer are one
 parameter (grouped products) or many, and what is recomputed; `model.build` takes one, `of` makes a run's. Owner of: no state.
-Invariants: trained parameters of an adapter and the optimizer's moments are fp32 everywhere; nothing here imports
+Invariants: masters of what is trained and the optimizer's moments are fp32 everywhere; nothing here imports
 Transformer Engine, which exists only where there is a GPU.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from artd_schema.spec import RunSpec
+
+from ..engines import stock
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,13 @@ def device_of(spec: RunSpec) -> str:
     asked = spec.trainer.device
     if asked == "cpu":
         return asked
-    found, full = torch.cuda.is_available(), spec.parameters == "full"
+    found = torch.cuda.is_available()
     if asked == "auto":
-        return "cuda" if found and not full else "cpu"
+        return "cuda" if found else "cpu"
     if not found:
         raise ValueError(
             "trainer.device is cuda, and torch sees no GPU here: start artd where there is one, or use cpu"
         )
-    if full:
-        raise ValueError("parameters='full' is trained on a CPU only: use trainer.device='cpu', or parameters='lora'")
     return asked
 
 
@@ -81,8 +81,11 @@ def prepare(spec: RunSpec) -> None:
     """Set the environment that a run's libraries read when they are imported: before Megatron-Core is."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device_of(spec) == "cuda":
-        # One queue for all launches, as Megatron's overlaps expect.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        for name, value in stock.ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if spec.trainer.tensor_parallel > 1:
+            # One queue for all launches, as Megatron's overlaps expect; a push's own would wait behind those of a train step.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
@@ -106,3 +109,10 @@ def ahead(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def behind(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU, to be read once the device was waited for; nothing waits here."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,9 +1,10 @@
-"""Live pushes: the tensors of a committed checkpoint go to the engine over a gloo group of two.
+"""Live pushes: the tensors of a committed checkpoint go to the engine, by the way that the daemon names.
 
-Purpose: `Pusher` sends a snapshot in a thread of its own, so that the next job can start meanwhile. Owner of: the process
-group of the newest (trainer spawn, engine spawn) pair, named by its rendezvous file.
+Purpose: `Pusher` runs each push in a thread of its own, so that the next job can start meanwhile. Owner of: the newest (trainer
+spawn, engine spawn) pair, named by its rendezvous.
 Invariants: only a resident, committed checkpoint is sent, anything else is `Refused`; a push with a lower fence than one
-seen is refused; a pair whose push failed is not used again; the trainer never reports success: only the harness says `Live`.
+seen is refused; a pair whose push failed is not used again, and one that a new rendezvous replaces is closed; the trainer never
+reports success: only the harness says `Live`.
 """
 
 from __future__ import annotations
@@ -14,30 +15,38 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
+from artd_schema.worker import Push, Refused, Transfer
 
-from artd_schema.worker import Push, Refused
-
-from ..engines import gloo
-from .trainer import Snapshot
+from ..engines.base import Deadline
+from .direct.frozen import Stale
+from .snapshot import Snapshot
+from .ways import Broken, Unable, Way, open_way
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Pair:
-    """One (trainer spawn, engine spawn). turn: held by the push that uses the group."""
+    """One (trainer spawn, engine spawn). turn: held by the push that uses the way."""
 
     rendezvous: str
+    way: Way
     turn: threading.Lock = field(default_factory=threading.Lock)
-    group: dist.ProcessGroupGloo | None = None
     dead: bool = False
 
     def abort(self) -> None:
-        """End what waits on the group; harmless when there is none yet."""
+        """End what waits, for good; harmless when nothing does."""
         self.dead = True
-        if self.group is not None:
-            self.group.abort()
+        self.way.abort()
+
+    def retire(self) -> None:
+        """End what waits, and give back what the pair holds as soon as it has ended."""
+        self.abort()
+        threading.Thread(target=self._close, name="push-close", daemon=True).start()
+
+    def _close(self) -> None:
+        with self.turn:
+            self.way.close()
 
 
 class Pusher:
@@ -60,8 +69,8 @@ class Pusher:
         pair = self._pair
         if pair is None or pair.rendezvous != message.rendezvous:
             if pair is not None:
-                pair.abort()  # its engine is gone: a pair of spawns has one file
-            pair = self._pair = Pair(message.rendezvous)
+                pair.retire()  # its engine is gone: a pair of spawns has one rendezvous
+            pair = self._pair = Pair(message.rendezvous, open_way(message.transfer, message.rendezvous))
         elif pair.dead:
             return self._refuse(
                 message, f"a push over {message.rendezvous} failed before; the engine must start afresh"
@@ -79,14 +88,24 @@ class Pusher:
         if pair is not None:
             pair.abort()
 
-    def _refuse(self, message: Push, reason: str) -> None:
+    def _refuse(self, message: Push, reason: str, transfer: Transfer | None = None) -> None:
+        """transfer: the way that stands in the way."""
         log.info("push %d refused: %s", message.push, reason)
-        self._send(Refused(push=message.push, fence=message.fence, reason=reason))
+        self._send(Refused(push=message.push, fence=message.fence, reason=reason, transfer=transfer))
 
     def _run(self, message: Push, snapshot: Snapshot, pair: Pair) -> None:
+        deadline = Deadline(message.deadline_s + message.drain_s)
         try:
             with pair.turn:
-                transfer(message, snapshot, pair)
+                _transfer(message, snapshot, pair, deadline)
+        except Unable as error:
+            pair.dead = True
+            self._refuse(message, str(error), message.transfer)
+        except Stale as error:
+            self._refuse(message, str(error))
+        except Broken as error:
+            pair.dead = True
+            self._refuse(message, str(error))
         except Exception as error:
             # The engine sees its own end of this fail, and the harness reports it.
             pair.dead = True
@@ -95,15 +114,17 @@ class Pusher:
             self._running.pop((message.push, message.fence), None)
 
 
-def transfer(message: Push, snapshot: Snapshot, pair: Pair) -> None:
-    """Meet the engine (once per pair) and broadcast the tensors in order. Raises at the deadline or when the pair dies."""
+def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline) -> None:
+    """Raises what `Way` raises, and Stale."""
+    if pair.dead:
+        raise TimeoutError("aborted before it began")
     started = time.monotonic()
-    end = started + message.deadline_s + message.drain_s
-    if pair.group is None:
-        pair.group = gloo.join(message.rendezvous, gloo.TRAINER, end - started)
-    for entry, tensor in snapshot.tensors:
-        left = end - time.monotonic()
-        if pair.dead or left <= 0:
-            raise TimeoutError(f"aborted or past its deadline before {entry.name}")
-        gloo.broadcast(pair.group, tensor, left)
-    log.info("push %d: %d tensors sent in %.2f s", message.push, len(snapshot.tensors), time.monotonic() - started)
+    try:
+        pair.way.prepare(snapshot)
+    except Unable:
+        raise
+    except Exception as error:
+        raise Broken(f"{type(error).__name__}: {error}") from error
+    with snapshot.held(deadline, pair.abort):
+        pair.way.send(message, snapshot, deadline)
+    log.info("push %d: %d tensors sent in %.2f s", message.push, len(snapshot.entries), time.monotonic() - started)

@@ -18,15 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from artd_schema.trajectory import RouteShape
 
-from .parallel import chunk
-from .placement import ahead
+from .placement import ahead, behind
 
 
 class ReplayError(ValueError):
@@ -58,6 +56,15 @@ class _Micro:
     forward: list[int]
     again: list[int]
     backward: bool = False
+    staged: Tensor | None = None
+
+    def target(self, layer: int, device: torch.device) -> Tensor:
+        """Routes of a layer as RouterReplay takes them. The first call sends those of all layers: by then the GPU has the first
+        layer's attention to do, and does not wait for the copy."""
+        if self.staged is None and self.routes is not None:
+            self.staged = ahead(self.routes, device).to(torch.int64)
+        assert self.staged is not None
+        return self.staged[layer]
 
 
 @dataclass(eq=False)
@@ -82,9 +89,7 @@ class Step:
         live. Raises ReplayError.
         """
         if routes is not None:
-            # As RouterReplay takes them, for all layers at once and ahead of their use.
-            device = next(self.routers[0].parameters()).device
-            routes = ahead(self._local(routes), device).to(torch.int64)
+            routes = self._local(routes)
         calls = len(self.routers)
         micro = _Micro(len(self._micros), routes, [0] * calls, [0] * calls)
         self._micros.append(micro)
@@ -128,12 +133,13 @@ class Step:
             here = [call for call in self._used if call[3].shape == shape]
             self._used = [call for call in self._used if call[3].shape != shape]
             self._strays += [(micro, layer) for micro, layer, _, _ in here]
-            self._counts.append(
-                strays(torch.stack([call[2] for call in here]), torch.stack([call[3] for call in here]))
-            )
+            found = strays(torch.stack([call[2] for call in here]), torch.stack([call[3] for call in here]))
+            self._counts.append(behind(found))
 
     def _check_experts(self) -> None:
-        # One read for all calls: on a GPU each would wait for the device.
+        # One wait for all calls.
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
         counts = torch.cat(self._counts).tolist() if self._counts else []
         for count, (micro, layer) in zip(counts, self._strays, strict=True):
             if count:
@@ -153,7 +159,7 @@ class Step:
             raise ReplayError(f"MoE layer {layer} was called outside any micro-batch of the step: report this as a bug")
         if micro.routes is None:
             return
-        target, tokens = micro.routes[layer], args[0].shape[:-1].numel()
+        target, tokens = micro.target(layer, args[0].device), args[0].shape[:-1].numel()
         if len(target) != tokens:
             raise ReplayError(
                 f"micro-batch {micro.index}, MoE layer {layer}: routes of {len(target)} tokens for {tokens} tokens"
@@ -180,10 +186,7 @@ class Step:
     def _local(self, routes: Tensor) -> Tensor:
         if (routes.shape[0], routes.shape[2]) != (self.shape.layers, self.shape.topk):
             raise ReplayError(f"routes {tuple(routes.shape)} are not [{self.shape.layers}, tokens, {self.shape.topk}]")
-        if not self.config.sequence_parallel:
-            return routes
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        return chunk(routes, rank, parallel_state.get_tensor_model_parallel_world_size())
+        return routes
 
 
 class Replay:

@@ -3,13 +3,13 @@
 Purpose: `apply` sorts tokens by expert, multiplies them in grouped products with their adapters, and adds each token's results
 up. Written as one function, because autograd over the single steps writes every product of an adapter to memory and reads it
 again to add it. Owner of: no state.
-Invariants: no wait for the device; on a GPU the steps between the products are `kernels`', elsewhere the plain torch of this
-file; gradients of adapters reach their fp32 masters row by row, those of frozen weights are not computed.
+Invariants: no wait for the device; on a GPU the steps between the products are those of `kernels` and `adapted_kernels`,
+elsewhere the plain torch of this file; gradients of adapters reach their fp32 masters row by row, those of frozen weights are
+not computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,15 +46,21 @@ class Order:
         order = torch.arange(rows, device=counts.device)
         return cls(order, order, counts.cumsum(0).to(torch.int32), 1)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What it is made of besides `topk`, in order."""
+        return self.order, self.place, self.ends
+
 
 class Pair(Protocol):
-    """Adapters of one linear of all experts."""
+    """Adapters of one linear of all experts. a: fp32 [experts, parts, r, in]; b: fp32 [experts, parts, out of a part, r]."""
 
     a: Tensor
     b: Tensor
+    scale: float
 
     def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [experts, r, in], scaled, and B [experts, out, r]."""
+        """A [experts, R, in], scaled, and B [experts, out, R]."""
         ...
 
     def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,74 +68,80 @@ class Pair(Protocol):
         ...
 
 
-def apply(x: Tensor, probs: Tensor, order: Order, weights: Sequence[Tensor], pairs: Sequence[Pair | None]) -> Tensor:
-    """x [T, hidden], probs [T, topk] -> [T, hidden]. weights: [experts, 2 inner, hidden] and [experts, hidden, inner]."""
-    masters = [tensor for pair in pairs if pair is not None for tensor in (pair.a, pair.b)]
-    return _Routed.apply(x, probs, order, tuple(pairs), *weights, *masters)
+def apply(
+    x: Tensor, probs: Tensor, order: Order, weights: tuple[Tensor, Tensor], pairs: tuple[Pair, Pair] | None
+) -> Tensor:
+    """x [T, hidden], probs [T, topk] -> [T, hidden]. weights: [experts, 2 inner, hidden] and [experts, hidden, inner];
+    pairs: their adapters, with which the weights are frozen."""
+    if pairs is None:
+        return _Bare.apply(x, probs, order, *weights)
+    masters = (tensor for pair in pairs for tensor in (pair.a, pair.b))
+    return _Adapted.apply(x, probs, order, pairs, *weights, *masters)
 
 
-class _Routed(torch.autograd.Function):
+class _Bare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, order: Order, pairs: Any, *tensors: Tensor) -> Tensor:
-        first, second = tensors[:2]
+    def forward(ctx: Any, x: Tensor, probs: Tensor, way: Order, first: Tensor, second: Tensor) -> Tensor:
         steps, flat = _steps(x), probs.flatten()
-        rows = steps.take(x, order.order, order.topk)
-        both, more, low1 = _forward(rows, first, pairs[0], order.ends)
-        inner = steps.activate(both, more, flat, order.order)
-        del rows, more
-        out, more, low2 = _forward(inner, second, pairs[1], order.ends)
+        rows = steps.take(x, way.order, way.topk)
+        both = F.grouped_mm(rows, first.transpose(1, 2), offs=way.ends)
+        inner = steps.activate(both, flat, way.order)
+        del rows
+        out = F.grouped_mm(inner, second.transpose(1, 2), offs=way.ends)
         # Not `rows`: to gather them again is cheap, and for 48 layers of the 30B-A3B shape they are 10 GB.
-        ctx.save_for_backward(x, probs, order.order, order.place, order.ends, first, second, both, low1, low2)
-        ctx.topk, ctx.pairs, ctx.given = order.topk, pairs, len(tensors)
-        return steps.collect(out, more, order.place, order.topk)
+        ctx.save_for_backward(x, probs, *way.tensors, first, second, both)
+        ctx.topk = way.topk
+        return steps.collect(out, way.place, way.topk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, probs, order, place, ends, first, second, both = ctx.saved_tensors
+        steps, topk, needed = _steps(x), ctx.topk, ctx.needs_input_grad[3:]
+        slope = steps.take(grads[0].contiguous(), order, topk)
+        d_inner = F.grouped_mm(slope, second, offs=ends)
+        d_both, d_probs, inner = steps.activate_backward(d_inner, both, probs.flatten(), order)
+        d_second = F.grouped_mm(slope.t(), inner, offs=ends) if needed[1] else None
+        del slope, inner, d_inner
+        d_x = steps.collect(F.grouped_mm(d_both, first, offs=ends), place, topk)
+        d_first = F.grouped_mm(d_both.t(), steps.take(x, order, topk), offs=ends) if needed[0] else None
+        return d_x, d_probs.view_as(probs), None, d_first, d_second
+
+
+class _Adapted(torch.autograd.Function):
+    """The same with adapters. What lies by token is read again where its rows are asked for: it is an eighth of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, way: Order, pairs: Any, *tensors: Tensor) -> Tensor:
+        first, second = tensors[:2]
+        steps, thin = _steps(x), _adapted_steps(x)
+        (a1, b1), (a2, b2) = (pair.joined(x.dtype) for pair in pairs)
+        rows, low1 = thin.gather(x, way, a1.transpose(1, 2))
+        both = F.grouped_mm(rows, first.transpose(1, 2), offs=way.ends)
+        del rows
+        inner, low2 = thin.activate(both, low1, b1, a2, probs.flatten(), way)
+        out = F.grouped_mm(inner, second.transpose(1, 2), offs=way.ends)
+        thin.widen(out, low2, b2.transpose(1, 2), way)
+        ctx.save_for_backward(x, probs, *way.tensors, first, second, both, low1, low2)
+        ctx.topk, ctx.pairs = way.topk, pairs
+        return steps.collect(out, way.place, way.topk)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, probs, order, place, ends, first, second, both, low1, low2 = ctx.saved_tensors
-        steps, needed, topk = _steps(x), ctx.needs_input_grad[4:], ctx.topk
-        slope = steps.take(grads[0].contiguous(), order, topk)
-        d_inner, more, small = _backward(slope, second, ctx.pairs[1], ends)
-        d_both, d_probs, inner = steps.activate_backward(d_inner, more, both, probs.flatten(), order)
-        found2 = _gradients(slope, inner, small, low2, ctx.pairs[1], ends)
-        d_second = F.grouped_mm(slope.t(), inner, offs=ends) if needed[1] else None
-        del slope, inner, d_inner, more
-        d_rows, more, small = _backward(d_both, first, ctx.pairs[0], ends)
-        d_x = steps.collect(d_rows, more, place, topk)
-        del d_rows, more
-        rows = steps.take(x, order, topk) if needed[0] or ctx.pairs[0] is not None else x
-        found1 = _gradients(d_both, rows, small, low1, ctx.pairs[0], ends)
-        d_first = F.grouped_mm(d_both.t(), rows, offs=ends) if needed[0] else None
-        return d_x, d_probs.view_as(probs), None, None, d_first, d_second, *found1, *found2
-
-
-def _forward(x: Tensor, weight: Tensor, pair: Pair | None, ends: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The product [R, out], its adapters' addition, and what these have between their two matrices."""
-    out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    if pair is None:
-        return out, None, None
-    a, b = pair.joined(x.dtype)
-    low = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
-    return out, F.grouped_mm(low, b.transpose(1, 2), offs=ends), low
-
-
-def _backward(
-    slope: Tensor, weight: Tensor, pair: Pair | None, ends: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient of the input [R, in] through the weight, through the adapters, and that between their matrices."""
-    out = F.grouped_mm(slope, weight, offs=ends)
-    if pair is None:
-        return out, None, None
-    a, b = pair.joined(slope.dtype)
-    low = F.grouped_mm(slope, b, offs=ends)
-    return out, F.grouped_mm(low, a, offs=ends), low
-
-
-def _gradients(
-    slope: Tensor, x: Tensor, d_low: Tensor | None, low: Tensor | None, pair: Pair | None, ends: Tensor
-) -> tuple[Tensor, ...]:
-    if pair is None or d_low is None or low is None:
-        return ()
-    return pair.gradients(F.grouped_mm(d_low.t(), x, offs=ends), F.grouped_mm(slope.t(), low, offs=ends))
+        steps, thin, grad = _steps(x), _adapted_steps(x), grads[0].contiguous()
+        way = Order(order, place, ends, ctx.topk)
+        (a1, b1), (a2, b2) = (pair.joined(x.dtype) for pair in ctx.pairs)
+        slope, small = thin.gather(grad, way, b2)
+        d_inner = F.grouped_mm(slope, second, offs=way.ends)
+        del slope
+        d_both, d_probs, inner, small1 = thin.activate_backward(d_inner, small, a2, both, b1, probs.flatten(), way)
+        found2 = thin.gradients(ctx.pairs[1], way, (inner, False), low2, (grad, True), small)
+        del d_inner, inner
+        d_rows = F.grouped_mm(d_both, first, offs=way.ends)
+        thin.widen(d_rows, small1, a1, way)
+        d_x = steps.collect(d_rows, way.place, way.topk)
+        found1 = thin.gradients(ctx.pairs[0], way, (x, True), low1, (d_both, False), small1)
+        return d_x, d_probs.view_as(probs), None, None, None, None, *found1, *found2
 
 
 def _steps(x: Tensor) -> Any:
@@ -140,6 +152,14 @@ def _steps(x: Tensor) -> Any:
     return kernels
 
 
+def _adapted_steps(x: Tensor) -> Any:
+    if not x.is_cuda:
+        return PlainAdapted
+    from . import adapted_kernels
+
+    return adapted_kernels
+
+
 class Plain:
     """`kernels` in plain torch."""
 
@@ -148,21 +168,17 @@ class Plain:
         return x[order // topk]
 
     @staticmethod
-    def collect(y: Tensor, more: Tensor | None, place: Tensor, topk: int) -> Tensor:
-        return (y if more is None else y + more)[place].unflatten(0, (-1, topk)).sum(1)
+    def collect(y: Tensor, place: Tensor, topk: int) -> Tensor:
+        return y[place].unflatten(0, (-1, topk)).sum(1)
 
     @staticmethod
-    def activate(both: Tensor, more: Tensor | None, probs: Tensor, order: Tensor) -> Tensor:
-        if more is not None:
-            both.add_(more)
+    def activate(both: Tensor, probs: Tensor, order: Tensor) -> Tensor:
         gate, up = both.float().chunk(2, -1)
         return (F.silu(gate) * up * probs[order, None]).to(both.dtype)
 
     @staticmethod
-    def activate_backward(
-        grad: Tensor, more: Tensor | None, both: Tensor, probs: Tensor, order: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        slope, (gate, up) = (grad if more is None else grad + more).float(), both.float().chunk(2, -1)
+    def activate_backward(grad: Tensor, both: Tensor, probs: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        slope, (gate, up) = grad.float(), both.float().chunk(2, -1)
         soft = gate.sigmoid()
         inner = gate * soft * up
         d_probs = torch.empty_like(probs)
@@ -170,3 +186,39 @@ class Plain:
         slope = slope * probs[order, None]
         d_both = torch.cat((slope * up * soft * (1 + gate * (1 - soft)), slope * gate * soft), -1)
         return d_both.to(both.dtype), d_probs, (inner * probs[order, None]).to(both.dtype)
+
+
+class PlainAdapted:
+    """`adapted_kernels` in plain torch."""
+
+    @staticmethod
+    def gather(x: Tensor, way: Order, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = Plain.take(x, way.order, way.topk)
+        return rows, F.grouped_mm(rows, weight, offs=way.ends)
+
+    @staticmethod
+    def widen(y: Tensor, low: Tensor, weight: Tensor, way: Order) -> None:
+        y += F.grouped_mm(low, weight, offs=way.ends)
+
+    @staticmethod
+    def activate(both: Tensor, low: Tensor, b: Tensor, a: Tensor, probs: Tensor, way: Order) -> tuple[Tensor, Tensor]:
+        PlainAdapted.widen(both, low, b.transpose(1, 2), way)
+        inner = Plain.activate(both, probs, way.order)
+        return inner, F.grouped_mm(inner, a.transpose(1, 2), offs=way.ends)
+
+    @staticmethod
+    def activate_backward(
+        grad: Tensor, low: Tensor, a: Tensor, both: Tensor, b: Tensor, probs: Tensor, way: Order
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        whole = grad + F.grouped_mm(low, a, offs=way.ends)
+        d_both, d_probs, inner = Plain.activate_backward(whole, both, probs, way.order)
+        return d_both, d_probs, inner, F.grouped_mm(d_both, b, offs=way.ends)
+
+    @staticmethod
+    def gradients(
+        pair: Pair, way: Order, x: tuple[Tensor, bool], low: Tensor, slope: tuple[Tensor, bool], d_low: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows, slopes = (Plain.take(it, way.order, way.topk) if by_token else it for it, by_token in (x, slope))
+        return pair.gradients(
+            F.grouped_mm(d_low.t(), rows, offs=way.ends), F.grouped_mm(slopes.t(), low, offs=way.ends)
+        )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,8 @@ from artd_schema.spec import LossSpec, OptimizerSpec
 
 from .losses import Measures, row_loss, shares
 from .model import Policy
-from .packed import Batch, PackedRow
+from .packed import Batch
+from .turns import Turn, added, turns
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,6 +48,14 @@ class ParameterSet(Protocol):
 
     def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Undo `outward`. Raises ValueError when the names are not exactly those on disk."""
+        ...
+
+    def changed(self) -> None:
+        """The optimizer has changed the parameters: make anew what is made of them."""
+        ...
+
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradients; adds them up first when each rank has a part of their sum."""
         ...
 
 
@@ -75,8 +85,7 @@ class Optimizer:
     def step(self) -> None:
         """Change the parameters by their gradients."""
         self.torch.step()
-        # torch's fused kernels write without counting it, and what was made of the old values would be taken for theirs.
-        torch.autograd.graph.increment_version(self.parameters)
+        self.set.changed()
 
     def state(self) -> dict[str, Tensor]:
         """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step."""
@@ -126,22 +135,21 @@ def train_step(
     """
     started = time.perf_counter()
     parameters = optimizer.parameters
-    measures, share = Measures(), shares(batch, loss.normalise).to(policy.device)
-    parts: list[Tensor] = []
     # Ahead of their use, all of them: they are small beside the activations of one.
-    rows = [row.to(policy.device) for row in batch.rows]
+    mine = turns(batch.rows, policy.parallel, policy.device)
+    measures, share = Measures(batch.rows, policy.device), shares(batch, loss.normalise).to(policy.device)
+    losses = torch.zeros(len(batch.rows), dtype=torch.float64, device=policy.device)
     optimizer.torch.zero_grad(set_to_none=True)
     try:
         with policy.replaying(batch.coverage is not None) as replay:
-            for index, row in enumerate(rows):
-                if cancelled():
-                    raise Cancelled(f"cancelled after {index} of {len(rows)} rows")
-                parts.append(_train_row(policy, row, loss, share, measures))
-                progress(index + 1, len(rows))
+            _pass_all(
+                policy, mine, lambda turn: _forward(policy, turn, loss, share, measures, losses), progress, cancelled
+            )
+            measures.found = added(measures.found, policy.parallel)
             # The first wait for the device: what is read after it is there then.
-            losses = torch.stack(parts).tolist()
-            _check_losses(losses)
-            norm = gradient_norm(parameters)
+            parts = added(losses, policy.parallel).tolist()
+            _check_losses(parts)
+            norm = optimizer.set.gradient_norm()
             calls = replay.finish() if replay else 0
         if not math.isfinite(norm):
             raise NonFinite(f"the gradient norm is {norm}: look at the batch's advantages and at the learning rate")
@@ -155,16 +163,47 @@ def train_step(
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
     if batch.coverage is not None:
         rates |= {"replay_coverage": batch.coverage, "replay_calls": float(calls)}
-    return {"loss": sum(losses), "grad_norm": norm} | measures.metrics(loss.clip_high, epoch) | rates
+    return {"loss": sum(parts), "grad_norm": norm} | measures.metrics(loss.clip_high, epoch) | rates
 
 
-def _train_row(policy: Policy, row: PackedRow, loss: LossSpec, share: Tensor, measures: Measures) -> Tensor:
-    """Add a row's gradients; returns its part of the loss, which nothing has waited for."""
-    scores = policy.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
+def _pass_all(
+    policy: Policy,
+    mine: Sequence[Turn],
+    forward: Callable[[Turn], Tensor],
+    progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+) -> None:
+    """Each row forward and backward. Raises Cancelled."""
+    under_way: deque[Tensor] = deque()
+    begun, stopped = 0, False
+    policy.stage.begin()
+    for onward, index in policy.stage.order(len(mine)):
+        # What has gone forward goes backward in any case: other stages count on it.
+        stopped = stopped or (onward and cancelled())
+        if onward and not stopped:
+            under_way.append(forward(mine[index]))
+            begun += 1
+        elif not onward and under_way:
+            policy.stage.backward(under_way.popleft())
+            progress(index + 1, len(mine))
+    if stopped:
+        raise Cancelled(f"cancelled after {begun} of {len(mine)} rows")
+
+
+def _forward(policy: Policy, turn: Turn, loss: LossSpec, share: Tensor, measures: Measures, losses: Tensor) -> Tensor:
+    """A row forward; what its backward starts from. Its part of the loss is added to `losses`, and nothing waits for it."""
+    row = turn.row
+    out = policy.hidden_logits(row.tokens, row.positions, row.until, row.at, row.routes)
+    if not policy.stage.last:
+        return out
+    if not len(row.at):  # other ranks have them; what this one does for their tokens goes backward all the same
+        return out.sum() * 0.0
+    scores = policy.scores(out, row.targets, row.temperatures)
     part = row_loss(loss, row, scores.logprobs, share)
-    part.backward()
-    measures.add(row, scores.logprobs, scores.entropy)
-    return part.detach()
+    if turn.counts:
+        measures.add(turn.first, scores.logprobs, scores.entropy)
+        losses[turn.index] = part.detach()
+    return part
 
 
 def _check_losses(parts: list[float]) -> None:
@@ -174,19 +213,6 @@ def _check_losses(parts: list[float]) -> None:
             raise NonFinite(
                 f"the loss of row {index} is {part}: look at the batch's advantages and at the learning rate"
             )
-
-
-def gradient_norm(parameters: list[nn.Parameter]) -> float:
-    """Global 2-norm, each tensor's sum of squares in fp64, added up in parameter order."""
-    squares = [_square(p.grad) for p in parameters if p.grad is not None]
-    # Read at once: on a GPU each would wait for the device.
-    return math.sqrt(sum(torch.stack(squares).tolist())) if squares else 0.0
-
-
-def _square(grad: Tensor) -> Tensor:
-    if grad.is_cuda:  # in one pass, which adds up in another order
-        return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-    return grad.double().square().sum()
 
 
 def clip(parameters: list[nn.Parameter], norm: float, limit: float) -> None:

@@ -3,7 +3,7 @@
 Purpose: `Trainer` runs init and train jobs and knows which committed checkpoint its weights are. Owner of: model, trained
 parameters, optimizer, the resident tag and the snapshot of weights that a live push sends.
 Invariants: the tag is set by `committed` alone and gone as soon as a job starts; without it the next job reads parameters,
-optimizer and RNG from its parent's folder on disk; a snapshot is never changed after it was made.
+optimizer and RNG from its parent's folder on disk; a snapshot never changes while a push holds it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from artd_schema.codec import digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import WeightEntry
-from artd_schema.worker import CheckpointRef, Run, TrainerConfig
+from artd_schema.manifest import Canary
+from artd_schema.worker import CheckpointRef, Run, TrainerConfig, Transfer
 
-from . import canary, checkpoint, placement
+from ..engines.direct.device import Port
+from . import canary, checkpoint, merge_loss, placement, serving
 from .checkpoint import Staging, State
 from .model import Policy
 from .packed import Batch, read_batch
 from .parameters import Trained, open_model
+from .ranks import Ranks
 from .routes import ReplayFiles
-from .step import Optimizer, train_step
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The tensors of a checkpoint's weights.json, in its order. sha: of the checkpoint's manifest."""
-
-    sha: str
-    tensors: tuple[tuple[WeightEntry, Tensor], ...]
+from .serving import Serving
+from .snapshot import Snapshot
+from .step import Cancelled, NonFinite, Optimizer, train_step
 
 
 @dataclass(frozen=True)
@@ -60,85 +58,127 @@ class Staged:
     seconds: dict[str, float]
 
 
+class Order(Struct, frozen=True, kw_only=True):
+    """What the first rank tells the others: a job, and whether memory is its parent."""
+
+    job: Run
+    held: bool
+
+
 class Trainer:
     """One run's trainer. instance: the data folder's uuid. Not thread-safe but for `snapshot_of`."""
 
     _trained: Trained
+    _serving: Serving
     _optimizer: Optimizer
     _state: State
 
-    def __init__(self, config: TrainerConfig, versions: dict[str, str]) -> None:
+    def __init__(
+        self, config: TrainerConfig, versions: dict[str, str], ranks: Ranks | None = None, port: Port | None = None
+    ) -> None:
+        """ranks: the processes that train together, of which this is one; port: what stands for a GPU's memory where there is
+        none (tests)."""
         self.config, self.spec = config, config.spec
         self.resident: Resident | None = None
-        self._snapshot: Snapshot | None = None
+        self._staged: tuple[str, Snapshot] | None = None
         self._versions = versions
         self._policy: Policy | None = None
-        self.threads = self.spec.threads or len(os.sched_getaffinity(0))
+        self.ranks = ranks or Ranks()
+        self.threads = self.spec.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks.parallel.world)
         torch.set_num_threads(self.threads)
         self._cuda = placement.device_of(self.spec) == "cuda"
         # On a GPU some kernels that a step needs have no such form.
         torch.use_deterministic_algorithms(not self._cuda)
+        # The weights that an engine could pull lie in several processes then.
+        self._port = port or (serving.port_of(self.spec) if self.ranks.alone else None)
 
     # ---- jobs ---------------------------------------------------------------------------------------------------------
 
     def run(self, job: Run, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Staged:
         """Do a job and stage its checkpoint in job.dir. Raises what `worker.failure` classifies."""
+        resident, self.resident, self._staged = self.resident, None, None
+        parent = job.parent
+        if job.kind == "train" and parent is None:
+            raise ValueError(f"train job {job.job} names no parent checkpoint: report this as a bug of the daemon")
+        held = (
+            parent is not None
+            and resident is not None
+            and (resident.run, resident.step, resident.sha) == (parent.run, parent.step, parent.sha)
+        )
+        self.ranks.tell(msgspec.msgpack.encode(Order(job=job, held=held)))
+        return self._do(job, held, progress, cancelled)
+
+    def follow(self, order: Order) -> None:
+        """On every rank but the first: do the same. Raises what the first does, and whatever else; see `Ranks.broken`."""
+        self._do(order.job, order.held, lambda done, total: None, lambda: False)
+
+    def _do(self, job: Run, held: bool, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Staged:
         seconds: dict[str, float] = {}
-        resident, self.resident, self._snapshot = self.resident, None, None
-        policy = self._load_policy(seconds)
-        if job.kind == "init":
-            state, metrics, batch = self._start(), {}, None
-        else:
-            parent = job.parent
-            if parent is None:
-                raise ValueError(f"train job {job.job} names no parent checkpoint: report this as a bug of the daemon")
-            held = resident is not None and (resident.run, resident.step, resident.sha) == (
-                parent.run,
-                parent.step,
-                parent.sha,
-            )
-            state = self._state if held else self._restore(parent, seconds)
-            batch = self._read_batch(policy, job, seconds)
+        with self.ranks.agreed():
+            policy = self._load_policy(seconds)
+            self._serving.before()
+            state = self._state if held else self._begin(job, seconds)
+            batch = self._read_batch(policy, job, seconds) if job.parent is not None else None
+        metrics: dict[str, float] = {}
+        with self.ranks.in_step(NonFinite, Cancelled, ArithmeticError):
+            if batch is not None and job.parent is not None:
+                started, asked = time.perf_counter(), self.ranks.any(cancelled)
+                metrics = train_step(policy, self._optimizer, batch, self.spec.loss, job.parent.epoch, progress, asked)
+                seconds["train"] = time.perf_counter() - started
+                reach("train.stepped")
+                metrics |= _rewards(batch)
+                tokens = state.trained_tokens + batch.trained
+                state = State(step=job.step, batches=state.batches + 1, trained_tokens=tokens)
+                state = checkpoint.with_rng(state, self._cuda)
+            self._state = state
             started = time.perf_counter()
-            metrics = train_step(policy, self._optimizer, batch, self.spec.loss, parent.epoch, progress, cancelled)
-            seconds["train"] = time.perf_counter() - started
-            reach("train.stepped")
-            metrics |= _rewards(batch)
-            tokens = state.trained_tokens + batch.trained
-            state = State(step=job.step, batches=state.batches + 1, trained_tokens=tokens)
-            state = checkpoint.with_rng(state, self._cuda)
-        self._state = state
-        sha = self._stage(policy, job, state, metrics, seconds)
+            probe = canary.score(policy, self.spec.engine.dtype, self.ranks.least)
+            seconds["canary"] = time.perf_counter() - started
+            if batch is not None and (lost := merge_loss.metrics(policy, self.spec)):
+                metrics |= lost
+                seconds["merge_loss"] = time.perf_counter() - started - seconds["canary"]
+            self._trained.collect()
+            moments = self._optimizer.state()
+        sha = self._stage(policy, job, state, metrics, seconds, probe, moments) if self.ranks.first else ""
+        self._trained.release()
         return Staged(sha, metrics, seconds)
 
     def committed(self, ref: CheckpointRef, fence: int) -> None:
         """The staged result is durable: the weights in memory are this checkpoint, if they are."""
-        if self._snapshot is not None and self._snapshot.sha == ref.sha:
+        if self._staged is not None and self._staged[0] == ref.sha:
             self.resident = Resident(ref.run, ref.step, ref.sha, fence)
 
     def discard(self) -> None:
         """Forget what memory holds: the next job reads its parent from disk."""
-        self.resident, self._snapshot = None, None
+        self.resident, self._staged = None, None
 
     def snapshot_of(self, ref: CheckpointRef) -> Snapshot | None:
-        """The tensors of a committed checkpoint if that is what is resident."""
-        resident, snapshot = self.resident, self._snapshot
+        """What is served of a committed checkpoint, if that is what is resident."""
+        resident, staged = self.resident, self._staged
         if (
             resident is None
-            or snapshot is None
+            or staged is None
             or (resident.run, resident.step, resident.sha) != (ref.run, ref.step, ref.sha)
         ):
             return None
-        return snapshot
+        return staged[1]
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """How this process can send a live push, best first."""
+        return serving.transfers(self.spec, self._port)
 
     # ---- parts --------------------------------------------------------------------------------------------------------
 
     def _load_policy(self, seconds: dict[str, float]) -> Policy:
         if self._policy is None:
             started = time.perf_counter()
-            self._policy, self._trained = open_model(self.spec)
+            self._policy, self._trained = open_model(self.spec, self.ranks.parallel)
+            self._serving = serving.serving_of(self._policy, self._trained, self.spec, self._port)
             seconds["build"] = time.perf_counter() - started
         return self._policy
+
+    def _begin(self, job: Run, seconds: dict[str, float]) -> State:
+        return self._start() if job.parent is None else self._restore(job.parent, seconds)
 
     def _start(self) -> State:
         self._trained.initialise(self.spec.seed)
@@ -165,20 +205,18 @@ class Trainer:
         return batch
 
     def _stage(
-        self, policy: Policy, job: Run, state: State, metrics: dict[str, float], seconds: dict[str, float]
-    ) -> str:
+        self, policy: Policy, job: Run, state: State, metrics: dict[str, float], seconds: dict[str, float], probe: Canary,
+        moments: dict[str, Tensor],
+    ) -> str:  # fmt: skip
         started = time.perf_counter()
-        probe = canary.score(policy, self.spec.engine.dtype)
-        seconds["canary"] = time.perf_counter() - started
-        started = time.perf_counter()
-        tensors = tuple((checkpoint.entry_of(name, tensor), tensor) for name, tensor in self._trained.served())
+        snapshot = self._serving.stage()
         seconds["merge"] = time.perf_counter() - started
         started = time.perf_counter()
         staging = Staging(Path(job.dir))
         self._trained.stage(staging)
-        staging.tensors(checkpoint.OPTIMIZER, self._optimizer.state())
+        staging.tensors(checkpoint.OPTIMIZER, moments)
         staging.json(checkpoint.STATE, state)
-        staging.weights(self.spec.rollout_weights_mode, (entry for entry, _ in tensors))
+        staging.weights(self.spec.rollout_weights_mode, snapshot.entries)
         sha = staging.finish(
             run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,
             parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,
@@ -186,7 +224,7 @@ class Trainer:
             canary=probe, parameters=self._trained.kind, metrics=metrics, environment=self._environment(),
         )  # fmt: skip
         seconds["stage"] = time.perf_counter() - started
-        self._snapshot = Snapshot(sha, tensors)
+        self._staged = sha, snapshot
         return sha
 
     def _environment(self) -> dict[str, Any]:

@@ -36,8 +36,9 @@ def hidden(until: Tensor) -> Tensor:
     return (at[None, :] > at[:, None]) | (at[:, None] >= until[None, :])
 
 
-def block_mask(until: Tensor) -> BlockMask:
-    """FlexAttention's mask of a row whose length is a multiple of BLOCK, made from block bounds alone.
+def block_mask(until: Tensor, begin: int = 0, count: int | None = None) -> BlockMask:
+    """FlexAttention's mask of a row whose length is a multiple of BLOCK, made from block bounds alone; for its queries from
+    `begin` on, `count` of them (None = all), both multiples too.
 
     A block below the diagonal is full if all its keys reach beyond its last query, and empty if none reaches its first.
     """
@@ -52,9 +53,11 @@ def block_mask(until: Tensor) -> BlockMask:
     partial = (below & (ends.amax(1)[None, :] > first) & ~full) | (first == first.t())
 
     def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q + begin
         return (k <= q) & (q < until[k])
 
-    return BlockMask.from_kv_blocks(*_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible)
+    own = slice(begin // BLOCK, None if count is None else (begin + count) // BLOCK)
+    return BlockMask.from_kv_blocks(*_listed(partial[own]), *_listed(full[own]), BLOCK_SIZE=BLOCK, mask_mod=visible)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,18 +84,18 @@ class RowMask:
         self._mask: BlockMask | None = None
         self._turns: tuple[Tensor, Tensor] | None = None
 
-    def of(self, until: Tensor) -> BlockMask:
-        """The block mask of a row [s] and its padding."""
+    def of(self, until: Tensor, begin: int = 0, count: int | None = None) -> BlockMask:
+        """The block mask of a row [s] and its padding; of some of its queries as `block_mask` has it, always the same ones."""
         self._hold(until)
         if self._mask is None:
-            self._mask = block_mask(fill(until, padding(len(until))))
+            self._mask = block_mask(fill(until, padding(len(until)) if count is None else 0), begin, count)
         return self._mask
 
     def turns(self, until: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine fp32 [s, d / 2] of the row's angles [s, 1, 1, d], whose halves are the same."""
+        """Cosine and sine fp32 [s, d / 2] of the angles [s, 1, 1, d], whose halves are the same, of this rank's tokens."""
         self._hold(until)
         if self._turns is None:
-            half = angles.view(len(until), -1)[:, : angles.shape[-1] // 2].float()
+            half = angles.flatten(1)[:, : angles.shape[-1] // 2].float()
             self._turns = half.cos(), half.sin()
         return self._turns
 

@@ -12,6 +12,7 @@ import errno
 import logging
 import queue
 import shutil
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -30,6 +31,10 @@ from .trainer import Trainer
 log = logging.getLogger(__name__)
 _TRACE = 4000
 _POLL_S = 0.5
+_SWITCH_S = 0.0005
+"""Between two threads of Python: a push that is fed beside a train step needs many short turns."""
+_BROKEN_S = 5.0
+"""How long the daemon has to answer the report of a job whose failure left the ranks out of step, before all start afresh."""
 
 
 class TrainerWorker:
@@ -44,21 +49,24 @@ class TrainerWorker:
         self._waiting: tuple[int, int] | None = None
         self._staged: Path | None = None
         self._exit_at: float | None = None
+        self._status = 0
 
     def run(self) -> int:
         """Serve; returns the exit status."""
+        sys.setswitchinterval(_SWITCH_S)
         self._link.on_message = self._take
-        self._link.send(w.Ready())
+        self._link.send(w.Ready(transfers=self._trainer.transfers()))
         while not self._link.closed.is_set() and not self._may_go():
             try:
                 task = self._todo.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
             if isinstance(task, w.Run):
-                self._job(task)
+                if not self._trainer.ranks.broken:
+                    self._job(task)
             else:
                 shutil.rmtree(task, ignore_errors=True)
-        return 0
+        return self._status
 
     def _may_go(self) -> bool:
         """Whether Exit was asked for and no report is still unanswered, or its grace is over."""
@@ -124,6 +132,8 @@ class TrainerWorker:
             shutil.rmtree(run.dir, ignore_errors=True)
         self._waiting = identity
         self._link.report(report)
+        if self._trainer.ranks.broken:
+            self._status, self._exit_at = 1, time.monotonic() + _BROKEN_S
 
     def _progress(self, run: w.Run):
         def progress(done: int, total: int) -> None:

@@ -1,9 +1,10 @@
 """Position-dependent 64-bit checksums of weights, defined once and computed where the weights lie.
 
 The checksum of a tensor is the sum modulo 2^64, over its little-endian 64-bit words w at positions i = 0, 1, ..., of
-mix(w, i): h = w xor (i + 1) P1; h = (h xor h >> 32) P2; h = h xor h >> 29. For a fixed position mix is a bijection, so one
-changed word always shows; words that change places show as a hash does. It is a sum, so a tensor may be summed in pieces,
-in any order, wherever each lies. Written as a signed integer.
+mix(w, i): h = w xor (i + 1) P1; h = (h xor h >> 32) P2; h = (h xor h >> 29) P3; h = h xor h >> 32. For a fixed position mix
+is a bijection, so one changed word always shows; words that change together or change places show as a hash does (the second
+multiplication is for changes of top bits alone, such as the signs of all fp32 numbers). It is a sum, so a tensor may be summed
+in pieces, in any order, wherever each lies. Written as a signed integer.
 Owner of: no state. `sum_of` here is the reference, `kernels.py` the same on a GPU.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 P1 = 0x9E3779B97F4A7C15
 P2 = 0xD6E8FEB86659FD93
+P3 = 0xFF51AFD7ED558CCD
 WORD = 8
 BLOCK = 16384
 """Words that one block of a GPU sums."""
@@ -34,7 +36,8 @@ def mix(words: Tensor, first: int) -> Tensor:
     at = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
     h = words ^ (at * signed(P1))
     h = (h ^ ((h >> 32) & 0xFFFFFFFF)) * signed(P2)
-    return h ^ ((h >> 29) & ((1 << 35) - 1))
+    h = (h ^ ((h >> 29) & ((1 << 35) - 1))) * signed(P3)
+    return h ^ ((h >> 32) & 0xFFFFFFFF)
 
 
 def sum_of(tensor: Tensor, first: int = 0) -> int:

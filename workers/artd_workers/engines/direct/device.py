@@ -64,6 +64,9 @@ class Port(Protocol):
     def close(self, address: int) -> None:
         """Undo `open`: the other process may free the memory from now on."""
 
+    def free(self) -> int:
+        """Bytes of the device's memory that no process holds."""
+
     def queue(self) -> Queue:
         """A new queue."""
 
@@ -108,7 +111,11 @@ class Cuda:
         return address.value or 0
 
     def close(self, address: int) -> None:
-        self._check(self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "cudaIpcCloseMemHandle")
+        with torch.cuda.device(self.device):  # any thread: the one that sees the trainer die closes too
+            self._check(self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "cudaIpcCloseMemHandle")
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def queue(self) -> CudaQueue:
         return CudaQueue(self)

@@ -11,22 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checksum import BLOCK, P1, P2, WORD, Blocks
+from .checksum import BLOCK, P1, P2, P3, WORD, Blocks
 
 _STEP = 2048
 
 
 @triton.jit
-def _mix(words, at, P1: tl.constexpr, P2: tl.constexpr):
+def _mix(words, at, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr):
     h = words.to(tl.uint64) ^ (at.to(tl.uint64) * P1)
     h = (h ^ (h >> 32)) * P2
-    return h ^ (h >> 29)
+    h = (h ^ (h >> 29)) * P3
+    return h ^ (h >> 32)
 
 
 @triton.jit
 def _sum_blocks(
     anchor, offset, source, first, words, part, sums,
-    P1: tl.constexpr, P2: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
+    P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     # The hints (16 bytes) are what lets a thread load two words at once.
@@ -44,7 +45,7 @@ def _sum_blocks(
             word = tl.load(here + at, mask=mask, other=0, cache_modifier=".cg")
         else:
             word = tl.load(here + at, mask=mask, other=0)
-        total += tl.where(mask, _mix(word, begin + at, P1, P2), 0)
+        total += tl.where(mask, _mix(word, begin + at, P1, P2, P3), 0)
     tl.atomic_add(sums + tl.load(part + block), tl.sum(total, 0).to(tl.int64), sem="relaxed")
 
 
@@ -71,5 +72,5 @@ class Table:
         cut = slice(begin, end)
         _sum_blocks[(end - begin,)](
             self._anchor, self._here[cut], self._there[cut], blocks.first[cut], blocks.words[cut], blocks.part[cut], sums,
-            P1, P2, BLOCK, _STEP, copy, self._aligned, num_warps=8,
+            P1, P2, P3, BLOCK, _STEP, copy, self._aligned, num_warps=8,
         )  # fmt: skip

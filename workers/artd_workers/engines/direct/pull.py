@@ -32,10 +32,12 @@ class Puller:
     """addresses: of the tensors that are filled, by index in the engine's table; bases: of the offer's segments."""
 
     def __init__(
-        self, port: Port, page: Page, offer: Offer, addresses: Sequence[int], bases: Sequence[int], poll_s: float = 0.0
-    ) -> None:
-        """poll_s: seconds to sleep between two looks at the page (0: none, the caller has nothing else to do)."""
-        self._page, self._poll_s = page, poll_s
+        self, port: Port, page: Page, offer: Offer, addresses: Sequence[int], bases: Sequence[int],
+        gone: Callable[[], bool], poll_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """gone: whether the trainer's process has ended; poll_s: seconds to sleep between two looks at the page (0: none, the
+        caller has nothing else to do)."""
+        self._page, self._gone, self._poll_s = page, gone, poll_s
         self._turns = [unit.turn for unit in offer.units]
         self._copies = [_joined(unit.runs, addresses, bases, offer.itemsize) for unit in offer.units]
         self._ends, spans = [0], []
@@ -83,6 +85,8 @@ class Puller:
             self._free(behind)
             if self._page.fence == fence and self._page.failed:
                 raise PullError("the trainer failed to fill its buffers: see its log")
+            if self._gone():
+                raise PullError(f"the trainer's process ended before it had filled its buffers for fence {fence}")
             if deadline.passed:
                 raise PullError(
                     f"{deadline.seconds:g} s passed before the trainer had filled its buffers for fence {fence}"

@@ -1,34 +1,50 @@
 """vLLM's control routes as an `Adapter`.
 
 Purpose: translate the contract of `base.py` to a vLLM server's HTTP; version differences come from its capability row.
-Owner of: which rendezvous file this engine has joined. Invariants: no route is called without a deadline.
+Owner of: which rendezvous file this engine has joined, and which offer it has opened. Invariants: no route is called without
+a deadline, and a call that waits in vLLM's worker carries its own: the executor of vLLM 0.25 ignores that of /collective_rpc.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
+
+from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightEntry
 from artd_schema.trajectory import RouteShape
+from artd_schema.worker import Transfer
 
 from ..base import VLLM, Deadline, DiskLoad, EngineError, EngineTimeout, Fence, capabilities
 from ..http import call
+from ..stock import await_id
+from . import guard, stock
 
 _RESET_TRIES = 20
+_SHOWN = 200
+"""Characters of an odd answer in an error."""
+_OFFER_POLL_S, _STAGE_POLL_S = 0.005, 0.01
+_INNER = 0.9
+"""Of the time left, for what waits in the worker: it gives up first, and its reason comes back."""
 _LORA_GAUGE = re.compile(r"^vllm:lora_requests_info\{(?P<labels>.*)\}\s+(?P<value>\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class VllmAdapter:
-    """See `base.Adapter`. socket: the server's Unix socket; the server must be healthy when this is made."""
+    """See `base.Adapter`. socket: the server's Unix socket; the server must be healthy when this is made. owner: what it calls
+    vLLM's own routes as (see `guard`; none: as this process's spawn)."""
 
-    def __init__(self, socket: Path, deadline: Deadline) -> None:
+    def __init__(self, socket: Path, deadline: Deadline, owner: str | None = None) -> None:
         self._socket = str(socket)
+        self._headers = {guard.HEADER: guard.own() if owner is None else owner}
         self._joined = ""
+        self._opened: Path | None = None
         reply = self._call("GET", "/version", deadline=deadline)
         if not isinstance(reply, dict) or "version" not in reply:
             raise EngineError(f"GET /version answered {reply!r}: this is no vLLM server")
@@ -58,17 +74,27 @@ class VllmAdapter:
     def begin(self, fence: Fence, deadline: Deadline) -> None:
         self._rpc("artd_begin", {"fence": fence.as_json()}, deadline)
 
-    def join(self, rendezvous: str, deadline: Deadline) -> None:
+    def join(self, rendezvous: str, deadline: Deadline, transfer: Transfer = "gloo") -> None:
         if rendezvous == self._joined:
             return
-        info = {"rendezvous": rendezvous, "timeout_s": deadline.left}
-        self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline=deadline)
+        if transfer == "stock":
+            self._join_stock(Path(rendezvous), deadline)
+        else:
+            info = {"rendezvous": rendezvous, "timeout_s": deadline.left}
+            self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline=deadline)
         self._joined = rendezvous
 
-    def receive(self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline) -> dict[str, float]:
-        self._call("POST", "/start_weight_update", {} if self.capabilities.start_body else None, deadline=deadline)
-        info = {"fence": fence.as_json(), "table": rows(table), "timeout_s": deadline.left}
-        self._call("POST", "/update_weights", {"update_info": info}, deadline=deadline)
+    def receive(
+        self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline, transfer: Transfer = "gloo"
+    ) -> dict[str, float]:
+        dialect = stock.dialect(self.version)
+        if transfer == "stock":
+            self._rpc("artd_expect", {"fence": fence.as_json(), "table": rows(table)}, deadline)
+            body = stock.update_body(dialect, table)
+        else:
+            body = {"update_info": {"fence": fence.as_json(), "table": rows(table), "timeout_s": deadline.left}}
+        self._call("POST", "/start_weight_update", stock.start_body(dialect), deadline=deadline)
+        self._call("POST", "/update_weights", body, deadline=deadline)
         self._call("POST", "/finish_weight_update", deadline=deadline)
         return self._close(fence, deadline)
 
@@ -86,6 +112,48 @@ class VllmAdapter:
         self._rpc("artd_load_merged", arguments, deadline)
         return self._close(fence, deadline)
 
+    def direct_table(self, deadline: Deadline) -> EngineTable:
+        (found,) = self._rpc("artd_direct_table", {}, deadline)
+        try:
+            return msgspec.convert(found, EngineTable)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"artd_direct_table answered what is no table: {error}") from None
+
+    def direct_open(self, offer: Path, deadline: Deadline) -> None:
+        if offer == self._opened:
+            return
+        while not offer.exists():
+            if deadline.passed:
+                raise EngineTimeout(
+                    f"the trainer left no offer in {offer} within {deadline.seconds:.1f} s: see its log"
+                )
+            time.sleep(_OFFER_POLL_S)
+        self._opened = None
+        self._rpc("artd_direct_open", {"offer": str(offer)}, deadline)
+        self._opened = offer
+
+    def direct_expect(self, weights: Path, deadline: Deadline) -> None:
+        self._rpc("artd_direct_expect", {"weights": str(weights)}, deadline)
+
+    def direct_room(self, deadline: Deadline) -> bool:
+        (found,) = self._rpc("artd_direct_room", {}, deadline)
+        return found.get("room") is True
+
+    def direct_stage(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
+        self._rpc("artd_direct_stage", {"fence": fence.as_json(), "timeout_s": _INNER * deadline.left}, deadline)
+        while not (figures := self._figures("artd_direct_staged", {}, deadline)):
+            if deadline.passed:
+                raise EngineTimeout(f"artd_direct_stage: not all was there within {deadline.seconds:.1f} s")
+            time.sleep(_STAGE_POLL_S)
+        return figures
+
+    def direct_pull(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
+        arguments = {"fence": fence.as_json(), "timeout_s": _INNER * deadline.left}
+        return self._figures("artd_direct_pull", arguments, deadline)
+
+    def direct_swap(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
+        return self._figures("artd_direct_swap", {"fence": fence.as_json()}, deadline)
+
     def finish(self, name: str, deadline: Deadline) -> None:
         if self.capabilities.weight_version:
             self._call("POST", "/update_weight_version", {"new_version": name}, deadline=deadline)
@@ -99,13 +167,16 @@ class VllmAdapter:
 
     def load_adapter(self, name: str, folder: Path, deadline: Deadline) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
-        self._call("POST", "/v1/load_lora_adapter", body, deadline=deadline)
+        self._call("POST", "/v1/load_lora_adapter", body, deadline=deadline, text=True)
 
     def unload_adapter(self, name: str, deadline: Deadline) -> None:
-        self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, deadline=deadline)
+        self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, deadline=deadline, text=True)
 
     def in_flight(self, name: str, deadline: Deadline) -> bool:
-        return name in active_adapters(str(self._call("GET", "/metrics", deadline=deadline)))
+        page = str(self._call("GET", "/metrics", deadline=deadline, text=True))
+        if "vllm:" not in page:
+            raise EngineError(f"GET /metrics answered {page[:_SHOWN]!r}, which has no metric of vLLM's")
+        return name in active_adapters(page)
 
     def score(self, model: str, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
         body = {
@@ -116,7 +187,10 @@ class VllmAdapter:
             "prompt_logprobs": 0,
         }
         reply = self._call("POST", "/v1/completions", body, deadline=deadline)
-        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+        try:
+            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+        except (KeyError, TypeError):
+            raise EngineError(f"/v1/completions answered {str(reply)[:_SHOWN]}, which has no choices") from None
         if len(choices) != len(prompts):
             raise EngineError(f"/v1/completions answered {len(choices)} of {len(prompts)} canary prompts")
         return [_scores(choice["prompt_logprobs"], prompt) for choice, prompt in zip(choices, prompts, strict=True)]
@@ -130,28 +204,52 @@ class VllmAdapter:
         if self.capabilities.abort_route:
             self._call("POST", "/abort_requests", {}, deadline=deadline)
 
+    def _join_stock(self, rendezvous: Path, deadline: Deadline) -> None:
+        dialect = stock.dialect(self.version)
+        try:
+            unique_id = await_id(rendezvous, deadline.left)
+        except (TimeoutError, ValueError) as error:
+            raise EngineError(str(error)) from None
+        with stock.meet(dialect, unique_id, deadline.left) as meeting:
+            body = stock.init_body(dialect, meeting)
+            self._call("POST", "/init_weight_transfer_engine", body, deadline=deadline)
+
     def _close(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
-        (figures,) = self._rpc("artd_finish", {"fence": fence.as_json()}, deadline)
+        return self._figures("artd_finish", {"fence": fence.as_json()}, deadline)
+
+    def _figures(self, method: str, arguments: dict[str, Any], deadline: Deadline) -> dict[str, float]:
+        (figures,) = self._rpc(method, arguments, deadline)
         return {key: float(value) for key, value in figures.items()}
 
     def _rpc(self, method: str, arguments: dict[str, Any], deadline: Deadline) -> list[Any]:
         body = {"method": method, "args": [], "kwargs": arguments, "timeout": deadline.left}
-        reply = self._call("POST", "/collective_rpc", body, deadline=deadline)
+        try:
+            reply = self._call("POST", "/collective_rpc", body, deadline=deadline)
+        except EngineTimeout:
+            raise EngineTimeout(f"{method}: no answer within {deadline.seconds:.1f} s") from None
         results = reply.get("results") if isinstance(reply, dict) else None
         if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], dict):
             raise EngineError(f"/collective_rpc {method} answered {reply!r}, expected one result of one worker")
         return results
 
     def _call(
-        self, method: str, route: str, body: Any = None, *, deadline: Deadline, query: dict[str, str] | None = None
-    ) -> Any:
+        self, method: str, route: str, body: Any = None, *, deadline: Deadline, query: dict[str, str] | None = None,
+        text: bool = False,
+    ) -> Any:  # fmt: skip
+        """text: any answer will do; else it has to be a JSON object, or nothing."""
         path = f"{route}?{urlencode(query)}" if query else route
-        return call(self._socket, method, path, body, deadline=deadline)
+        reply = call(self._socket, method, path, body, deadline=deadline, headers=self._headers)
+        if not text and not isinstance(reply, dict | None):
+            raise EngineError(f"{method} {route} answered {str(reply)[:_SHOWN]!r}: this is no answer of vLLM's")
+        return reply
 
 
 def rows(table: Sequence[WeightEntry]) -> list[list[Any]]:
-    """A weight table as JSON: [name, dtype, shape, sha256] per tensor."""
-    return [[entry.name, entry.dtype, list(entry.shape), entry.sha256] for entry in table]
+    """A weight table as JSON: [name, dtype, shape, sha256 or sum64] per tensor."""
+    return [
+        [entry.name, entry.dtype, list(entry.shape), entry.sha256 if entry.sum64 is None else entry.sum64]
+        for entry in table
+    ]
 
 
 def active_adapters(metrics: str) -> set[str]:

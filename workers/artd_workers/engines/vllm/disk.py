@@ -13,16 +13,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...trainer.merge import BaseWeights, Stored, merged_tensors
+from ...trainer.merge import Stored, merged_tensors, open_base
 from ..checkpoint import ADAPTER, MODEL
 
 
 def served_tensors(
-    base: str | None, checkpoint: Path, scale: float, dtype: str, names: Sequence[str]
+    base: str | None, checkpoint: Path, scale: float, dtype: str, names: Sequence[str], device: str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor of `dtype`) of every weight. base: folder of the base model that the checkpoint's adapter belongs to,
-    scale = alpha / rank; None when the checkpoint holds every weight by itself. names: of the weight table, in its order.
-    Raises ValueError when what is stored has other names."""
+    """(name, tensor of `dtype` on `device`, merged there) of every weight. base: folder of the base model that the
+    checkpoint's adapter belongs to, scale = alpha / rank; None when the checkpoint holds every weight by itself. names: of
+    the weight table, in its order. Raises ValueError when what is stored has other names."""
+    served = getattr(torch, dtype)
     if base is None:
-        return merged_tensors(Stored(checkpoint / MODEL, names), {}, 1.0, getattr(torch, dtype))
-    return merged_tensors(BaseWeights(base), load_file(checkpoint / ADAPTER), scale, getattr(torch, dtype))
+        every = merged_tensors(Stored(checkpoint / MODEL, names), {}, 1.0, served)
+        return ((name, tensor.to(device)) for name, tensor in every)
+    adapter = {name: tensor.to(device) for name, tensor in load_file(checkpoint / ADAPTER).items()}
+    return merged_tensors(open_base(base, device), adapter, scale, served)

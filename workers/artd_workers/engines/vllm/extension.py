@@ -1,9 +1,11 @@
-"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, routes, and death with the harness.
+"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, direct push, routes, and death with
+the harness.
 
 Purpose: what the stock server cannot do. vLLM imports this module before it builds the model, and mixes `Extension` into
 its worker class, so its methods are reachable by /collective_rpc.
-Owner of: the worker's `Session` (fence gate) and its `RouteCapture`. Invariants: every write of weights happens between
-`artd_begin` and `artd_finish`; when the harness dies, however it dies, this process group dies.
+Owner of: the worker's `Update` and its `RouteCapture`. Invariants: every write of weights passes the one gate of this process:
+between `artd_begin` and `artd_finish`, or within a direct pull or swap; when the harness dies, however it dies, this process
+group dies. What only the CPU's vLLM 0.32 has is imported there alone.
 Why the thread is here: the API server dies with the harness by PR_SET_PDEATHSIG, but EngineCore and this worker would live
 on as orphans, inherit no pipe of the harness, and only this one runs code of artd. It ends the group for all three. A
 harness killed before this module is imported is noticed when it is.
@@ -21,30 +23,37 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
 
 from artd_schema.trajectory import RouteShape
 
 from .. import group
 from ..base import Fence
-from ..fence import Gate
-from .capture import RouteCapture
+from ..fence import own_gate
+from .command import CPU_BACKEND, CUDA_BACKEND
+from .direct.extension import DirectExtension, table_of
 from .disk import served_tensors
-from .lora_experts import install as install_lora_experts
-from .server import BACKEND
-from .transfer import Reload, Session, entries, make_backend
+from .hashing import entries
+from .load import InPlace, Load, Update
+from .reload import Reload
 
-CAPTURES: list[RouteCapture] = []
+CAPTURES: list[Any] = []
 """The one capture of this worker, once it has begun."""
-SESSION = Session(Gate(os.environ.get("ARTD_INSTANCE", ""), int(os.environ["ARTD_SPAWN"])))
+UPDATE = Update(own_gate())
 
 
-class Extension:
+class Extension(DirectExtension):
     """RPC methods; `self` is vLLM's worker. Every error reaches the harness as a failed call, and it ends the engine."""
 
     def artd_begin(self, fence: dict[str, Any]) -> dict[str, Any]:
         """Open a weight update. Raises FenceError."""
-        SESSION.gate.begin(Fence(**fence))
-        SESSION.figures = {}
+        UPDATE.begin(Fence(**fence))
+        return {}
+
+    def artd_expect(self, fence: dict[str, Any], table: list[list[Any]]) -> dict[str, Any]:
+        """vLLM's own transfer calls, which carry no hashes, must bring the tensors of this table in the open update."""
+        UPDATE.gate.check(Fence(**fence))
+        UPDATE.wanted = {entry.name: entry for entry in entries(table)}
         return {}
 
     def artd_load_merged(
@@ -52,29 +61,30 @@ class Extension:
     ) -> dict[str, Any]:
         """Replace the model's weights by those of a checkpoint, read here (base + scale * B A, or without a base every
         weight), checked against the table's hashes."""
-        SESSION.gate.check(Fence(**fence))
+        UPDATE.gate.check(Fence(**fence))
         worker: Any = self
         wanted = entries(table)
-        source = served_tensors(base, Path(checkpoint), scale, dtype, [entry.name for entry in wanted])
+        names = [entry.name for entry in wanted]
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            reload = Reload(worker.model_runner.get_model(), worker.model_config)
-            reload.start()
-            reload.load(wanted, source)
-            reload.finish()
-        worker.model_runner.reset_lora_state()
-        SESSION.figures = reload.seconds | {"bytes": float(reload.bytes)}
+            load = _load_into(worker)
+            load.start()
+            load.load(wanted, served_tensors(base, Path(checkpoint), scale, dtype, names, str(worker.device)))
+            load.finish()
+        UPDATE.figures = load.seconds | {"bytes": float(load.bytes)}
         return {}
 
     def artd_finish(self, fence: dict[str, Any]) -> dict[str, Any]:
         """Close the update; returns bytes loaded and seconds (transfer, load) as measured here."""
-        SESSION.gate.check(Fence(**fence))
-        if not SESSION.figures:
+        UPDATE.gate.check(Fence(**fence))
+        if not UPDATE.figures:
             raise RuntimeError("the update loaded nothing")
-        SESSION.gate.finish()
-        return dict(SESSION.figures)
+        UPDATE.gate.finish()
+        return dict(UPDATE.figures)
 
     def artd_capture_routes(self, layers: int, topk: int, experts: int) -> dict[str, Any]:
         """From now on capture the experts of every token. Raises CaptureError when the model is of another shape."""
+        from .capture import RouteCapture
+
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         CAPTURES.append(RouteCapture(runner, RouteShape(layers=layers, topk=topk, experts=experts)))
         return {}
@@ -94,6 +104,14 @@ class Extension:
         return CAPTURES[0].held() if CAPTURES else {}
 
 
+def _load_into(worker: Any) -> Load:
+    """In place where the model's tensors are those of the checkpoint, fused and nothing else; else layer by layer."""
+    model = worker.model_runner.get_model()
+    if worker.device.type == "cuda" and not table_of(worker).obstacles:
+        return InPlace(model)
+    return Reload(model, worker.model_config)
+
+
 def _end_with_harness(pid: int, ticks: int) -> None:
     """Wait for the harness's death, then remove the group's scratch files and kill the group, this process included."""
     try:
@@ -111,8 +129,16 @@ def _end_with_harness(pid: int, ticks: int) -> None:
 
 
 def _install() -> None:
-    install_lora_experts()
-    WeightTransferEngineFactory.register_engine(BACKEND, make_backend(SESSION))
+    if current_platform.is_cpu():
+        from .lora_experts import install as install_lora_experts
+        from .transfer import make_backend
+
+        install_lora_experts()
+        WeightTransferEngineFactory.register_engine(CPU_BACKEND, make_backend(UPDATE))
+    else:
+        from .nccl_checked import make_checked
+
+        WeightTransferEngineFactory.register_engine(CUDA_BACKEND, make_checked(UPDATE))
     watch = (int(os.environ["ARTD_HARNESS_PID"]), int(os.environ["ARTD_HARNESS_START"]))
     threading.Thread(target=_end_with_harness, args=watch, name="artd-harness-watch", daemon=True).start()
 

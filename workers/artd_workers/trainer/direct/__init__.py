@@ -1,4 +1,6 @@
-"""The trainer's side of the direct push: the plan (`layout.py`, `plan.py`), and the memory that an engine pulls (`source.py`).
+"""The trainer's side of the direct push: docs/weights.md.
 
-Not wired into the daemon's push yet: see docs/weights.md.
+Purpose: what a process serves (`frozen.py`, `holdings.py`), what a checkpoint's table says of it (`served.py`), and one pair with
+an engine (`pair.py`): its plan (`layout.py`, `plan.py`, `schedule.py`) and what it pulls (`source.py`, `fill.py`, `merge_cuda.py`).
+Imports no Megatron-Core.
 """

@@ -1,155 +1,114 @@
-"""The trainer's memory that an engine pulls from: its own tensors as they lie, and a ring of buffers that it fills.
+"""The trainer's memory that one engine pulls from: base weights as they lie, and the ring of buffers, filled for its plan.
 
-Purpose: `Source` makes the offer of one (trainer spawn, engine spawn) pair, the manifest's checksums of a checkpoint, and
-feeds pushes. Owner of: a copy of the adapter as it was staged, the buffers, the page. Invariants: what is fed are the
-weights of the last `stage`, though the adapter is trained on meanwhile; a fence is fed once; nothing here writes any memory
-of an engine. Full parameters lie as they are trained: the caller does not train while they are pulled.
+Purpose: `Source` makes the offer of one (trainer spawn, engine spawn) pair and feeds its pushes. Owner of: the pair's page.
+Invariants: a push is fed while its version of the weights is held (`Frozen.read`), and `feed` returns only when the engine has
+copied the last buffer; a fence is fed once; nothing here writes any memory of an engine.
 """
 
 from __future__ import annotations
 
-import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 from torch import Tensor
 
 from artd_schema.direct import Offer, Piece, Plan, Run, Segment, Unit
+from artd_schema.paths import process_ticks
 
 from ...engines.base import Deadline
-from ...engines.direct.checksum import WORD, Span
 from ...engines.direct.device import Mark, Port
 from ...engines.direct.ring import Page
-from ...models.codec import Codec, peft_names
-from .fill import Filler, PlainFiller
-from .schedule import schedule
+from .holdings import Holdings, Lane
 
-BUFFERS = 4
-BUFFER_BYTES = 256 << 20
-_POLL_S = 0.00002
+_POLL_S, _IDLE_S = 0.00002, 0.0005
+_ACTIVE_S = 0.01
+"""The page is looked at seldom when nothing has moved for so long: the engine drains its requests, and a train step wants
+the interpreter."""
+
+
+class Aborted(Exception):
+    """The push was over before the engine had taken all."""
 
 
 class Source:
-    """weights: base weights by the codec's Megatron names (as `grouped.slots` gives them); adapter: the live fp32 masters by
-    PEFT name (as `Lora.state` gives them; empty = full parameters); dtype: as served."""
+    """folder: of the pair, made by the caller."""
 
-    def __init__(
-        self, port: Port, plan: Plan, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float,
-        dtype: torch.dtype, folder: Path, buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES,
-    ) -> None:  # fmt: skip
-        self._port, self._plan, self._live = port, plan, adapter
-        self._weights = [weights[name].detach() for name in plan.sources]
-        if odd := [n for n, t in zip(plan.sources, self._weights, strict=True) if not t.is_contiguous()]:
-            raise ValueError(f"{odd[0]} is not contiguous: it cannot be pulled")
-        device = self._weights[0].device
-        self._flat, self._staged = _copies(adapter, device)
-        made = _made(plan, self._weights, adapter, dtype)
-        each = buffer_bytes // dtype.itemsize
-        self._schedule = schedule(plan, made, each)
-        self._buffers = [torch.empty(each, dtype=dtype, device=device) for _ in range(buffers if made else 0)]
-        self._filler = self._make_filler(scale)
-        self._queue = port.queue()
-        self._spans, self._ends = self._make_spans()
-        self._sums = port.sums(self._spans)
-        self._lock = threading.Lock()
+    def __init__(self, holdings: Holdings, plan: Plan, folder: Path) -> None:
+        self._holdings = holdings
+        self._lane = Lane(holdings, plan)
+        self._aborted = threading.Event()
+        self._pace = _Pace()
         self.page = Page.make(folder / "page")
 
     def close(self) -> None:
-        """Remove the page. The engine closes its mappings first: they pin this process's memory."""
+        """Remove the page. The engine closes its mappings by itself: they pin this process's memory."""
         self.page.path.unlink(missing_ok=True)
         self.page.close()
 
-    # ---- what is told -------------------------------------------------------------------------------------------------
+    def abort(self) -> None:
+        """End a feed that is under way, from any thread; nothing is fed any more."""
+        self._aborted.set()
 
     def offer(self) -> Offer:
         """What the engine opens. Raises DeviceError where memory cannot be shared."""
-        segments = _Segments(self._port)
-        size = self._buffers[0].element_size() if self._buffers else self._weights[0].element_size()
-        lying = tuple(_run(p, *segments.find(self._weights[p.source], p.begin * size)) for p in self._schedule.lying)
+        lane, segments, size = self._lane, _Segments(self._holdings.port), self._holdings.dtype.itemsize
+        weights = [self._holdings.weights[name] for name in lane.plan.sources]
+        lying = tuple(_run(p, *segments.find(weights[p.source], p.begin * size)) for p in lane.lying)
         units = [Unit(-1, lying)] if lying else []
-        for turn, fills in enumerate(self._schedule.turns):
-            buffer = self._buffers[turn % len(self._buffers)]
+        for turn, fills in enumerate(lane.turns):
+            buffer = lane.buffer(turn)
             units.append(Unit(turn, tuple(_run(f.piece, *segments.find(buffer, f.at * size)) for f in fills)))
+        pid = os.getpid()
         return Offer(
-            page=str(self.page.path), itemsize=size, segments=tuple(segments.found), parts=self._plan.parts,
-            units=tuple(units),
+            page=str(self.page.path), pid=pid, ticks=process_ticks(pid) or 0, itemsize=size,
+            segments=tuple(segments.found), parts=lane.plan.parts, units=tuple(units),
         )  # fmt: skip
 
-    def stage(self) -> dict[str, int]:
-        """From now on feed the adapter as it is now; returns the checksums for the manifest, by Hugging Face name."""
-        with self._lock:
-            if self._staged:
-                torch._foreach_copy_(list(self._staged.values()), [self._live[name] for name in self._staged])
-            self._settle()
-            sums = torch.zeros(len(self._plan.parts), dtype=torch.int64, device=self._weights[0].device)
-            self._settle()
-            self._queue.sum(self._sums, sums, (0, self._ends[0]))
-            for turn in range(len(self._schedule.turns)):
-                self._fill(turn)
-                self._queue.sum(self._sums, sums, (self._ends[turn], self._ends[turn + 1]))
-            self._queue.settle()
-        return dict(zip(self._plan.parts, sums.tolist(), strict=True))
+    def feed(self, fence: int, deadline: Deadline) -> None:
+        """Fill the buffers, turn by turn, as the engine empties them, the first ones at once; returns when it has copied all.
+        Raises TimeoutError, Aborted."""
+        turns, buffers = len(self._lane.turns), len(self._holdings.buffers)
+        self.page.begin(fence)
+        self._pace = _Pace()
+        behind: deque[Mark] = deque()
+        try:
+            for turn in range(turns):
+                while self.page.done + buffers <= turn:
+                    self._wait(behind, deadline)
+                self._lane.fill(turn)
+                behind.append(self._lane.queue.mark())
+            while self.page.done < turns:
+                self._wait(behind, deadline)
+        except BaseException:
+            self.page.fail()
+            self._lane.queue.settle()  # what was queued reads weights that may change from now on
+            raise
 
-    # ---- a push -------------------------------------------------------------------------------------------------------
-
-    def feed(self, fence: int, timeout_s: float) -> None:
-        """Fill the buffers, turn by turn, as the engine empties them; the first ones at once. Raises TimeoutError."""
-        deadline = Deadline(timeout_s)
-        with self._lock:
-            self.page.begin(fence)
-            behind: deque[Mark] = deque()
-            try:
-                for turn in range(len(self._schedule.turns)):
-                    while self.page.done + len(self._buffers) <= turn:
-                        self._publish(behind, deadline)
-                    self._fill(turn)
-                    behind.append(self._queue.mark())
-                while behind:
-                    self._publish(behind, deadline)
-            except BaseException:
-                self.page.fail()
-                raise
-
-    def _publish(self, behind: deque[Mark], deadline: Deadline) -> None:
+    def _wait(self, behind: deque[Mark], deadline: Deadline) -> None:
         while behind and behind[0].done():
             behind.popleft()
             self.page.ready += 1
-        if deadline.passed:
-            raise TimeoutError(f"the engine took only {self.page.done} of {len(self._schedule.turns)} buffers")
-        time.sleep(_POLL_S)
+        if self._aborted.is_set() or deadline.passed:
+            text = f"the engine took only {self.page.done} of {len(self._lane.turns)} buffers"
+            raise Aborted(text) if self._aborted.is_set() else TimeoutError(text)
+        time.sleep(self._pace.after(self.page.done, self.page.ready))
 
-    def _fill(self, turn: int) -> None:
-        self._filler.fill(turn, self._buffers[turn % len(self._buffers)], self._queue)
 
-    # ---- parts --------------------------------------------------------------------------------------------------------
+class _Pace:
+    """Seconds between two looks at the page."""
 
-    def _make_filler(self, scale: float) -> Filler:
-        turns, parts = self._schedule.turns, self._plan.parts
-        if self._weights[0].is_cuda:
-            from .merge_cuda import CudaFiller  # Triton exists only where there is a GPU
+    def __init__(self) -> None:
+        self._seen, self._since = (0, 0), time.monotonic()
 
-            return CudaFiller(turns, self._weights, parts, self._staged, self._flat, scale)
-        return PlainFiller(turns, self._weights, parts, self._staged, scale)
-
-    def _make_spans(self) -> tuple[list[Span], list[int]]:
-        """Spans of what lies, then of each turn's buffer; ends: of those that lie, and of each turn."""
-        size = (self._buffers or self._weights)[0].element_size()
-        spans = [_span(p, self._weights[p.source].data_ptr() + p.begin * size, size) for p in self._schedule.lying]
-        ends = [len(spans)]
-        for turn, fills in enumerate(self._schedule.turns):
-            base = self._buffers[turn % len(self._buffers)].data_ptr()
-            spans += [_span(f.piece, base + f.at * size, size) for f in fills]
-            ends.append(len(spans))
-        return spans, ends
-
-    def _settle(self) -> None:
-        if self._weights[0].is_cuda:
-            torch.cuda.synchronize(self._weights[0].device)
+    def after(self, done: int, ready: int) -> float:
+        now = time.monotonic()
+        if (done, ready) != self._seen:
+            self._seen, self._since = (done, ready), now
+        return _POLL_S if now - self._since < _ACTIVE_S else _IDLE_S
 
 
 class _Segments:
@@ -158,55 +117,28 @@ class _Segments:
     def __init__(self, port: Port) -> None:
         self._port = port
         self.found: list[Segment] = []
-        self._begins: list[int] = []
-        self._of: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._of: dict[int, tuple[int, int]] = {}
 
     def find(self, tensor: Tensor, byte: int) -> tuple[int, int]:
         """(number, bytes from its begin) of a byte of a tensor."""
         at = tensor.data_ptr()
         if at not in self._of:
             handle, begin, size = self._port.share(tensor)
-            if begin not in self._begins:
-                self._begins.append(begin)
+            if begin not in self._numbers:
+                self._numbers[begin] = len(self.found)
                 self.found.append(Segment(handle, size))
-            self._of[at] = self._begins.index(begin)
-        number = self._of[at]
-        return number, at - self._begins[number] + byte
+            self._of[at] = self._numbers[begin], at - begin
+        number, within = self._of[at]
+        return number, within + byte
 
 
 def write_offer(offer: Offer, path: Path) -> None:
-    """For `DirectExtension.artd_direct_open`."""
-    path.write_bytes(msgspec.msgpack.encode(offer))
-
-
-def shapes(codec: Codec, weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """What `plan.make_plan` asks of the trainer's tensors. Raises KeyError for a tensor that is not there."""
-    return {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}
+    """For the engine's worker, whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(msgspec.msgpack.encode(offer))
+    part.rename(path)
 
 
 def _run(piece: Piece, segment: int, byte: int) -> Run:
     return Run(piece.tensor, piece.at, piece.part, piece.first, segment, byte, piece.count)
-
-
-def _span(piece: Piece, address: int, size: int) -> Span:
-    return Span(address, piece.first * size // WORD, piece.count * size // WORD, piece.part)
-
-
-def _copies(adapter: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """(flat fp32 buffer, its views by name) of the adapter's shapes."""
-    flat = torch.empty(sum(tensor.numel() for tensor in adapter.values()), device=device)
-    views, at = {}, 0
-    for name, tensor in adapter.items():
-        views[name] = flat[at : at + tensor.numel()].view(tensor.shape)
-        at += tensor.numel()
-    return flat, views
-
-
-def _made(plan: Plan, weights: Sequence[Tensor], adapter: Mapping[str, Tensor], dtype: torch.dtype) -> dict[int, int]:
-    """Sources that need arithmetic -> elements in a row."""
-    adapted = {piece.source for piece in plan.pieces if peft_names(plan.parts[piece.part])[0] in adapter}
-    return {
-        i: math.prod(tensor.shape[1:]) if tensor.ndim > 1 else tensor.numel()
-        for i, tensor in enumerate(weights)
-        if i in adapted or tensor.dtype != dtype
-    }

@@ -1,31 +1,32 @@
-"""artd inside the worker of a vLLM on a GPU (`--worker-extension-cls`): the calls of the direct push.
+"""The direct push's calls in the worker of a vLLM on a GPU: a part of artd's worker extension.
 
 Purpose: `DirectExtension` gives `Session` to /collective_rpc; arguments and results are JSON, and documents come as paths.
-Owner of: the worker's `Session`. Invariants: a call that raises leaves the update open, and the caller ends the engine.
+Owner of: the worker's `Session`, whose gate is the one of this process. Invariants: a call that raises leaves the update
+open, and the caller ends the engine. Imports no vLLM.
 Seen running with vLLM 0.25.1, tensor-parallel size 1. Its executor ignores time-outs of /collective_rpc, so every call that
 waits takes its own.
 """
 
 from __future__ import annotations
 
-import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from artd_schema.direct import Checksums, EngineTable, Offer
+from artd_schema.direct import EngineTable, Offer
+from artd_schema.manifest import WeightTable
 
 from ...base import Fence
 from ...direct.device import Cuda
 from ...direct.session import Session
-from ...fence import Gate
+from ...fence import own_gate
 from .survey import parameters, survey
 
 
 class NotDirect(Exception):
-    """This engine's weights cannot be written directly; names the first reason."""
+    """This engine's weights cannot be written directly, or not by this checkpoint; names the first reason."""
 
 
 class DirectExtension:
@@ -35,16 +36,26 @@ class DirectExtension:
 
     def artd_direct_table(self) -> dict[str, Any]:
         """The `EngineTable` of this worker."""
-        return msgspec.to_builtins(_table(self))
+        return msgspec.to_builtins(table_of(self))
 
     def artd_direct_open(self, offer: str) -> dict[str, float]:
-        """Open the `Offer` in the file `offer` (MessagePack). Raises NotDirect, CoverError, DeviceError."""
+        """Open the `Offer` in the file `offer` (MessagePack). Raises NotDirect, CoverError, DeviceError, PullError."""
         return _session(self).open(msgspec.msgpack.decode(Path(offer).read_bytes(), type=Offer))
 
-    def artd_direct_expect(self, checksums: str) -> dict[str, Any]:
-        """The next push must bring these: path of a `Checksums` file (JSON), beside the committed manifest."""
-        _session(self).expect(msgspec.json.decode(Path(checksums).read_bytes(), type=Checksums).sums)
+    def artd_direct_expect(self, weights: str) -> dict[str, Any]:
+        """The next push must bring the tensors of this weights.json, by their sum64. Raises NotDirect for a table without."""
+        table = msgspec.json.decode(Path(weights).read_bytes(), type=WeightTable)
+        sums = {entry.name: entry.sum64 for entry in table.tensors if entry.sum64 is not None}
+        if len(sums) < len(table.tensors):
+            raise NotDirect(
+                f"{weights} has no sum64 for {len(table.tensors) - len(sums)} of its tensors: push from disk"
+            )
+        _session(self).expect(sums)
         return {}
+
+    def artd_direct_room(self) -> dict[str, bool]:
+        """Whether the weights fit into the GPU once more."""
+        return {"room": _session(self).room()}
 
     def artd_direct_pull(self, fence: dict[str, Any], timeout_s: float) -> dict[str, float]:
         """Pull in place, the engine being paused; checked when it returns. Returns seconds."""
@@ -91,20 +102,20 @@ def settings_of(config: Any) -> dict[str, Any]:
     }
 
 
-def _table(worker: Any) -> EngineTable:
+def table_of(worker: Any) -> EngineTable:
+    """What the worker's kernels read."""
     version = metadata.version("vllm")
     return survey(worker.model_runner.get_model(), settings_of(worker.vllm_config), version)
 
 
 def _session(worker: Any) -> Session:
     if worker._artd_session is None:
-        if obstacles := _table(worker).obstacles:
+        if obstacles := table_of(worker).obstacles:
             first = obstacles[0]
             raise NotDirect(
                 f"{first.where}: {first.why} (and {len(obstacles) - 1} more): use the engine's own transfer calls"
             )
         found = parameters(worker.model_runner.get_model())
-        gate = Gate(os.environ.get("ARTD_INSTANCE", ""), int(os.environ["ARTD_SPAWN"]))
         port = Cuda(next(iter(found.values())).device.index)
-        worker._artd_session = Session(gate, port, tuple(found), tuple(found.values()))
+        worker._artd_session = Session(own_gate(), port, tuple(found), tuple(found.values()))
     return worker._artd_session

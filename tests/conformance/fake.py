@@ -1,0 +1,105 @@
+"""The scripted server as a `Kind`: no model, no torch, a second a spawn. Owner of: the folder of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from artd_schema.direct import OFFER
+from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
+from artd_schema.trajectory import RouteShape
+from artd_schema.worker import Push, Transfer
+from tests.engine import folders
+
+from .bench import Flaw
+
+SERVER = Path(folders.__file__).with_name("fake_vllm.py")
+
+
+class FakeFeed:
+    """A trainer's side without torch: the tensors' bytes, one after the other, into a Unix socket."""
+
+    def __init__(self, folder: Path, transfer: Transfer) -> None:
+        self.transfer: Transfer = transfer
+        meeting = folder / "direct"
+        meeting.mkdir(exist_ok=True)
+        self._wire = meeting / "wire"
+        self._offer = meeting / OFFER
+        self.rendezvous = str(meeting if transfer == "direct" else self._wire)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(self._wire))
+        self._socket.listen()
+        self._taken: list[socket.socket] = []
+
+    def send(self, push: Push, flaw: Flaw = "") -> None:
+        self._offer.write_text(flaw)
+        threading.Thread(target=self._send, args=(push.checkpoint.step, flaw), daemon=True).start()
+
+    def close(self) -> None:
+        for one in [*self._taken, self._socket]:
+            one.close()
+        self._wire.unlink()
+        self._offer.unlink(missing_ok=True)
+
+    def _send(self, step: int, flaw: Flaw) -> None:
+        try:
+            if not self._taken:
+                self._taken.append(self._socket.accept()[0])
+            first, second = folders.tensors_of("merged", step).values()
+            halves = {"dies": first, "stalls": first, "wrong": first + second[:-1] + b"\1", "short": first}
+            self._taken[0].sendall(halves.get(flaw, first + second))
+            if flaw == "dies":
+                self._taken.pop().close()
+        except OSError:
+            return  # closed from either side
+
+
+class Fake:
+    """See `bench.Kind`."""
+
+    deadline_s = 0.8
+    patience_s = 10.0
+    tokens = 100
+    workers = False
+    ahead = 1
+
+    def __init__(self, folder: Path, way: str = "gloo", routes: RouteShape | None = None) -> None:
+        """way: of its live pushes, or "lora"."""
+        self._folder = folder
+        self.ways: tuple[str, ...] = () if way == "lora" else (way,)
+        self.mode: Mode = "lora" if way == "lora" else "merged"
+        self.routes = routes
+        self.python = sys.executable
+        fake = folder / "python"
+        fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {SERVER} "$@"\n')
+        fake.chmod(0o700)
+        self.server = str(fake)
+        self.script = folder / "script"
+        self.say({})
+        self.env = {"FAKE_VLLM": str(self.script)}
+        direct = {"transfer": way} if way in ("in_place", "staged") else {}
+        self.spec = RunSpec(model=str(folder / "model"), rollout_weights_mode=self.mode, lora=LoraSpec(rank=4, alpha=8),
+                            engine=EngineSpec(max_model_len=64, **direct))  # fmt: skip
+
+    def say(self, script: dict[str, object]) -> None:
+        """The script of servers to come."""
+        own: dict[str, object] = {
+            "calls": str(self._folder / "calls"),
+            "shm": f"/dev/shm/psm_artd_test_{self._folder.name}",
+        }
+        if (shape := self.routes) is not None:
+            own |= {"shape": [shape.layers, shape.topk, shape.experts]}
+        self.script.write_text(json.dumps(own | script))
+
+    def checkpoint(self, step: int) -> Path:
+        folder = self._folder / f"checkpoint-{step}"
+        if not folder.exists():
+            folders.write(folder, self.mode, step)
+        return folder
+
+    def feed(self, folder: Path, way: str) -> FakeFeed:
+        return FakeFeed(folder, "gloo" if way == "gloo" else "direct")

@@ -1,0 +1,397 @@
+"""Every method of `Adapter` does what its docstring says, and ends by its deadline whatever the server does.
+
+Purpose: plain functions, one a promise. `MERGED` and `LORA` are the cases of an engine of that mode, `answers` the server that
+answers nothing, or nonsense. Owner of: no state. Invariants: a case begins with and leaves an engine that serves step
+0 and is not paused; calls go to the server beside the harness, which therefore is asked for a push only in `again`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from artd_schema import worker as w
+from artd_schema.trajectory import RouteShape
+from artd_workers.engines.base import VLLM, Adapter, Deadline, EngineError, EngineTimeout, Fence
+from artd_workers.engines.vllm import guard
+from tests.engine.daemon import INSTANCE
+
+from .bench import Bench, Spawn, fence_of, manifest, refused
+
+Case = Callable[[Bench], None]
+SLACK_S = 3.0
+"""What a call may take beyond its deadline on a busy machine."""
+
+
+class Request(threading.Thread):
+    """A completion in flight. ended: why it ended, or the error."""
+
+    def __init__(self, spawn: Spawn, model: str, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._what = (spawn, model, tokens)
+        self.ended = ""
+        self.start()
+        time.sleep(0.15)
+        assert self.is_alive(), f"a request of {tokens} tokens is too short for this engine: {self.ended}"
+
+    def run(self) -> None:
+        spawn, model, tokens = self._what
+        try:
+            self.ended = spawn.complete(model, tokens)
+        except EngineError as error:
+            self.ended = str(error)
+
+    def end(self) -> str:
+        self.join(60)
+        return self.ended
+
+
+def soon(bench: Bench) -> Deadline:
+    return Deadline(bench.kind.patience_s)
+
+
+def ready(bench: Bench) -> Spawn:
+    """The engine as every case wants it: serving step 0."""
+    spawn = bench.engine()
+    if bench.served:
+        again(bench)
+    return spawn
+
+
+def again(bench: Bench) -> None:
+    """Step 0 once more, by way of the harness."""
+    spawn = bench.engine()
+    bench.live(spawn, bench.order(0))
+    assert spawn.serves(0)
+
+
+def paused(spawn: Spawn) -> bool:
+    return bool(spawn.ask("/is_paused", method="GET")["is_paused"])
+
+
+# ---- any engine -------------------------------------------------------------------------------------------------------
+
+
+def is_healthy(bench: Bench) -> None:
+    adapter = ready(bench).adapter()
+    assert adapter.healthy(soon(bench))
+
+
+def pause_waits_for_requests(bench: Bench) -> None:
+    spawn = ready(bench)
+    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens // 2)
+    assert adapter.pause(bench.kind.patience_s, soon(bench)) is False
+    assert request.end() == "length"
+    assert paused(spawn)
+    adapter.resume(soon(bench))
+    assert not paused(spawn)
+
+
+def pause_aborts_what_does_not_end(bench: Bench) -> None:
+    spawn = ready(bench)
+    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens)
+    assert adapter.pause(0.1, soon(bench)) is True
+    assert request.end() == "abort"
+    assert paused(spawn)
+    adapter.resume(soon(bench))
+    assert spawn.complete(spawn.name(0), 2) == "length", "it generates again"
+
+
+def pause_without_drain_aborts_at_once(bench: Bench) -> None:
+    spawn = ready(bench)
+    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens)
+    adapter.pause(0.0, soon(bench))
+    assert request.end() == "abort"
+    adapter.resume(soon(bench))
+
+
+def abort_all_ends_requests(bench: Bench) -> None:
+    spawn = ready(bench)
+    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens)
+    adapter.abort_all(soon(bench))
+    assert request.end() == ("abort" if adapter.capabilities.abort_route else "length")
+    assert not paused(spawn)
+
+
+def scores_are_the_trainers(bench: Bench) -> None:
+    """In the order of the prompts, for each token but the first."""
+    spawn, canary = ready(bench), manifest(bench.kind.checkpoint(0)).canary
+    adapter = spawn.adapter()
+    for order in (1, -1):
+        found = adapter.score(spawn.name(0), canary.prompts[::order], soon(bench))
+        for row, wanted in zip(found, canary.logprobs[::order], strict=True):
+            assert [len(row), max(abs(a - b) for a, b in zip(row, wanted, strict=True)) <= canary.max_abs] == [
+                len(wanted), True,
+            ]  # fmt: skip
+    with refused():
+        adapter.score("nobody", canary.prompts, soon(bench))
+
+
+# ---- merged -----------------------------------------------------------------------------------------------------------
+
+
+def begin_refuses_other_fences(bench: Bench) -> None:
+    """An earlier one, another spawn's, another instance's; and any while an update is open."""
+    spawn = ready(bench)
+    adapter, seen = spawn.adapter(), bench.take_fence(spawn)
+    old = Fence(INSTANCE, spawn.number, 1, 1)
+    for fence, why in (
+        (old, "has seen fence"),
+        (Fence(INSTANCE, spawn.number + 1, 10**6, 10**6), "belongs to"),
+        (Fence("another", spawn.number, 10**6, 10**6), "belongs to"),
+    ):
+        with refused(why):
+            adapter.begin(fence, soon(bench))
+    with refused():
+        adapter.load_merged(seen, bench.weights(0).tensors, bench.disk(0), soon(bench))
+    again(bench)
+
+
+def load_merged_brings_a_checkpoint(bench: Bench) -> None:
+    """Served once it is finished, labelled where the engine can, and with no prefix of the old weights."""
+    spawn = ready(bench)
+    adapter, fence = spawn.adapter(), bench.take_fence(spawn)
+    prompt = [3 + i * 7 % 1000 for i in range(300)] if bench.kind.workers else [3, 4, 5]
+    spawn.complete(spawn.name(0), 2, prompt)
+    hits = spawn.prefix_hits()
+    spawn.complete(spawn.name(0), 2, prompt)
+    assert spawn.prefix_hits() > hits, "prefixes are cached"
+    adapter.pause(0.0, soon(bench))
+    adapter.begin(fence, soon(bench))
+    figures = adapter.load_merged(fence, bench.weights(2).tensors, bench.disk(2), soon(bench))
+    assert figures["bytes"] > 0
+    adapter.finish("toy@2", soon(bench))
+    adapter.resume(soon(bench))
+    hits = spawn.prefix_hits()
+    spawn.complete(spawn.name(0), 2, prompt)
+    assert spawn.prefix_hits() == hits, "a prefix of the old weights was found"
+    assert spawn.serves(2) and not spawn.serves(0)
+    if adapter.capabilities.weight_version:
+        assert spawn.ask("/weight_info", method="GET")["weight_version"] == "toy@2"
+    again(bench)
+
+
+def live_pushes_are_served(bench: Bench) -> None:
+    """By each way, one after the other from the same trainer's side, and again after a push from disk."""
+    spawn = ready(bench)
+    for way in bench.kind.ways:
+        feed = bench.kind.feed(spawn.root, way)
+        try:
+            for before, step in ((0, 1), (1, 2), (2, 0), (0, 1)):
+                push = bench.order(step, feed if step else None)
+                if step:
+                    feed.send(push)
+                bench.live(spawn, push)
+                assert spawn.serves(step) and not spawn.serves(before, spawn.name(step))
+        finally:
+            feed.close()
+    again(bench)
+
+
+def an_update_that_failed_keeps_the_gate_shut(bench: Bench) -> None:
+    """Other bytes than the table's: refused, and nothing opens an update any more but a new spawn."""
+    spawn = ready(bench)
+    adapter, fence = spawn.adapter(), bench.take_fence(spawn)
+    first, *others = bench.weights(2).tensors
+    known = {"sha256": "0" * 64} if first.sum64 is None else {"sum64": first.sum64 ^ 1}
+    odd = msgspec.structs.replace(first, **known)
+    adapter.pause(0.0, soon(bench))
+    adapter.begin(fence, soon(bench))
+    with refused("other bytes"):
+        adapter.load_merged(fence, (odd, *others), bench.disk(2), soon(bench))
+    with refused("restart the engine"):
+        adapter.begin(bench.take_fence(spawn), soon(bench))
+    bench.replace(0)
+
+
+def join_happens_once_for_each_file(bench: Bench) -> None:
+    """And again after it failed."""
+    spawn = ready(bench)
+    adapter, feed = spawn.adapter(), bench.kind.feed(spawn.root, "gloo")
+    seen = len(spawn.calls())
+    try:
+        for step in (1, 2):
+            push = bench.order(step, feed)
+            fence = fence_of(spawn, push)
+            adapter.pause(0.0, soon(bench))
+            adapter.begin(fence, soon(bench))
+            feed.send(push)
+            if step == 1:
+                with spawn.faults({"/init_weight_transfer_engine": 500}), refused():
+                    adapter.join(feed.rendezvous, soon(bench))
+            adapter.join(feed.rendezvous, soon(bench))
+            figures = adapter.receive(fence, bench.weights(step).tensors, soon(bench))
+            assert figures["bytes"] > 0
+            adapter.finish(f"toy@{step}", soon(bench))
+            adapter.resume(soon(bench))
+            assert spawn.serves(step) and not spawn.serves(3 - step)
+    finally:
+        feed.close()
+    joined = [call for call in spawn.calls()[seen:] if call["route"] == "/init_weight_transfer_engine"]
+    assert len(joined) == 2, "one that failed, and one for both updates"
+    again(bench)
+
+
+def the_servers_own_routes_obey_their_owner(bench: Bench) -> None:
+    """A harness of another spawn or instance, or somebody who says nothing of it, neither pauses nor resumes this engine, nor
+    touches its labels, caches, transfers, adapters and requests."""
+    spawn = ready(bench)
+    for owner in (guard.owner(INSTANCE, spawn.number - 1), guard.owner("another", spawn.number), "nobody"):
+        other, why = spawn.adapter(owner=owner), "belongs to"
+        request = Request(spawn, spawn.name(0), bench.kind.tokens // 2)
+        for name in GUARDED if other.capabilities.abort_route else GUARDED[:-1]:
+            with refused(why):
+                METHODS[name][1](other, bench, soon(bench))
+        assert not paused(spawn)
+        assert request.end() == "length"
+    assert spawn.serves(0)
+
+
+def versions_that_are_unknown_are_refused(bench: Bench) -> None:
+    """By the adapter as soon as it is made, whatever the server can do; one that is known gets the calls of its row."""
+    spawn = ready(bench)
+    for version in ("9.9.9", "0.1.0+cpu", "0.3", "unknown", ""):
+        with spawn.faults({"/version": {"say": {"version": version}}}), refused("is not in artd's capability table"):
+            spawn.adapter()
+    with spawn.faults({"/version": {"say": {"release": "0.32.0"}}}), refused("no vLLM server"):
+        spawn.adapter()
+    for row in VLLM:
+        with spawn.faults({"/version": {"say": {"version": f"{row.series}.7+odd"}}}):
+            adapter = spawn.adapter()
+        assert adapter.capabilities is row
+        seen = len(spawn.calls())
+        with spawn.faults({"*": "fine"}):
+            adapter.finish("toy@0", soon(bench))
+            adapter.abort_all(soon(bench))
+        made = [call["route"] for call in spawn.calls()[seen:]]
+        assert ("/update_weight_version" in made) == row.weight_version
+        assert ("/abort_requests" in made) == row.abort_route
+
+
+def an_unknown_version_never_gets_ready(bench: Bench) -> None:
+    spawn = bench.spawn(1000, {"/version": {"say": {"version": "9.9.9"}}})
+    down = spawn.daemon.received[-1]
+    assert isinstance(down, w.Down) and "9.9.9" in down.error
+    assert spawn.daemon.wait(bench.kind.patience_s) == 1
+    assert spawn.living() == []
+
+
+def routes_of_another_shape_are_refused(bench: Bench) -> None:
+    """Once an engine captures, it does so in the shape of its model."""
+    if (shape := bench.kind.routes) is None:
+        return
+    adapter = ready(bench).adapter()
+    if adapter.capabilities.routes == "hooks":
+        odd = RouteShape(layers=shape.layers, topk=shape.topk, experts=shape.experts + 1)
+        with refused():
+            adapter.capture_routes(odd, soon(bench))
+
+
+# ---- lora -------------------------------------------------------------------------------------------------------------
+
+
+def adapters_come_and_go(bench: Bench) -> None:
+    """Beside running requests, which go on to their end under a name that is gone."""
+    spawn = ready(bench)
+    adapter, folder = spawn.adapter(), bench.kind.checkpoint(3)
+    adapter.load_adapter("other", folder, soon(bench))
+    assert spawn.serves(3, "other") and spawn.serves(0)
+    assert not adapter.in_flight("other", soon(bench))
+    request = Request(spawn, "other", bench.kind.tokens)
+    assert adapter.in_flight("other", soon(bench))
+    assert not adapter.in_flight("nobody", soon(bench))
+    adapter.unload_adapter("other", soon(bench))
+    assert request.end() == "length"
+    with refused("404"):
+        spawn.complete("other", 1)
+    end = time.monotonic() + bench.kind.patience_s
+    while adapter.in_flight("other", soon(bench)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    with refused():
+        adapter.unload_adapter("other", soon(bench))
+
+
+COMMON: tuple[Case, ...] = (
+    is_healthy, scores_are_the_trainers, pause_waits_for_requests, pause_aborts_what_does_not_end,
+    pause_without_drain_aborts_at_once, abort_all_ends_requests, routes_of_another_shape_are_refused,
+    versions_that_are_unknown_are_refused, the_servers_own_routes_obey_their_owner,
+)  # fmt: skip
+MERGED: tuple[Case, ...] = (
+    *COMMON, live_pushes_are_served, begin_refuses_other_fences, load_merged_brings_a_checkpoint,
+    an_unknown_version_never_gets_ready, an_update_that_failed_keeps_the_gate_shut,
+)  # fmt: skip
+GLOO: tuple[Case, ...] = (join_happens_once_for_each_file,)
+LORA: tuple[Case, ...] = (*COMMON, adapters_come_and_go)
+
+# ---- a server that does not do its part -------------------------------------------------------------------------------
+
+FENCE = Fence(INSTANCE, 1, 1, 1)
+SHAPE = RouteShape(layers=1, topk=1, experts=2)
+METHODS: dict[str, tuple[tuple[str, ...], Callable[[Adapter, Bench, Deadline], Any]]] = {
+    "pause": (("/pause",), lambda a, b, d: a.pause(0.05, d)),
+    "resume": (("/resume",), lambda a, b, d: a.resume(d)),
+    "begin": (("artd_begin",), lambda a, b, d: a.begin(FENCE, d)),
+    "join": (("/init_weight_transfer_engine",), lambda a, b, d: a.join("somewhere", d)),
+    "receive": (
+        ("/start_weight_update", "/update_weights", "/finish_weight_update", "artd_finish"),
+        lambda a, b, d: a.receive(FENCE, b.weights(0).tensors, d),
+    ),
+    "load_merged": (
+        ("artd_load_merged", "artd_finish"),
+        lambda a, b, d: a.load_merged(FENCE, b.weights(0).tensors, b.disk(0), d),
+    ),
+    "finish": (("/update_weight_version", "/reset_prefix_cache"), lambda a, b, d: a.finish("toy@0", d)),
+    "load_adapter": (("/v1/load_lora_adapter",), lambda a, b, d: a.load_adapter("x", Path("/x"), d)),
+    "unload_adapter": (("/v1/unload_lora_adapter",), lambda a, b, d: a.unload_adapter("x", d)),
+    "in_flight": (("/metrics",), lambda a, b, d: a.in_flight("x", d)),
+    "score": (("/v1/completions",), lambda a, b, d: a.score("toy", [[1, 2, 3]], d)),
+    "capture_routes": (("artd_capture_routes",), lambda a, b, d: a.capture_routes(SHAPE, d)),
+    "abort_all": (("/abort_requests",), lambda a, b, d: a.abort_all(d)),
+    "direct_table": (("artd_direct_table",), lambda a, b, d: a.direct_table(d)),
+    "direct_open": (("artd_direct_open",), lambda a, b, d: a.direct_open(Path(__file__), d)),
+    "direct_expect": (("artd_direct_expect",), lambda a, b, d: a.direct_expect(Path("/x"), d)),
+    "direct_room": (("artd_direct_room",), lambda a, b, d: a.direct_room(d)),
+    "direct_stage": (("artd_direct_stage", "artd_direct_staged"), lambda a, b, d: a.direct_stage(FENCE, d)),
+    "direct_pull": (("artd_direct_pull",), lambda a, b, d: a.direct_pull(FENCE, d)),
+    "direct_swap": (("artd_direct_swap",), lambda a, b, d: a.direct_swap(FENCE, d)),
+}
+"""Each method that speaks to the server: the calls that it makes, and how it is called."""
+GUARDED = ("pause", "resume", "join", "receive", "finish", "load_adapter", "unload_adapter", "abort_all")
+"""Those that begin with a route of the server's own, which carries no fence."""
+TEXT = ("load_adapter", "unload_adapter")
+"""vLLM answers these with a sentence: any text is a success, and what is served is verified by the canary."""
+FAULTS = (500, "close", "garbage", "odd", "hang", "drip")
+
+
+def answers(bench: Bench, fault: Any) -> None:
+    """Whichever call of whichever method meets this fault: an EngineError, in time, and the server is none the worse."""
+    spawn, limit = ready(bench), 0.2
+    adapter = spawn.adapter()
+    if not adapter.capabilities.weight_version or not adapter.capabilities.abort_route:
+        raise AssertionError("the table of methods is that of an engine with every route")
+    waits = fault in ("hang", "drip")
+    for number in range(max(len(routes) for routes, _ in METHODS.values())):
+        now = {name: (routes[number], run) for name, (routes, run) in METHODS.items() if number < len(routes)}
+        if fault in ("garbage", "odd"):
+            now = {name: one for name, one in now.items() if name not in TEXT}
+        made = {name: spawn.adapter() for name in now}  # one each: what it has joined or opened is its own
+        with spawn.faults({"*": "fine"} | {route: fault for route, _ in now.values()}), ThreadPoolExecutor(24) as pool:
+            tried = {name: pool.submit(run, made[name], bench, Deadline(limit)) for name, (_, run) in now.items()}
+            for name, call in tried.items():
+                try:
+                    with refused(kind=EngineTimeout if waits else EngineError, within_s=limit + SLACK_S):
+                        call.result()
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, {now[name][0]}: {error}") from None
+    with spawn.faults({"/version": fault}), refused(within_s=limit + SLACK_S):
+        spawn.adapter(limit)
+    with spawn.faults({"/health": fault}):
+        assert not adapter.healthy(Deadline(limit))
+    assert adapter.healthy(soon(bench)) and spawn.serves(0)

@@ -1,0 +1,228 @@
+"""Pushes that fail, whatever fails: the harness says in which phase, ends the engine in time, and the next spawn serves.
+
+Purpose: `fails` is one failure and everything that has to follow, as it looks from outside; `CASES` names them.
+Owner of: no state. Invariants: a case begins with an engine that serves a verified step, and leaves one behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from artd.supervise import procfs
+from artd_schema import worker as w
+from artd_schema.manifest import FileEntry, WeightTable
+
+from .bench import Bench, Flaw, Kind, Spawn, manifest, reference
+
+END_S = 7.0
+"""Seconds between the failure of a call and the end of every process (the harness gives a group 5 s to die)."""
+
+CALLS: dict[str, dict[str, tuple[str, ...]]] = {
+    "disk": {
+        "pause": ("/pause",),
+        "transfer": ("artd_begin", "artd_finish", "artd_load_merged"),
+        "load": ("/update_weight_version", "/reset_prefix_cache"),
+        "resume": ("/resume",),
+        "verify": ("/v1/completions",),
+    },
+    "gloo": {
+        "transfer": (
+            "artd_begin", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "artd_finish",
+            "/update_weights",
+        ),
+    },
+    "in_place": {"open": ("artd_direct_expect", "artd_direct_open"), "transfer": ("artd_direct_pull",)},
+    "staged": {
+        "open": ("artd_direct_open", "artd_direct_expect"),
+        "stage": ("artd_direct_staged", "artd_direct_stage"),
+        "transfer": ("artd_direct_swap",),
+    },
+    "lora": {"load": ("/v1/load_lora_adapter",), "verify": ("/v1/completions",)},
+}  # fmt: skip
+"""What a push calls, by way and phase: the last one of a phase is where its weights move, if they move in it. What a live way
+has in common with a push from disk stands there."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """way: of the push; phase: in which the harness must say that it failed; at: the call that goes wrong; how: "error", "hang"
+    or "death"; flaw: of the trainer's side instead; damage: of the checkpoint's files instead."""
+
+    way: str
+    phase: str
+    at: str = ""
+    how: str = ""
+    flaw: Flaw = ""
+    damage: str = ""
+
+    def __str__(self) -> str:
+        words = (self.way, self.phase, self.at.strip("/").replace("/", "."), self.how, self.flaw, self.damage)
+        return "-".join(word for word in words if word)
+
+
+def failures(way: str, every: bool = False) -> Iterator[Failure]:
+    """What can go wrong with a push of this way. every: at each call, else at the last of each phase."""
+    for phase, calls in CALLS[way].items():
+        for call in calls if every else calls[-1:]:
+            yield from (Failure(way, phase, call, how) for how in ("error", "hang", "death"))
+    if way in ("disk", "lora"):
+        yield Failure(way, "verify", "/v1/completions", "wrong")
+        yield from (Failure(way, "fence", damage=damage) for damage in ("manifest", "table"))
+        yield from (Failure(way, "transfer", damage=damage) for damage in ("tensor", "short table"))
+    else:
+        moved = "stage" if way == "staged" else "transfer"
+        met = "open" if "open" in CALLS[way] else "transfer"
+        yield from (Failure(way, moved, flaw=flaw) for flaw in ("dies", "stalls", "wrong"))
+        yield from (Failure(way, met, flaw=flaw) for flaw in ("short", "absent"))
+    if way == "staged":
+        yield Failure(way, "stage", "artd_direct_staged", "never done")
+    if way == "disk":
+        yield Failure(way, "load", "/reset_prefix_cache", "held")
+        yield Failure(way, "pause", how="death in fence")
+        yield from (Failure(way, phase, CALLS[way][phase][-1], "workers' death") for phase in ("transfer", "verify"))
+
+
+def possible(kind: type[Kind], failure: Failure) -> bool:
+    """Whether this kind of engine has what is to fail."""
+    return kind.workers or failure.how != "workers' death"
+
+
+def fails(bench: Bench, failure: Failure) -> None:
+    """One failure: told with its phase, the engine unknown and ended in time, the newest committed step served again."""
+    spawn = bench.engine()
+    before, step = bench.served, (bench.served + 1) % 3  # one that this spawn has never had
+    feed = bench.kind.feed(spawn.root, failure.way) if failure.way in bench.kind.ways else None
+    limit = bench.kind.deadline_s if hangs(failure) else bench.kind.patience_s
+    try:
+        with damaged(bench, step, failure.damage) as ref, spoiled(spawn, failure):
+            seen = len(spawn.calls())
+            push = bench.order(step, feed, deadline_s=limit, checkpoint=ref)
+            began = time.monotonic()
+            if feed is not None and failure.flaw != "absent":
+                feed.send(push, failure.flaw)
+            spawn.daemon.send(push)
+            strike(spawn, failure, seen)
+            unknown(spawn, push, failure.phase)
+            took = time.monotonic() - began
+    finally:
+        if feed is not None:
+            feed.close()
+    assert took <= limit + push.drain_s + END_S, f"it took {took:.1f} s until the engine was gone"
+    newer = bench.replace(step)
+    assert newer.serves(step)
+    assert not newer.serves(before, newer.name(step))
+
+
+def hangs(failure: Failure) -> bool:
+    return (
+        failure.how in ("hang", "never done")
+        or failure.flaw in ("stalls", "absent")
+        or (failure.flaw, failure.way) == ("short", "gloo")
+    )
+
+
+def unknown(spawn: Spawn, push: w.Push, phase: str) -> None:
+    """The harness says that the push failed in this phase, that the engine is down, and nothing of it lives."""
+    daemon = spawn.daemon
+    failed = daemon.expect(w.PushFailed, push.deadline_s + push.drain_s + END_S)
+    assert (failed.push, failed.fence, failed.phase) == (push.push, push.fence, phase), failed
+    assert failed.error
+    assert daemon.wait(END_S) == 1
+    mine = [message for message in daemon.received if getattr(message, "fence", 0) == push.fence]
+    assert mine == [failed], mine
+    assert [type(message) for message in daemon.received[-1:]] == [w.Down]
+    assert spawn.living() == []
+    assert not Path(spawn.daemon.config.dir).exists()
+
+
+# ---- how a push is made to fail ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def spoiled(spawn: Spawn, failure: Failure) -> Iterator[None]:
+    """The relay's part of the failure."""
+    hold = {"hold": str(spawn.root / "go")}
+    faults = {"error": 500, "hang": "hang", "death": hold, "workers' death": hold, "held": "false", "wrong": "wrong",
+              "never done": "fine"}  # fmt: skip
+    if failure.how == "death in fence":
+        (spawn.root / "engine.fenced").write_text("stop")
+    with spawn.faults({failure.at: faults[failure.how]} if failure.at else {}):
+        yield
+
+
+def strike(spawn: Spawn, failure: Failure, seen: int) -> None:
+    """Kill when the push has come to the place. seen: calls before the push."""
+    if failure.how == "death in fence":
+        # A harness that is stopped cannot see how its server ends: it finds out at its next call.
+        until(lambda: procfs.read_stat(spawn.daemon.process.pid).state == "T", spawn, failure)
+        spawn.kill_server()
+        os.kill(spawn.daemon.process.pid, signal.SIGCONT)
+    elif failure.how.endswith("death"):
+        until(lambda: failure.at in [one["route"] for one in spawn.calls()[seen:]], spawn, failure)
+        if failure.how == "death":
+            spawn.kill_server()
+        else:
+            spawn.kill_workers()
+            (spawn.root / "go").touch()
+
+
+def until(condition: Callable[[], bool], spawn: Spawn, failure: Failure) -> None:
+    end = time.monotonic() + spawn.kind.patience_s
+    while not condition():
+        assert time.monotonic() < end, f"{failure}: the push did not come there; {spawn.daemon.received[-3:]}"
+        time.sleep(0.01)
+
+
+@contextmanager
+def damaged(bench: Bench, step: int, damage: str) -> Iterator[w.CheckpointRef]:
+    """The checkpoint, or a copy of it that is not what the trainer made. A short table is one that was committed so."""
+    folder = bench.kind.checkpoint(step)
+    if not damage:
+        yield reference(folder, step)
+        return
+    copy = Path(shutil.copytree(folder, bench.root / "damaged"))
+    try:
+        ref = reference(copy, step)
+        match damage:
+            case "manifest":
+                spoil(copy / "manifest.json", b"toy", b"tox")
+            case "table":
+                spoil(copy / "weights.json", b"float", b"doubl")
+            case "tensor":
+                file = copy / "adapter_model.safetensors"
+                raw = bytearray(file.read_bytes())
+                raw[-2] ^= 0x40
+                file.write_bytes(raw)
+            case "short table":
+                ref = reference(shortened(copy), step)
+        yield ref
+    finally:
+        shutil.rmtree(copy)
+
+
+def spoil(file: Path, old: bytes, new: bytes) -> None:
+    raw = file.read_bytes()
+    assert old in raw
+    file.write_bytes(raw.replace(old, new, 1))
+
+
+def shortened(folder: Path) -> Path:
+    """Leave the last tensor out of the weight table, in all that says what it is."""
+    table = msgspec.json.decode((folder / "weights.json").read_bytes(), type=WeightTable)
+    raw = msgspec.json.encode(msgspec.structs.replace(table, tensors=table.tensors[:-1]))
+    (folder / "weights.json").write_bytes(raw)
+    found = manifest(folder)
+    entry = FileEntry("weights.json", len(raw), hashlib.sha256(raw).hexdigest())
+    files = tuple(entry if file.name == entry.name else file for file in found.files)
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(found, files=files)))
+    return folder

@@ -1,0 +1,84 @@
+"""vLLM as a `Kind`, on a CPU: a toy model, checkpoints scored by Hugging Face, and the trainer's side of gloo pushes.
+
+Owner of: the folder of the toy and its checkpoints. The toy of `merged` is a dense Qwen3; that of `lora` a mixture of experts
+whose routes are captured, with adapters on every expert.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from artd.runtimes import registry
+from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
+from artd_schema.trajectory import RouteShape
+from artd_schema.worker import Push, Transfer
+from tests.engine.real import HERE, serving_tool, tool
+
+from .bench import Flaw
+
+STEPS = range(4)
+AT = 7
+"""Tensors that a trainer's side with a flaw sends before it shows."""
+LEFT_OUT = "model.layers.1.mlp.up_proj.weight"
+
+
+class GlooFeed:
+    """`tests/engine/sender.py` in the megatron runtime's interpreter."""
+
+    transfer: Transfer = "gloo"
+
+    def __init__(self, folder: Path, toys: Path) -> None:
+        self.rendezvous = str(folder / "meet")
+        self._folder, self._toys = folder, toys
+        self._process = serving_tool(str(HERE / "sender.py"), str(toys / "toy"), self.rendezvous)
+
+    def send(self, push: Push, flaw: Flaw = "") -> None:
+        flaws = {"": {}, "dies": {"die_after": AT}, "stalls": {"stall_after": AT}, "wrong": {"perturb": LEFT_OUT},
+                 "short": {"leave_out": LEFT_OUT}}  # fmt: skip
+        order = {
+            "checkpoint": str(self._toys / f"m{push.checkpoint.step}"),
+            "table": str(self._folder / "sent.json"),
+        } | flaws[flaw]
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        while (line := self._process.stdout.readline().strip()) == "sent":
+            continue  # of the order before
+        assert line == "ready", line
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Vllm:
+    """See `bench.Kind`. The interpreters are those of the installed runtimes."""
+
+    ways: tuple[str, ...] = ("gloo",)
+    deadline_s = 12.0
+    patience_s = 60.0
+    tokens = 400
+    workers = True
+    ahead = 1
+
+    def __init__(self, folder: Path, mode: Mode) -> None:
+        self._toys = folder
+        self._prefix = mode[0]
+        self.env: dict[str, str] = {}
+        self.python = self.server = str(registry.find("vllm").python)
+        self.routes = RouteShape(layers=2, topk=2, experts=8) if mode == "lora" else None
+        family, changes = ("qwen3_moe", {"mlp_only_layers": [1]}) if mode == "lora" else ("qwen3", {})
+        tool(str(HERE / "make_toy.py"), str(folder / "toy"), family, json.dumps(changes))
+        wanted = [f"{self.checkpoint(step)}:{mode}:{step + 1}:{step}" for step in STEPS]
+        tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), *wanted)
+        engine = EngineSpec(max_model_len=512, max_num_seqs=16, kv_cache_mib=64)
+        self.spec = RunSpec(
+            model=str(folder / "toy"), rollout_weights_mode=mode, lora=LoraSpec(rank=4, alpha=8), engine=engine
+        )
+
+    def checkpoint(self, step: int) -> Path:
+        return self._toys / f"{self._prefix}{step}"
+
+    def feed(self, folder: Path, way: str) -> GlooFeed:
+        return GlooFeed(folder, self._toys)

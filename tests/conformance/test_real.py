@@ -1,0 +1,54 @@
+"""The suite against vLLM on a CPU: every method and every failure, with real weights. A spawn for each failure."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from artd_schema.spec import Mode
+
+from . import methods, pushes
+from .bench import Bench
+from .real import Vllm
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def bench(mode: Mode) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="artd-k-") as folder:
+        made = Bench(Vllm(Path(folder), mode))
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def merged() -> Iterator[Bench]:
+    yield from bench("merged")
+
+
+@pytest.fixture(scope="module")
+def lora() -> Iterator[Bench]:
+    yield from bench("lora")
+
+
+@pytest.mark.parametrize("case", methods.MERGED + methods.GLOO, ids=lambda case: case.__name__)
+def test_merged(merged: Bench, case: methods.Case) -> None:
+    case(merged)
+
+
+@pytest.mark.parametrize("failure", [*pushes.failures("disk"), *pushes.failures("gloo")], ids=str)
+def test_a_merged_push_fails(merged: Bench, failure: pushes.Failure) -> None:
+    pushes.fails(merged, failure)
+
+
+@pytest.mark.parametrize("case", methods.LORA, ids=lambda case: case.__name__)
+def test_lora(lora: Bench, case: methods.Case) -> None:
+    case(lora)
+
+
+@pytest.mark.parametrize("failure", [*pushes.failures("lora")], ids=str)
+def test_a_lora_push_fails(lora: Bench, failure: pushes.Failure) -> None:
+    pushes.fails(lora, failure)

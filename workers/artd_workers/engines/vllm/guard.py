@@ -1,0 +1,68 @@
+"""artd in vLLM's API server (`--middleware`): vLLM's own control routes obey their harness, and nobody else.
+
+Purpose: these routes carry no fence. A harness that was replaced while it was stopped, and wakes, could otherwise pause or
+resume an engine that is not its own, relabel its weights or take its adapters. What artd adds by /collective_rpc has fences of
+its own (`fence.py`); within one spawn there is one harness, whose pushes are in order.
+Owner of: no state. Invariants: a guarded route without the right header is refused before vLLM sees it; everything else passes
+untouched. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+HEADER = "x-artd-owner"
+ROUTES = frozenset(
+    (
+        "/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/update_weight_version",
+        "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    )
+)  # fmt: skip
+MIDDLEWARE = f"{__name__}.Guard"
+CONFLICT = 409
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+
+
+def owner(instance: str, spawn: int) -> str:
+    """The header of calls to this spawn's server."""
+    return f"{instance}/{spawn}"
+
+
+def own(environ: Mapping[str, str] = os.environ) -> str:
+    """The header of this process's spawn: in the harness and in its server the same."""
+    return owner(environ.get("ARTD_INSTANCE", ""), int(environ["ARTD_SPAWN"]))
+
+
+def refusal(route: str, told: str) -> str:
+    """Why a call is refused ("" = it is not). told: its header."""
+    if route not in ROUTES or told == own():
+        return ""
+    return f"{route} for {told or 'nobody'}, but this engine belongs to instance and spawn {own()}"
+
+
+class Guard:
+    """Pure ASGI: it never touches a body that passes."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            told = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
+            if why := refusal(scope["path"], told):
+                await _refuse(send, why)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _refuse(send: Send, why: str) -> None:
+    body = json.dumps({"error": {"message": why}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": CONFLICT, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,49 @@
+"""A load through vLLM's layerwise reload: a layer is processed again when all of it is there, and copied to where it was.
+
+Purpose: the way for models whose kernels read a layout of their own (on a CPU linears are repacked: writing parameters in place
+is wrong there). Owner of: one load. Runs in vLLM 0.32 on CPU and 0.25 on CUDA.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from .hashing import Entry, WeightError
+from .load import Source, feed
+from .moe import forget_kernels, incomplete
+
+TIED_HEAD = "lm_head.weight"
+
+
+class Reload:
+    """See `load.Load`."""
+
+    def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._config = model_config
+        self._expected: set[str] = set()
+        self.seconds: dict[str, float] = {}
+        self.bytes = 0
+
+    def start(self) -> None:
+        self._expected = {name for name, _ in self._model.named_parameters()}
+        forget_kernels(self._model)
+        initialize_layerwise_reload(self._model)
+
+    def load(self, table: list[Entry], source: Source) -> None:
+        began = time.perf_counter()
+        loaded = feed(self, self._model, table, source)
+        if missing := sorted(self._expected - loaded - {TIED_HEAD}):
+            raise WeightError(f"{len(missing)} parameters of the model got no weights, the first is {missing[0]}")
+        if partly := incomplete(self._model):
+            raise WeightError(
+                f"{len(partly)} layers of the model got only some of their weights, the first is {partly[0]}"
+            )
+        self.seconds["load"] = time.perf_counter() - began - self.seconds["transfer"]
+
+    def finish(self) -> None:
+        finalize_layerwise_reload(self._model, self._config)

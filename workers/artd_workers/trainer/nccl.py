@@ -1,0 +1,142 @@
+"""NCCL by ctypes, as rank 0 of a communicator whose other ranks torch knows nothing of.
+
+Purpose: torch's own NCCL group cannot join ranks that were not made by torch; vLLM's transfer calls make such ranks. The
+library is the one that torch has loaded. Owner of: one communicator.
+Invariants: the communicator is non-blocking, so each call comes back and its end is waited for here; after `abort`, every call
+and every wait raises, whatever the other side does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import Any
+
+from ..engines.stock import ID_BYTES, TRAINER
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8, _FLOAT32, _SUM = 1, 7, 0
+_CONFIG_MAGIC, _CONFIG_VERSION, _UNDEFINED = 0xCAFEBEEF, 21400, -(1 << 31)
+"""The first layout of ncclConfig_t that knows non-blocking communicators; later libraries fill in what came after."""
+_POLL_S = 0.0002
+_LOCK_S = 0.5
+
+
+class NcclError(Exception):
+    """A call of NCCL failed, or the communicator was aborted: what was done, and why."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cluster_size", ctypes.c_int),
+    ]
+
+
+class Library:
+    """libnccl. path: by default the one that torch has loaded."""
+
+    def __init__(self, path: str = "libnccl.so.2") -> None:
+        try:
+            self._calls = ctypes.CDLL(path)
+        except OSError as error:
+            raise NcclError(f"{path} cannot be loaded ({error}): the trainer's torch is not built for CUDA") from None
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        arguments: dict[str, list[Any]] = {
+            "ncclGetVersion": [pointer],
+            "ncclGetUniqueId": [pointer],
+            "ncclCommInitRankConfig": [pointer, number, _UniqueId, number, pointer],
+            "ncclCommGetAsyncError": [pointer, pointer],
+            "ncclAllReduce": [pointer, pointer, size, number, number, pointer, pointer],
+            "ncclBroadcast": [pointer, pointer, size, number, number, pointer, pointer],
+            "ncclCommAbort": [pointer],
+        }
+        for name, types in arguments.items():
+            getattr(self._calls, name).argtypes = types
+        self._calls.ncclGetErrorString.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Status of a call: success or in progress. Raises NcclError for every other."""
+        code = int(getattr(self._calls, name)(*arguments))
+        self.check(code, name)
+        return code
+
+    def check(self, code: int, what: str) -> None:
+        if code not in (_SUCCESS, _IN_PROGRESS):
+            raise NcclError(f"{what}: {self._calls.ncclGetErrorString(code).decode()} ({code}), NCCL {self.version()}")
+
+    def version(self) -> int:
+        """As NCCL counts: 22809 is 2.28.9. Both sides must have the same."""
+        found = ctypes.c_int()
+        self._calls.ncclGetVersion(ctypes.byref(found))
+        return found.value
+
+    def unique_id(self) -> bytes:
+        """The name of a new communicator, for whoever is to join it."""
+        made = _UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(made))
+        return bytes(made)
+
+
+class Communicator:
+    """Rank 0 of `world` ranks, once joined. `abort` is for any one thread; all else is for one other, whose current CUDA device
+    is the communicator's."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._handle = ctypes.c_void_p()
+        self._aborted = ""
+        self._turn = threading.Lock()
+
+    def join(self, unique_id: bytes, world: int) -> None:
+        """Wait until all ranks are there."""
+        name = _UniqueId.from_buffer_copy(unique_id)
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED)
+        self._do("ncclCommInitRankConfig", ctypes.byref(self._handle), world, name, TRAINER, ctypes.byref(config))
+
+    def all_reduce(self, address: int, stream: int) -> None:
+        """Queue the sum of one float32 over all ranks, in place."""
+        self._do("ncclAllReduce", address, address, 1, _FLOAT32, _SUM, self._handle, stream)
+
+    def broadcast(self, address: int, size: int, stream: int) -> None:
+        """Queue the broadcast of `size` bytes to all ranks."""
+        self._do("ncclBroadcast", address, address, size, _UINT8, TRAINER, self._handle, stream)
+
+    def settled(self, what: str) -> bool:
+        """Whether the last call has come to its end. Raises NcclError when it failed, or what is under way did."""
+        state = ctypes.c_int()
+        with self._turn:
+            self._require(what)
+            self._library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
+        self._library.check(state.value, what)
+        return state.value == _SUCCESS
+
+    def abort(self, reason: str) -> None:
+        """End whatever the communicator does, here and on the GPU. A call that hangs inside NCCL does not keep it from that."""
+        self._aborted = reason
+        held = self._turn.acquire(timeout=_LOCK_S)
+        try:
+            if self._handle:
+                self._library.call("ncclCommAbort", self._handle)
+        finally:
+            if held:
+                self._turn.release()
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        with self._turn:
+            self._require(name)
+            self._library.call(name, *arguments)
+        while not self.settled(name):
+            time.sleep(_POLL_S)
+
+    def _require(self, what: str) -> None:
+        if self._aborted:
+            raise NcclError(f"{what}: aborted, {self._aborted}")

@@ -1,0 +1,60 @@
+"""Entry point of a trainer's other ranks: `python -m artd_workers.trainer.peer`, started by `launch` through torchrun.
+
+Purpose: hear what rank 0 tells, and do the same. Owner of: no state. Invariants: ends when its standard input does, which is
+rank 0's end, whatever it is waiting for; and at once when it is no longer in step with the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import msgspec
+
+from artd_schema.worker import TrainerConfig
+
+_REPORT_S = 10.0
+"""How long rank 0 has to report what went wrong on several ranks; it takes them all with it then."""
+
+
+def main(folder: str, device: str, layout: str) -> int:
+    threading.Thread(target=_end_with_input, name="rank-0", daemon=True).start()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    from .parallel import Parallel
+    from .ranks import joined
+    from .trainer import Order, Trainer
+
+    # torchrun counts its own processes, and rank 0 is none of them.
+    parallel = msgspec.json.decode(layout, type=Parallel)
+    ranks = joined(parallel, int(os.environ["RANK"]) + 1, Path(folder), device == "cuda")
+    ranks.pids()
+    config = msgspec.msgpack.decode(ranks.hear(), type=TrainerConfig)
+    trainer = Trainer(config, {}, ranks)
+    while True:
+        order = msgspec.msgpack.decode(ranks.hear(), type=Order)
+        try:
+            trainer.follow(order)
+        except Exception:
+            # Rank 0 says it to the daemon, unless only this rank failed.
+            if ranks.broken:
+                traceback.print_exc()
+                sys.stderr.flush()
+                time.sleep(_REPORT_S)
+                os._exit(1)
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

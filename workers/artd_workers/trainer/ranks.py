@@ -1,0 +1,159 @@
+"""The processes that train one model together: how they meet, hear what to do, and agree on what went wrong.
+
+Purpose: `joined` makes the process groups; `Ranks` carries rank 0's orders as msgspec bytes. Owner of: no state beside torch's
+and Megatron's groups. Invariants: nothing is pickled; what a method says to do "together" every rank does, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from . import context, pipeline
+from .parallel import ALONE, Parallel
+
+FOREVER = timedelta(days=3650)
+"""Between jobs the other ranks wait for the next order: as long as it takes."""
+
+
+class RankError(RuntimeError):
+    """What went wrong on another rank."""
+
+
+@dataclass
+class Ranks:
+    """This process among those that train together. broken: they are no longer in step, and only a fresh start helps."""
+
+    parallel: Parallel = ALONE
+    rank: int = 0
+    broken: bool = False
+    _orders: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def alone(self) -> bool:
+        return self.parallel.world == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that speaks to the daemon and writes files."""
+        return self.rank == 0
+
+    def tell(self, data: bytes) -> None:
+        """Send rank 0's bytes to all others, who `hear` them."""
+        if not self.alone:
+            dist.broadcast(torch.tensor(len(data)), 0, group=self._orders)
+            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._orders)
+
+    def hear(self) -> bytes:
+        """What rank 0 tells next."""
+        size = torch.zeros((), dtype=torch.int64)
+        dist.broadcast(size, 0, group=self._orders)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self._orders)
+        return data.numpy().tobytes()
+
+    def pids(self) -> list[int]:
+        """Process numbers of ranks 1 and up, together."""
+        found = [torch.zeros((), dtype=torch.int64) for _ in range(self.parallel.world)]
+        dist.all_gather(found, torch.tensor(os.getpid()), group=self._orders)
+        return [int(pid) for pid in found[1:]]
+
+    def any(self, asked: Callable[[], bool]) -> Callable[[], bool]:
+        """What rank 0's `asked` says, on every rank, together."""
+        if self.alone:
+            return asked
+
+        def told() -> bool:
+            word = torch.tensor(int(self.first and asked()))
+            dist.broadcast(word, 0, group=self._orders)
+            return bool(word)
+
+        return told
+
+    def least(self, value: float) -> float:
+        """The smallest of all ranks' values, together."""
+        if self.alone:
+            return value
+        word = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(word, dist.ReduceOp.MIN, group=self._orders)
+        return float(word)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A part of a job that each rank does by itself, and that may fail on one alone: then all raise. Together."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        failed = "" if self.alone else self._failed(error)
+        if error is not None:
+            raise error
+        if failed:
+            raise RankError(failed)
+
+    def _failed(self, error: Exception | None) -> str:
+        """What the first rank that failed says, "" when none did."""
+        low = int(self.least(self.rank if error is not None else self.parallel.world))
+        if low == self.parallel.world:
+            return ""
+        text = f"rank {low}: {type(error).__name__}: {error}".encode() if low == self.rank else b""
+        size = torch.tensor(len(text))
+        dist.broadcast(size, low, group=self._orders)
+        data = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
+        dist.broadcast(data, low, group=self._orders)
+        return data.numpy().tobytes().decode()
+
+    @contextmanager
+    def in_step(self, *same: type[Exception]) -> Iterator[None]:
+        """A part of a job in which ranks work together. same: what is raised on all of them or on none."""
+        try:
+            yield
+        except same:
+            raise
+        except BaseException:
+            self.broken = not self.alone
+            raise
+
+
+def joined(parallel: Parallel, rank: int, folder: Path, cuda: bool) -> Ranks:
+    """Meet the other ranks in a folder and make Megatron's groups. Blocks until all are there."""
+    met(parallel.world, rank, folder, cuda)
+    return grouped(parallel, rank)
+
+
+def met(world: int, rank: int, folder: Path, cuda: bool) -> None:
+    """Meet the other ranks in a folder; GPU number `rank` is this process's. Blocks until all are there."""
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:
+        # Megatron asks CUDA for the device of its buffers: ranks without a GPU, which are for tests, have none to name.
+        torch.cuda.current_device = _no_gpu
+    # Its fork does nothing: no forward here draws random numbers.
+    initialize_rng_tracker(inference_rng_tracker=True)
+    store = dist.FileStore(str(folder / "ranks"), world)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world)
+
+
+def grouped(parallel: Parallel, rank: int) -> Ranks:
+    """Make Megatron's groups among ranks that have met."""
+    parallel_state.initialize_model_parallel(
+        parallel.tp, parallel.pp, expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp
+    )
+    pipeline.opened(parallel)
+    context.opened(parallel)
+    return Ranks(parallel, rank, _orders=dist.new_group(backend="gloo", timeout=FOREVER))
+
+
+def _no_gpu() -> Any:
+    return torch.device("cpu")
