@@ -14,17 +14,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from artd_schema.codec import UNREADABLE, digest, prepare, to_json
-from artd_schema.families import FAMILIES, sparse_layers
+from artd_schema.families import FAMILIES, SEEDED, sparse_layers
 from artd_schema.trajectory import RouteShape
 
 from .errors import Conflict, Invalid
 
 MOST_EXPERTS = 1 << 16
 """Of a layer: ids of experts are stored in at most two bytes."""
-
-
-SEEDED = "seeded.json"
-"""In its place the weights are drawn (`artd_workers.models.seeded`): its bytes pin them all."""
 
 
 class BaseFile(Struct, frozen=True):

@@ -17,9 +17,10 @@ import msgspec
 from artd_schema import client_api as api
 from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
+from artd_schema.families import SEEDED
 from artd_schema.spec import RunSpec, first_difference, layout_error
 
-from .base_model import SEEDED, BaseModel, pin
+from .base_model import BaseModel, pin
 from .core.decide import is_stalled
 from .errors import Conflict, Invalid, NotFound, RequestError
 from .store.store import Store, emit, get_meta, move

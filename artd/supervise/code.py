@@ -1,23 +1,27 @@
 """The code that managed children run: one content-addressed copy of `artd_schema` and `artd_workers` under DATA/code/.
 
-Owner of: DATA/code/. Invariants: a folder there is complete or absent (written aside, fsynced, renamed); its name is the
-digest of its names and contents; `artd_workers` is located, never imported. Works from a checkout and from a wheel.
+Owner of: DATA/code/. Invariants: a folder there is complete or absent (written aside, fsynced, renamed), and one process at a time
+writes there (a lock on DATA/code), so that what lies aside before it begins is a dead one's; its name is the digest of its names and
+contents; `artd_workers` is located, never imported. Works from a checkout and from a wheel.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from artd_schema.paths import boot_id
 
 PACKAGES = ("artd_schema", "artd_workers")
 DIGITS = 12
+_ASIDE = ".new-"
 
 
 class CodeError(Exception):
@@ -34,22 +38,40 @@ def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
     for package in packages:
         files |= read_tree(_locate(package), package)
     root = data / "code"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = root / digest_files(files)
+    with _alone(root):
+        for left in root.glob(f"{_ASIDE}*"):
+            shutil.rmtree(left)
+        _install(target, files)
+    return target
+
+
+def _install(target: Path, files: dict[str, bytes]) -> None:
     if target.is_dir() and digest_files(read_tree(target)) == target.name:
         _drop_old_byte_code(target)
-        return target
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
+        return
+    aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=target.parent))
     try:
         _write_tree(aside / "new", files)
         if target.exists():
             target.rename(aside / "damaged")
         (aside / "new").rename(target)
-        _sync(root)
+        _sync(target.parent)
     finally:
         shutil.rmtree(aside)
     _drop_old_byte_code(target)
-    return target
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """A command in the trainer's interpreter installs beside a running daemon."""
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _drop_old_byte_code(folder: Path) -> None:

@@ -13,6 +13,9 @@ FAMILIES: dict[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+SEEDED = "seeded.json"
+"""In a base model's folder in place of safetensors: its weights are drawn (`artd_workers.models.seeded`), and its bytes pin
+them all."""
 
 
 def sparse_layers(layers: int, experts: int, step: int, dense: Collection[int]) -> list[bool]:

@@ -53,7 +53,8 @@ def test_every_metric_is_defined() -> None:
     measured |= set(re.findall(r'out\["(\w+)"\]', losses.read_text()))
     measured |= set(re.findall(r'"(\w+)": (?:quantile|total|norm|sum)', losses.read_text() + step.read_text()))
     measured |= set(re.findall(r'"(merge_\w+)"', lost.read_text()))
-    assert {"loss", "grad_norm", "merge_kl", "merge_served", "kl_k3", "mismatch_mae", "ratio_p95", "tokens_per_s", "reward_mean"} <= measured
+    assert {"loss", "grad_norm", "kl_k3", "mismatch_mae", "ratio_p95", "tokens_per_s", "reward_mean"} <= measured
+    assert {"merge_changed", "merge_served", "merge_kl"} <= measured
     assert measured <= told, measured - told
     spent = set(re.findall(r'seconds\["(\w+)"\]', trainer.read_text()))
     engine = (ROOT / "workers/artd_workers/engines/push.py").read_text()

@@ -13,6 +13,7 @@ from artd_schema.direct import OFFER
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
+from artd_workers.engines.stock import ID_BYTES, leave_id
 from tests.engine import folders
 
 from .bench import Flaw
@@ -29,13 +30,16 @@ class FakeFeed:
         meeting.mkdir(exist_ok=True)
         self._wire = meeting / "wire"
         self._offer = meeting / OFFER
-        self.rendezvous = str(meeting if transfer == "direct" else self._wire)
+        where = {"direct": meeting, "gloo": self._wire, "stock": meeting / "id"}
+        self.rendezvous = str(where[transfer])
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(self._wire))
         self._socket.listen()
         self._taken: list[socket.socket] = []
 
     def send(self, push: Push, flaw: Flaw = "") -> None:
+        if self.transfer == "stock" and not Path(self.rendezvous).exists():
+            leave_id(Path(self.rendezvous), str(self._wire).encode().ljust(ID_BYTES, b"\0"))
         self._offer.write_text(flaw)
         threading.Thread(target=self._send, args=(push.checkpoint.step, flaw), daemon=True).start()
 
@@ -44,6 +48,7 @@ class FakeFeed:
             one.close()
         self._wire.unlink()
         self._offer.unlink(missing_ok=True)
+        (self._wire.parent / "id").unlink(missing_ok=True)
 
     def _send(self, step: int, flaw: Flaw) -> None:
         try:
@@ -102,4 +107,5 @@ class Fake:
         return folder
 
     def feed(self, folder: Path, way: str) -> FakeFeed:
-        return FakeFeed(folder, "gloo" if way == "gloo" else "direct")
+        transfers: dict[str, Transfer] = {"gloo": "gloo", "stock": "stock"}
+        return FakeFeed(folder, transfers.get(way, "direct"))

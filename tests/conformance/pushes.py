@@ -41,6 +41,12 @@ CALLS: dict[str, dict[str, tuple[str, ...]]] = {
             "/update_weights",
         ),
     },
+    "stock": {
+        "transfer": (
+            "artd_begin", "/init_weight_transfer_engine", "artd_expect", "/start_weight_update", "/finish_weight_update",
+            "artd_finish", "/update_weights",
+        ),
+    },
     "in_place": {"open": ("artd_direct_expect", "artd_direct_open"), "transfer": ("artd_direct_pull",)},
     "staged": {
         "open": ("artd_direct_open", "artd_direct_expect"),
@@ -55,8 +61,8 @@ has in common with a push from disk stands there."""
 
 @dataclass(frozen=True)
 class Failure:
-    """way: of the push; phase: in which the harness must say that it failed; at: the call that goes wrong; how: "error", "hang"
-    or "death"; flaw: of the trainer's side instead; damage: of the checkpoint's files instead."""
+    """way: of the push; phase: in which the harness must say that it failed; at: the call that goes wrong; how: how
+    (`spoiled` has the words; a death strikes the server, or its workers); flaw: of the trainer's side instead; damage: of the checkpoint's files instead."""
 
     way: str
     phase: str
@@ -104,7 +110,7 @@ def fails(bench: Bench, failure: Failure) -> None:
     feed = bench.kind.feed(spawn.root, failure.way) if failure.way in bench.kind.ways else None
     limit = bench.kind.deadline_s if hangs(failure) else bench.kind.patience_s
     try:
-        with damaged(bench, step, failure.damage) as ref, spoiled(spawn, failure):
+        with damaged(bench, step, failure.damage) as ref, spoiled(bench, spawn, failure):
             seen = len(spawn.calls())
             push = bench.order(step, feed, deadline_s=limit, checkpoint=ref)
             began = time.monotonic()
@@ -127,7 +133,7 @@ def hangs(failure: Failure) -> bool:
     return (
         failure.how in ("hang", "never done")
         or failure.flaw in ("stalls", "absent")
-        or (failure.flaw, failure.way) == ("short", "gloo")
+        or (failure.flaw == "short" and failure.way in ("gloo", "stock"))
     )
 
 
@@ -149,10 +155,12 @@ def unknown(spawn: Spawn, push: w.Push, phase: str) -> None:
 
 
 @contextmanager
-def spoiled(spawn: Spawn, failure: Failure) -> Iterator[None]:
-    """The relay's part of the failure."""
+def spoiled(bench: Bench, spawn: Spawn, failure: Failure) -> Iterator[None]:
+    """The relay's part of the failure. A wrong score is one just beyond the canary's bound."""
+    bound = manifest(bench.kind.checkpoint(0)).canary.max_abs
     hold = {"hold": str(spawn.root / "go")}
-    faults = {"error": 500, "hang": "hang", "death": hold, "workers' death": hold, "held": "false", "wrong": "wrong",
+    faults = {"error": 500, "hang": "hang", "death": hold, "workers' death": hold, "held": "false",
+              "wrong": {"shift": 2 * bound},
               "never done": "fine"}  # fmt: skip
     if failure.how == "death in fence":
         (spawn.root / "engine.fenced").write_text("stop")

@@ -3,9 +3,10 @@
 Purpose: every engine fails in the same ways at the same calls. This process becomes the server, on another socket
 (`upstream`); its child takes SOCKET, notes each call and passes it on, or does what the folder $ARTD_RELAY says. There:
 `faults`, JSON {ROUTE: FAULT} ("*": any route), read at each call; `calls`, one JSON line each; `server`, the server's pid.
-A route is the path, or the method of a /collective_rpc. FAULT: a status; "hang", "close", "garbage" (no JSON), "odd" (JSON of
-another form), "drip" (an answer that never ends), none of them passed on; "fine" and "false", a success and a failure that the server never heard of; "wrong",
-passed on, and every logprob of the answer is off by 1e-3; {"say": ANSWER}; {"hold": PATH}: passed on once the file is there.
+A route is the path, or the method of a /collective_rpc. FAULT, of which the server hears nothing: a status; "hang"; "close";
+"garbage" (no JSON); "odd" (JSON of another form); "drip" (an answer byte by byte); "fine" and "false" (success and failure);
+{"say": ANSWER}. Passed on: {"hold": PATH}, once the file is there; {"shift": NATS}, and every prompt logprob of the answer is off
+by so much.
 Owner of: the socket. Invariants: standard library only (it runs with any engine's interpreter); it dies with the server.
 """
 
@@ -82,10 +83,12 @@ class Handler(BaseHTTPRequestHandler):
                 while not Path(path).exists():
                     time.sleep(0.01)
                 self._pass(body)
-            case fault:
-                self._pass(body, wrong=fault == "wrong")
+            case {"shift": nats}:
+                self._pass(body, nats)
+            case _:
+                self._pass(body)
 
-    def _pass(self, body: bytes, wrong: bool = False) -> None:
+    def _pass(self, body: bytes, shift: float = 0.0) -> None:
         upstream = Upstream("localhost")
         try:
             upstream.request(self.command, self.path, body or None, dict(self.headers))
@@ -96,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         finally:
             upstream.close()
-        self._reply(answer.status, shifted(text) if wrong else text)
+        self._reply(answer.status, shifted(text, shift) if shift else text)
 
     def _reply(self, status: int, data: bytes) -> None:
         self.send_response(status)
@@ -136,13 +139,13 @@ def note(call: dict[str, Any]) -> None:
         calls.write(json.dumps(call) + "\n")
 
 
-def shifted(text: bytes) -> bytes:
-    """An answer with every prompt logprob off by 1e-3."""
+def shifted(text: bytes, nats: float) -> bytes:
+    """An answer with every prompt logprob off by so much."""
     reply = json.loads(text)
     for choice in reply["choices"]:
         for row in choice["prompt_logprobs"][1:]:
             for score in row.values():
-                score["logprob"] += 1e-3
+                score["logprob"] += nats
     return json.dumps(reply).encode()
 
 

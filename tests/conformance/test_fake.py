@@ -45,6 +45,11 @@ def staged() -> Iterator[Bench]:
     yield from bench("staged")
 
 
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Bench]:
+    yield from bench("stock")
+
+
 def quick(one: pushes.Failure) -> bool:
     """One of each sort in `make test`: a death in every phase of every way, and what only one way knows. The rest is slow: an
     error is an error at any call, and that any call ends by its deadline is seen without a push."""
@@ -52,12 +57,15 @@ def quick(one: pushes.Failure) -> bool:
         return one.way == "disk" and one.phase == "transfer"
     if one.damage:
         return one.damage == "tensor" or (one.way == "disk" and one.damage != "table")
+    if one.way == "stock":
+        return one.flaw in ("stalls", "wrong")
     return one.phase != "open" and one.flaw != "short"
 
 
 def failures(*ways: str) -> list[Any]:
-    found = [one for way in ways for one in pushes.failures(way) if pushes.possible(Fake, one)]
-    return [pytest.param(one, id=str(one), marks=() if quick(one) else pytest.mark.slow) for one in found]
+    found = [one for way in ways for one in pushes.failures(way, every=True) if pushes.possible(Fake, one)]
+    often = {one for way in ways for one in pushes.failures(way) if quick(one)}
+    return [pytest.param(one, id=str(one), marks=() if one in often else pytest.mark.slow) for one in found]
 
 
 @pytest.mark.parametrize("case", methods.MERGED + methods.GLOO, ids=lambda case: case.__name__)
@@ -75,9 +83,9 @@ def test_a_merged_push_fails(merged: Bench, failure: pushes.Failure) -> None:
     pushes.fails(merged, failure)
 
 
-def test_direct_pushes_are_served(in_place: Bench, staged: Bench) -> None:
-    methods.live_pushes_are_served(in_place)
-    methods.live_pushes_are_served(staged)
+def test_pushes_of_a_gpu_are_served(in_place: Bench, staged: Bench, stock: Bench) -> None:
+    for one in (in_place, staged, stock):
+        methods.live_pushes_are_served(one)
 
 
 @pytest.mark.parametrize("failure", failures("in_place"))
@@ -88,6 +96,11 @@ def test_a_push_in_place_fails(in_place: Bench, failure: pushes.Failure) -> None
 @pytest.mark.parametrize("failure", failures("staged"))
 def test_a_staged_push_fails(staged: Bench, failure: pushes.Failure) -> None:
     pushes.fails(staged, failure)
+
+
+@pytest.mark.parametrize("failure", failures("stock"))
+def test_a_stock_push_fails(stock: Bench, failure: pushes.Failure) -> None:
+    pushes.fails(stock, failure)
 
 
 @pytest.mark.parametrize("case", methods.LORA, ids=lambda case: case.__name__)

@@ -5,13 +5,14 @@ The file named by FAKE_VLLM holds its script (JSON): {"calls": PATH, "faults": {
 else can go wrong: tests/conformance/relay.py). start: a last log line before exit 1. term: "hang" ignores SIGTERM. Every call
 is appended to `calls`. A token of a completion takes 10 ms.
 Updates pass the real fence of artd's extension, for the instance and spawn in its environment. A live one reads the tensors
-from the trainer's side at the Unix socket `rendezvous` (`Wire`), one from disk reads them from the checkpoint; its scores are a
+from the trainer's side at the Unix socket `rendezvous` (`Wire`; a stock one is told it in place of NCCL's id), one from disk reads them from the checkpoint; its scores are a
 function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
 Like the real one it has a child in its process group and files in /dev/shm.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -148,13 +149,16 @@ class Handler(BaseHTTPRequestHandler):
                     raise Unfit(f"the model's shape is {SCRIPT['shape']}, not {shape}")
                 return 200, {"results": [{}]}
             case "/init_weight_transfer_engine":
-                STATE.wire = Wire(body["init_info"].get("rendezvous", ""))
+                info = body["init_info"]
+                unique_id = base64.b64decode(info.get("nccl_unique_id_b64", ""))
+                STATE.wire = Wire(info.get("rendezvous") or unique_id.rstrip(b"\0").decode(errors="replace"))
             case "/update_weights":
                 info = body["update_info"]
-                if "names" in info:  # vLLM's own form: what would come over NCCL is what is expected
-                    load(STATE.expected, (row[3] for row in STATE.expected))
+                table = info.get("table", STATE.expected)
+                if "names" in info and not Path(STATE.wire.path).exists():  # as if it had come over NCCL
+                    load(table, (row[3] for row in table))
                     return 200, {}
-                load(info["table"], STATE.wire.read(info["table"], info["timeout_s"]))
+                load(table, STATE.wire.read(table, info.get("timeout_s", 600.0)))
             case "artd_expect":
                 STATE.expected = body["kwargs"]["table"]
                 return 200, {"results": [{}]}

@@ -1,9 +1,9 @@
-"""Every weight trained on one GPU: `python -m tests.gpu.full [--items steps,restore] [--out DIR] [--tiny]`.
+"""Every weight trained on one GPU: `python -m tests.gpu.full [--items steps,restore,empty] [--out DIR] [--tiny]`.
 
 Purpose: `steps`: 4 layers of the real shape, two steps in bf16 with fp32 masters beside the same two in fp32, with the same routes;
 `restore`: init and two jobs through the trainer (one layer, 32 experts, 8,192 words: a checkpoint of the whole shape is 38 GB),
-the checkpoint's bits back in memory, and the second job again in a fresh process. One JSON line each, appended to
-DIR/full.jsonl. `--tiny`: on a CPU, in small. Needs Megatron-Core, and on a GPU Transformer Engine.
+the checkpoint's bits back in memory, and the second job again in a fresh process; `empty`: the weight gradient of an expert
+without tokens. One JSON line each, appended to DIR/full.jsonl. `--tiny`: on a CPU, in small. Needs Megatron-Core, and on a GPU Transformer Engine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.gpu import lines  # first: it sets the environment
 
 import torch  # isort: skip
 import msgspec
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -159,7 +160,23 @@ def same(stored: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> bool:
     return stored.keys() == now.keys() and all(torch.equal(tensor, now[name]) for name, tensor in stored.items())
 
 
-ITEMS = {"steps": steps, "restore": restore}
+def empty(tiny: bool) -> Iterator[dict[str, Any]]:
+    """The gradient of an expert that no token went to: zeros, whatever was in memory before."""
+    device, count = "cpu" if tiny else "cuda", 64
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        ends = torch.tensor([count, count, 3 * count], dtype=torch.int32, device=device)
+        one, two = (torch.ones(3 * count, 128, dtype=dtype, device=device) for _ in range(2))
+        # Where the result is likely to be put.
+        poison = [torch.full((3, 128, 128), math.nan, dtype=dtype, device=device) for _ in range(4)]
+        del poison
+        out = F.grouped_mm(one.t(), two, offs=ends)
+        found[str(dtype)] = out.float().sum((1, 2)).tolist()
+    wanted = [count * 2.0**14, 0.0, count * 2.0**15]
+    yield {"what": "weight gradients of three experts, the second without tokens", "wanted": wanted} | found
+
+
+ITEMS = {"steps": steps, "restore": restore, "empty": empty}
 
 if __name__ == "__main__":
     sys.exit(lines.main("full", ITEMS))

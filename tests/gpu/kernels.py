@@ -42,24 +42,31 @@ RANK, SCALE, EXPERTS, TOPK = 16, 2.0, 128, 8
 MERGES = [Tile.of(RANK)] + [
     Tile(*one)
     for one in (
-        (64, 4, 256, 1),
-        (64, 4, 256, 2),
-        (64, 2, 256, 2),
-        (64, 1, 256, 1),
-        (32, 2, 256, 1),
-        (128, 2, 256, 1),
-        (64, 8, 128, 1),
+        (32, 1, 256, 1),
+        (128, 1, 256, 1),
+        (256, 1, 256, 1),
+        (16, 1, 256, 1),
+        (64, 1, 128, 1),
+        (64, 1, 64, 1),
+        (64, 1, 256, 2),
+        (64, 1, 512, 1),
+        (64, 1, 512, 2),
+        (64, 1, 512, 4),
+        (32, 1, 128, 1),
+        (32, 1, 512, 2),
+        (64, 2, 256, 1),
     )
 ]
-"""Tiles of the merge; the first is the one in use."""
+"""Tiles of the merge; the first is the one in use, the last the one that was."""
 TILES = {
-    "gather": ((64, 64, 4), (64, 128, 4), (128, 64, 8), (32, 128, 4), (64, 256, 8)),
-    "widen": ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 256, 8)),
-    "activate": ((64, 32, 4), (64, 64, 4), (128, 32, 8), (64, 16, 4), (32, 64, 4), (32, 32, 4)),
-    "activate_backward": ((64, 32, 4), (64, 16, 4), (128, 32, 8), (64, 64, 4), (32, 32, 4), (32, 64, 4)),
-    "gradients": ((64, 128, 4), (64, 64, 4), (32, 128, 4), (128, 128, 8), (64, 256, 8)),
+    "gather": ((64, 64, 4), (64, 128, 4), (128, 128, 8), (64, 256, 8)),
+    "widen": ((64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 128, 8)),
+    "activate": ((64, 32, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8)),
+    "activate_backward": ((64, 32, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8)),
+    "gradients": ((64, 128, 4), (32, 128, 4), (16, 128, 4), (32, 64, 4), (32, 256, 4)),
 }
-"""Tiles of the thin products; the first of each is the one in use."""
+"""Tiles of the thin products, beside the one in use."""
+IN_USE = dict(thin.TILES)
 
 
 def timed(call: Callable[[], object], tiny: bool, rounds: int = 20) -> float:
@@ -215,7 +222,8 @@ def thins(tiny: bool) -> Iterator[Line]:
     """Every thin product of a layer by every tile, and whether it agrees with plain torch on the same device."""
     it = Layer(tiny)
     for what, (function, size, call) in calls(it).items():
-        for tile in TILES[function][: 1 if tiny else None]:
+        used = astuple(IN_USE[function])
+        for tile in (used,) if tiny else (used, *(one for one in TILES[function] if one != used)):
             thin.TILES[function] = Thin(*tile)
             try:
                 it.keep = True
@@ -229,7 +237,7 @@ def thins(tiny: bool) -> Iterator[Line]:
                 "what": what, "function": function, "tile": tile, "us": 1e6 * seconds, "tb_s": size / seconds / 1e12,
                 "relative": [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, wanted, strict=True)],
             }  # fmt: skip
-        thin.TILES[function] = Thin(*TILES[function][0])
+        thin.TILES[function] = IN_USE[function]
         seconds = timed(partial(call, PlainAdapted), tiny, 5)
         yield {"what": what, "function": function, "tile": "plain torch", "us": 1e6 * seconds}
     products = (

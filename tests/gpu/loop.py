@@ -20,13 +20,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from site import getsitepackages
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = [str(ROOT / part) for part in ("", "schema", "workers", "client")]
 sys.path[:0] = [part for part in CODE if part not in sys.path]
-
-from tests.gpu import shape  # noqa: E402
 
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
@@ -49,8 +48,21 @@ def daemon_python(args: argparse.Namespace) -> str:
     command = [sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(venv)]
     subprocess.run(command, check=True)
     (site,) = venv.glob("lib/python*/site-packages")
-    (site / "artd.pth").write_text("\n".join([*CODE, f"{args.stack}/vllm"]) + "\n")
+    (site / "artd.pth").write_text("\n".join([*CODE, f"{args.stack}/vllm", *getsitepackages()]) + "\n")
     return str(venv / "bin/python")
+
+
+def base_model(args: argparse.Namespace) -> Path:
+    """Config, tokenizer and seed; drawn by an interpreter that has torch."""
+    folder, python, path = args.folder / "base", sys.executable, [*CODE, f"{args.stack}/vllm"]
+    if not args.stack:
+        from artd import runtimes
+
+        found = runtimes.find("megatron")
+        python, path = str(found.python), [*CODE, *found.site_paths]
+    words = [python, "-m", "tests.gpu.shape", str(folder), str(args.layers), *(["tiny"] if args.tiny else [])]
+    subprocess.run(words, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)})
+    return folder
 
 
 def settings(args: argparse.Namespace) -> list[str]:
@@ -117,6 +129,17 @@ async def train(args: argparse.Namespace, model: Path) -> None:
         say(args, "answer after the last step", answered_by=sorted(answered))
 
 
+def await_ready(args: argparse.Namespace, daemon: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    """Raises RuntimeError when the daemon ends, or is not ready in time."""
+    from artd_schema.paths import read_daemon_file
+
+    end = time.monotonic() + seconds
+    while (told := read_daemon_file(args.folder / "data")) is None or told.state != "ready":
+        if daemon.poll() is not None or time.monotonic() > end:
+            raise RuntimeError("the daemon did not start: see artd.log")
+        time.sleep(0.1)
+
+
 def look(args: argparse.Namespace, python: str, verb: str) -> Any:
     words = [python, "-m", "artd.cli.ctl", verb, "--json", "--data-dir", str(args.folder / "data")]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(args), timeout=60)
@@ -151,10 +174,7 @@ def gpu_memory() -> list[int]:
 def main(args: argparse.Namespace) -> int:
     os.environ["XDG_RUNTIME_DIR"] = str(args.folder / "r")
     (args.folder / "r").mkdir(mode=0o700)
-    from artd_workers.models import seeded
-
-    config = shape.config(args.layers, args.tiny) | {"max_position_embeddings": 4096}
-    model = seeded.make(args.folder / "base", config, seed=1)
+    model = base_model(args)
     python, flags = daemon_python(args), settings(args)
     log = (args.out / "artd.log").open("w")
     daemon = subprocess.Popen(
@@ -163,6 +183,7 @@ def main(args: argparse.Namespace) -> int:
     )  # fmt: skip
     code = 1
     try:
+        await_ready(args, daemon)
         asyncio.run(asyncio.wait_for(train(args, model), args.limit))
         code = 0
     except Exception as error:

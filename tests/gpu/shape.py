@@ -1,19 +1,23 @@
 """The model that the GPU scripts train: Qwen3-30B-A3B's layers, as many as asked for, with seeded random weights.
 
+`python -m tests.gpu.shape OUT LAYERS [tiny]` makes it as a base model that is drawn (`artd_workers.models.seeded`).
+
 Owner of: no state. Invariants: a weight depends on its name alone, so any number of layers and any process draw the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from artd_workers.models.base import Plan
-from artd_workers.models.seeded import size_of
+from artd_workers.models.seeded import make, size_of
 
 STD = 0.02
 
@@ -72,3 +76,8 @@ def flop_per_token(shape: Mapping[str, Any], trained: float, pairs: float) -> fl
     experts = 3 * shape["num_experts_per_tok"] * hidden * shape["moe_intermediate_size"] + hidden * shape["num_experts"]
     layer = 4 * (attention + experts) + 12 * heads * head * pairs
     return shape["num_hidden_layers"] * layer + 4 * trained * hidden * shape["vocab_size"]
+
+
+if __name__ == "__main__":
+    out, layers, *rest = sys.argv[1:]
+    make(Path(out), config(int(layers), "tiny" in rest) | {"max_position_embeddings": 4096}, seed=1)

@@ -1,11 +1,10 @@
-"""What of the trainer takes how long on a GPU: whole train steps, replay's own cost, kernels.
+"""What of the trainer takes how long on a GPU: whole train steps, kernels.
 
 Owner of: no state. Invariants: clocks are read with the device idle.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 import warnings
@@ -113,44 +112,6 @@ def sharing(tiny: bool) -> Iterator[dict[str, Any]]:
             "speedup": speedup, "share_of_saved": speedup / found["logical_by_physical"], "net_speedup": net,
             "net_share_of_saved": net / found["logical_by_physical"],
         } | memory(tiny)  # fmt: skip
-
-
-def replay_cost(tiny: bool) -> Iterator[dict[str, Any]]:
-    """The same rows with the same routes, live and replayed: rounds of steps in turns, the medians of a round compared.
-
-    Python's garbage is collected between rounds, not in a step.
-    """
-    policy, lora = made(2 if tiny else 8, tiny, on(tiny))
-    each, length, vocab = (32, 512, 512) if tiny else (512, 8192, policy.plan.vocab_size)
-    live = rows.packed(3, 8, each, each, length, vocab)
-    kinds = {"live": live, "replayed": rows.with_routes(policy, live)}
-    optimizer = Optimizer.make(lora, OptimizerSpec(lr=1e-12))
-    rounds, turns = (3, 1) if tiny else (50, 3)
-    medians: dict[str, list[float]] = {name: [] for name in kinds}
-    gc.disable()
-    for number in range(-1, rounds):
-        took: dict[str, list[float]] = {name: [] for name in kinds}
-        gc.collect()
-        for turn in range(2 * turns):
-            # A B B A A B ...: neither kind is always the first or the second.
-            name = ("live", "replayed")[(turn + 1) // 2 % 2 ^ number % 2]
-            settle(tiny)
-            started = time.perf_counter()
-            train_step(policy, optimizer, kinds[name], LossSpec(), 0)
-            settle(tiny)
-            took[name].append(time.perf_counter() - started)
-        if number >= 0:
-            for name in kinds:
-                medians[name].append(statistics.median(took[name]))
-    gc.enable()
-    differences = [100 * (b / a - 1) for a, b in zip(medians["live"], medians["replayed"], strict=True)]
-    mean, half = statistics.mean(differences), 1.96 * statistics.stdev(differences) / len(differences) ** 0.5
-    yield {
-        "what": "cost of replay, paired", "layers": policy.plan.layers, "row_tokens": [len(row.tokens) for row in live.rows],
-        "rounds": rounds, "steps_of_a_kind_a_round": turns, "percent": mean, "interval": [mean - half, mean + half],
-        "median_percent": statistics.median(differences), "live_s": statistics.median(medians["live"]),
-        "replayed_s": statistics.median(medians["replayed"]),
-    }  # fmt: skip
 
 
 def profile(tiny: bool) -> Iterator[dict[str, Any]]:

@@ -29,10 +29,10 @@ from artd_schema.spec import LossSpec, OptimizerSpec  # noqa: E402
 from artd_workers.trainer.packed import Batch  # noqa: E402
 from artd_workers.trainer.placement import CPU  # noqa: E402
 from artd_workers.trainer.step import Optimizer, train_step  # noqa: E402
-from tests.gpu import rows  # noqa: E402
+from tests.gpu import replay, rows  # noqa: E402
 from tests.gpu.jobs import worker  # noqa: E402
 from tests.gpu.policies import dense, errors, gradient, made, made_like, on, scored, until  # noqa: E402
-from tests.gpu.timing import Item, profile, replay_cost, sharing, speed  # noqa: E402
+from tests.gpu.timing import Item, profile, sharing, speed  # noqa: E402
 
 LIMIT = 240
 """Seconds for one item."""
@@ -114,7 +114,8 @@ ITEMS: dict[str, Item] = {
     "speed8": speed(8, [0]),
     "speed48": speed(48, [0]),
     "speed48again": speed(48, [20, 8]),
-    "replay": replay_cost,
+    "replay": replay.cost,
+    "replaykernels": replay.kernels,
     "profile": profile,
     "sharing": sharing,
     "worker": worker,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -123,7 +126,7 @@ def test_other_content_or_name_is_another_build(tmp_path: Path, monkeypatch: pyt
     assert "some_worker_code" not in sys.modules, "located, never imported"
 
 
-def test_killed_while_copying_leaves_no_half_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_copying_leaves_no_half_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -133,6 +136,37 @@ def test_killed_while_copying_leaves_no_half_folder(tmp_path: Path, monkeypatch:
             install_code(tmp_path)
     assert list((tmp_path / "code").iterdir()) == []
     assert install_code(tmp_path).is_dir()
+
+
+def test_what_a_killed_copy_left_is_removed(tmp_path: Path) -> None:
+    target = install_code(tmp_path)
+    dying = "import os, signal, sys; from pathlib import Path; from artd.supervise import code; "
+    dying += "code._sync = lambda _: os.kill(os.getpid(), signal.SIGKILL); code.install_code(Path(sys.argv[1]), ['artd_schema'])"
+    done = subprocess.run([sys.executable, "-c", dying, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(target.parent.glob(".new-*/new/artd_schema/worker.py"))) == 1
+    assert install_code(tmp_path) == target
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_copy_that_another_process_makes_is_not_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, half, whole = code._write_tree, threading.Event(), threading.Event()
+
+    def slow(folder: Path, files: dict[str, bytes]) -> None:
+        write(folder, files)
+        half.set()
+        assert whole.wait(20)
+
+    monkeypatch.setattr(code, "_write_tree", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(install_code, tmp_path)
+        assert half.wait(20)
+        second = pool.submit(install_code, tmp_path)
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        assert len(list(tmp_path.glob("code/.new-*/new/artd_schema/worker.py"))) == 1
+        whole.set()
+        assert first.result(20) == second.result(20)
 
 
 def test_a_package_that_is_not_there(tmp_path: Path) -> None:

@@ -64,6 +64,16 @@ BUGS = (
         "tests/conformance/test_fake.py::test_a_merged_push_fails[disk-verify-v1.completions-wrong]",
     ),
     Bug(
+        "failed-push-leaves-the-engine", "workers/artd_workers/engines/worker.py",
+        '        self._broken = self._broken or f"push of {push.name} failed in {phase}: {error}"\n        self._server.kill()\n', "",
+        "tests/conformance/test_fake.py::test_a_merged_push_fails[disk-transfer-artd_load_merged-error]",
+    ),
+    Bug(
+        "another-spawns-pause", "workers/artd_workers/engines/vllm/guard.py",
+        "    if route not in ROUTES or told == own():\n", "    if told or route not in ROUTES:\n",
+        "tests/conformance/test_fake.py::test_merged[the_servers_own_routes_obey_their_owner]",
+    ),
+    Bug(
         "live-under-an-old-fence", "artd/push.py",
         "p.id = ? AND p.fence = ? AND p.state = 'sending'", "p.id = ? AND p.fence >= ? * 0 AND p.state = 'sending'",
         "tests/unit/test_push.py::test_live_with_another_fence_changes_nothing",

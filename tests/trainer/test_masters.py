@@ -6,6 +6,7 @@ What a GPU does, here on a CPU with a toy; that it also does it with a GPU's ker
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import placement
+from artd_workers.trainer import heads, placement
 from artd_workers.trainer.checkpoint import MODEL
 from artd_workers.trainer.full import FullState
 from artd_workers.trainer.losses import row_loss, shares
@@ -205,6 +206,16 @@ def test_load_refuses_other_weights(toy_folders: dict[str, Path], change: str) -
         weights[name] = weights[name][:, :1] if change == "shape" else weights[name].bfloat16()
     with pytest.raises(ValueError, match={"missing": "lacks", "shape": "the checkpoint has", "dtype": "fp32"}[change]):
         state.load(weights)
+
+
+def test_trained_norms_pass_by_the_kernel_that_has_no_gradient_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where it is the frozen ones' way."""
+    monkeypatch.setattr(heads, "split_plainly", lambda *_: "plain")
+    monkeypatch.setattr(heads, "_Split", SimpleNamespace(apply=lambda *_: "kernel"))
+    trained, frozen = ([torch.nn.Parameter(torch.ones(2), requires_grad=one)] * 2 for one in (True, False))
+    on_gpu, nothing = SimpleNamespace(is_cuda=True), torch.ones(1)
+    found = [heads.split(on_gpu, norms, (nothing, nothing), 2, 1e-6) for norms in (trained, frozen, None)]
+    assert found == ["plain", "kernel", "kernel"]
 
 
 def test_a_policy_that_would_not_be_served_is_refused(

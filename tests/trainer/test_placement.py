@@ -16,12 +16,13 @@ from torch.nn.attention import flex_attention as flex
 
 from artd_schema.spec import OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import head, placement, tree
+from artd_workers.trainer import context, head, placement, tree
 from artd_workers.trainer.layers import MaskedAttention
 from artd_workers.trainer.lora import Lora, shapes_of
 from artd_workers.trainer.merge import BaseWeights
 from artd_workers.trainer.model import ALONE, Policy, build
 from artd_workers.trainer.packed import subtree_ends
+from artd_workers.trainer.parallel import Parallel
 from artd_workers.trainer.placement import CPU, CUDA, Placement
 from artd_workers.trainer.product import adapted_product
 from artd_workers.trainer.replay import ReplayError
@@ -103,6 +104,28 @@ def test_flex_attention_is_masked_attention(monkeypatch: pytest.MonkeyPatch, siz
     padded = [torch.nn.functional.pad(x, (0, 0, 0, tree.padding(size))) for x in (q, k, v)]
     found = flex.flex_attention(*padded, block_mask=tree.RowMask().of(until), enable_gqa=True)[:, :, :size]
     assert (found - wanted).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("begin", [0, 2 * BLOCK, 4 * BLOCK])
+def test_queries_of_a_part_see_what_they_see_in_the_row(monkeypatch: pytest.MonkeyPatch, begin: int) -> None:
+    """Where ranks share a row: a part's queries with all keys, by eager FlexAttention against dense rows."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    until, mask = random_tree(3, 6 * BLOCK)
+    g, part = torch.Generator().manual_seed(1), slice(begin, begin + 2 * BLOCK)
+    q, k, v = (torch.randn(1, heads, 6 * BLOCK, 16, generator=g) for heads in (4, 2, 2))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~mask, enable_gqa=True)[:, :, part]
+    seen = tree.RowMask().of(until, begin, 2 * BLOCK)
+    assert (seen.seq_lengths, seen.q_indices.shape[-2:]) == ((2 * BLOCK, 6 * BLOCK), (6, 2))
+    found = flex.flex_attention(q[:, :, part], k, v, block_mask=seen, enable_gqa=True)
+    assert (found - wanted).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("size", "cp", "tp", "blocks", "part"), [
+    (7, 1, 1, True, 7), (7, 1, 4, True, 8), (7, 2, 1, False, 4), (7, 2, 4, False, 4), (9, 2, 4, False, 8),
+    (4608, 2, 1, True, 2304), (4609, 2, 2, True, 2560),
+])  # fmt: skip
+def test_parts_of_a_row_are_whole_blocks_on_a_gpu(size: int, cp: int, tp: int, blocks: bool, part: int) -> None:
+    assert context.each(Parallel(tp=tp, cp=cp), size, blocks) == part
 
 
 def test_a_row_mask_is_never_another_rows() -> None:

@@ -29,9 +29,11 @@ from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.trainer import placement, serving, trainer
 from artd_workers.trainer.direct.frozen import Frozen
 from artd_workers.trainer.direct.holdings import Holdings
+from artd_workers.trainer.direct.source import Source
 from artd_workers.trainer.merge import BaseWeights, Stored, merged_tensors
 from artd_workers.trainer.placement import Placement
 from artd_workers.trainer.worker import TrainerWorker
+from tests import toys
 from tests.direct_rig import MemoryPort, engine_model, engine_table, fused
 
 from .jobs import push_of, spec_for, table_of
@@ -230,6 +232,41 @@ def test_a_push_that_nobody_takes_ends(tmp_path: Path, toy_folders: dict[str, Pa
     bench.desk.commit(1, zero)
     bench.ended()
     assert bench.refused(bench.push(zero, second)).transfer is None, "step 0 is not resident any more"
+
+
+def test_an_end_that_is_told_before_the_trainer_has_seen_the_last_copy_leaves_the_pair(
+    tmp_path: Path, toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, toy_folders["qwen3"])
+    engine, told, wait = bench.engine("engine"), threading.Event(), Source._wait
+
+    def late(source: Source, *rest: Any) -> None:
+        wait(source, *rest)
+        if source.page.ready == len(source._lane.turns):
+            assert told.wait(WAIT_S)  # the engine takes the last buffer meanwhile
+
+    zero = bench.desk.commit(0, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "_wait", late)
+        number = bench.push(zero, engine)
+        engine.pull(zero, number)
+        assert bench.worker._pusher._running
+        bench.worker._take(w.PushEnd(push=number, fence=number), [])
+        told.set()
+        bench.ended()
+    assert bench.served(bench.desk.commit(1, zero), engine)
+
+
+def test_a_model_that_is_no_whole_words_is_served_from_copies(tmp_path: Path) -> None:
+    """Rows of 252 bytes in bf16."""
+    bench = Bench(tmp_path, toys.make(tmp_path / "toy", "qwen3", hidden_size=126))
+    one = bench.desk.commit(1, bench.desk.commit(0, None))
+    refused = bench.refused(bench.push(one, bench.engine("engine")))
+    assert refused.transfer == "direct" and "serves copies" in refused.reason
+    snapshot, found = bench.desk.trainer.snapshot_of(one), dict(on_disk(one, bench.spec))
+    assert snapshot is not None and [entry.name for entry in snapshot.entries] == list(found)
+    assert all(entry.sha256 and entry.sum64 is None for entry in snapshot.entries)
+    assert all(torch.equal(tensor, found[entry.name]) for entry, tensor in snapshot.tensors)
 
 
 def test_weights_that_are_not_committed_are_not_offered(tmp_path: Path, toy_folders: dict[str, Path]) -> None:

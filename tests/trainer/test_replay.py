@@ -13,8 +13,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor, nn
 
 from artd_schema.trajectory import RouteShape
+from artd_workers.trainer.context import chunk
 from artd_workers.trainer.model import Policy
-from artd_workers.trainer.parallel import chunk
 from artd_workers.trainer.replay import ALLOWED, Replay, ReplayError
 
 from . import moe_rig, routes_rig

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from artd_schema.families import SEEDED
 from artd_schema.spec import RunSpec
 from artd_workers.models import seeded
 from artd_workers.models.seeded import Draw, SeededWeights, drawn, make
@@ -75,6 +76,6 @@ def test_a_folder_trains_as_its_weights_on_disk(tmp_path):
 
 def test_another_version_is_refused(tmp_path):
     folder = make(tmp_path / "drawn", shape.config(1, tiny=True))
-    (folder / seeded.FILE).write_text(json.dumps({"version": 2, "seed": 0, "std": 1.0}))
+    (folder / SEEDED).write_text(json.dumps({"version": 2, "seed": 0, "std": 1.0}))
     with pytest.raises(ValueError, match="of version 2, and this artd draws version 1"):
         open_base(folder)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from artd_schema.families import SEEDED
+
 from .folder import appearing, write_json
 from .registry import plan_for, read_config
 from .words import write_tokenizer
 
-FILE = "seeded.json"
 VERSION = 1
 STD = 0.02
 _CHUNK = 1 << 24
@@ -110,15 +111,17 @@ def make(out: Path, config: Mapping[str, Any], seed: int = 0, std: float = STD) 
         return out
     with appearing(out) as partial:
         write_json(partial / "config.json", dict(config) | {"torch_dtype": "bfloat16"})
-        write_json(partial / FILE, {"version": VERSION, "seed": seed, "std": std})
+        write_json(partial / SEEDED, {"version": VERSION, "seed": seed, "std": std})
         write_tokenizer(partial, int(config["vocab_size"]), int(config["max_position_embeddings"]))
     return out
 
 
 def _read(folder: Path) -> Draw:
-    found = json.loads((folder / FILE).read_text())
+    found = json.loads((folder / SEEDED).read_text())
     if found.get("version") != VERSION:
-        raise ValueError(f"{folder / FILE} is of version {found.get('version')}, and this artd draws version {VERSION}")
+        raise ValueError(
+            f"{folder / SEEDED} is of version {found.get('version')}, and this artd draws version {VERSION}"
+        )
     return Draw(int(found["seed"]), float(found["std"]))
 
 

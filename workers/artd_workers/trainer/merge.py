@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from artd_schema.families import SEEDED
+
 from ..models import seeded
 from ..models.experts import Slice, parts
 
@@ -40,7 +42,7 @@ def open_base(folder: str | Path, device: str = "cpu") -> Mapping[str, Tensor]:
     """A base model's tensors by Hugging Face name, one by one, on a device: drawn (`models.seeded`), or read (`BaseWeights`).
     Raises ValueError for a folder that is neither."""
     path = Path(folder)
-    return seeded.SeededWeights(path, device) if (path / seeded.FILE).is_file() else BaseWeights(path, device)
+    return seeded.SeededWeights(path, device) if (path / SEEDED).is_file() else BaseWeights(path, device)
 
 
 class BaseWeights(Mapping[str, Tensor]):

@@ -1,7 +1,7 @@
 """What is lost when an adapter is merged into weights of the engine's dtype: `merge_*` of a train job's metrics.
 
-Purpose: small updates vanish when W + (alpha/r) B A is rounded: a bf16 weight keeps its value until an update exceeds about
-1/512 of it (what fp32 masters are for: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.1). For all
+Purpose: small updates vanish when W + (alpha/r) B A is rounded: a bf16 weight keeps its value until an update exceeds 1/512
+to 1/256 of it (what fp32 masters are for: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.1). For all
 adapted weights W with Delta = (alpha/r) B A, served S = round(W + Delta) and R = round(W), elements counted once each:
 
     merge_changed = number of S != R / number of elements

@@ -29,7 +29,7 @@ from . import context, head, split, tree
 from .grouped import slots
 from .layers import ExplicitRotary, block_spec, config_of, kit_of
 from .lora import Lora
-from .parallel import ALONE, Parallel, chunk, each, padded, part
+from .parallel import ALONE, Parallel, part
 from .pipeline import Stage
 from .placement import CPU, Placement, ahead
 from .replay import Replay, Step
@@ -171,7 +171,7 @@ class Policy:
         if seen.ndim == 1 and self.device.type == "cpu":
             seen = tree.hidden(seen)
         if seen.ndim == 2:
-            ids, at, mask = padded(tokens, positions, seen, multiple)
+            ids, at, mask = context.padded(tokens, positions, seen, multiple)
             return ids[own].to(self.device), at[own].to(self.device), mask[own].to(self.device)[None, None]
         extra = multiple - len(tokens)
         ids, at = (F.pad(ahead(x, self.device), (0, extra))[own] for x in (tokens, positions))
@@ -181,7 +181,7 @@ class Policy:
         return ids, at, until
 
     def _each(self, size: int) -> int:
-        return each(self.parallel, size, self.device.type == "cuda")
+        return context.each(self.parallel, size, self.device.type == "cuda")
 
     def own_tokens(self, size: int) -> range:
         """Which tokens of a row of `size` are this rank's, padding with it."""
@@ -194,7 +194,7 @@ class Policy:
         if self.parallel.world == 1:
             return routes
         place = context.index() * near + parallel_state.get_tensor_model_parallel_rank()
-        return chunk(routes[self._own], place, part // near)
+        return context.chunk(routes[self._own], place, part // near)
 
     def score(
         self,

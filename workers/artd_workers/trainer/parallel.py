@@ -1,7 +1,6 @@
-"""How one model is spread over processes: sizes, and the part of each weight and row that a rank holds.
+"""How one model is spread over processes: sizes, and the part of each weight that a rank holds.
 
-Purpose: `Parallel` cuts whole weights (in Megatron's names and layout) for this process; `padded` and `chunk` share a row's
-tokens, and their routes, out. Owner of: no state; the process groups are Megatron's (`parallel_state`), made by `ranks`
+Purpose: `Parallel` names and cuts whole weights (in Megatron's names and layout) for this process. Owner of: no state; the process groups are Megatron's (`parallel_state`), made by `ranks`
 before a model is built.
 Invariants: whatever the layout, a model is built from the same whole weights; ranks hold disjoint parts of a split weight
 and equal copies of every other. Tensor-parallel ranks always share a row's tokens between their products ("sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -24,13 +22,9 @@ from artd_schema.spec import RunSpec, layout_error
 
 from ..models.base import Plan, UnsupportedModel
 from ..models.codec import Codec
-from . import tree
 
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
-_PART = 2 * tree.BLOCK
-"""Tokens of which a rank's part of a row is a multiple on a GPU: so that parts have few lengths, each of which costs a
-compilation."""
 _COLUMN, _ROW = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"), ("linear_proj", "linear_fc2")
 
 
@@ -215,33 +209,3 @@ def part(name: str, whole: Tensor) -> Tensor:
     # A fused gate and up is two weights on top of each other: each is split by itself.
     blocks = whole.chunk(2 if ".linear_fc1." in name else 1, dim)
     return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
-
-
-def each(parallel: Parallel, size: int, blocks: bool) -> int:
-    """Tokens that each of the ranks which share a row's tokens has of a row of `size`, padding with it. blocks: parts must be
-    made of FlexAttention's blocks."""
-    part = -(-size // parallel.cp)
-    if blocks and parallel.cp > 1:
-        part += -part % _PART
-    return part + -part % parallel.tp
-
-
-def padded(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A row [s] whose length is a multiple, for sequence parallelism: padding sees itself only, and nothing sees it."""
-    size, extra = len(tokens), -len(tokens) % multiple
-    if extra == 0:
-        return tokens, positions, hidden_from
-    mask = ~torch.eye(size + extra, dtype=torch.bool)
-    mask[:size, :size] = hidden_from
-    return F.pad(tokens, (0, extra)), F.pad(positions, (0, extra)), mask
-
-
-def chunk(routes: Tensor, rank: int, size: int) -> Tensor:
-    """Routes [layers, size, topk] of one of the ranks that share a row: its contiguous part of [layers, T, topk].
-
-    What lies beyond T is padding and has the ids 0 .. topk-1.
-    """
-    layers, _, topk = routes.shape
-    own = routes[:, rank * size : (rank + 1) * size]
-    padding = torch.arange(topk, dtype=routes.dtype).expand(layers, size - own.shape[1], topk)
-    return torch.cat((own, padding.to(routes.device)), 1)

@@ -107,8 +107,16 @@ def of(spec: RunSpec, layers: int) -> Placement:
 def ahead(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device; from the CPU to a GPU by way of pinned memory, so that nothing waits for what the GPU does."""
     if device.type == "cuda" and not tensor.is_cuda:
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return _pinned(tensor).to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, by this thread alone: torch's own wakes all its threads for more than 32 k numbers, and they
+    are in the way of the one that launches kernels."""
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    held.numpy()[...] = tensor.numpy()
+    return held
 
 
 def behind(tensor: torch.Tensor) -> torch.Tensor:

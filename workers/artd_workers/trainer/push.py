@@ -3,8 +3,9 @@
 Purpose: `Pusher` runs each push in a thread of its own, so that the next job can start meanwhile. Owner of: the newest (trainer
 spawn, engine spawn) pair, named by its rendezvous.
 Invariants: only a resident, committed checkpoint is sent, anything else is `Refused`; a push with a lower fence than one
-seen is refused; a pair whose push failed is not used again, and one that a new rendezvous replaces is closed; the trainer never
-reports success: only the harness says `Live`.
+seen is refused; a pair whose push failed is not used again, and one that a new rendezvous replaces is closed; a push that the
+engine has taken leaves its pair alive, though the daemon may hear of that before this process does; the trainer never reports
+success: only the harness says `Live`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from .snapshot import Snapshot
 from .ways import Broken, Unable, Way, open_way
 
 log = logging.getLogger(__name__)
+END_S = 0.5
+"""A push whose end the daemon tells has so long to end by itself: the engine says `Live` when it has taken the last tensor, and the
+thread that gave it has yet to look."""
 
 
 @dataclass
@@ -49,6 +53,19 @@ class Pair:
             self.way.close()
 
 
+@dataclass
+class Running:
+    """A push under way. over: it has ended, well or not."""
+
+    pair: Pair
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def end(self) -> None:
+        """It has to be over soon: else its pair is."""
+        if not self.over.wait(END_S):
+            self.pair.abort()
+
+
 class Pusher:
     """send: sends a message to the daemon. `push` and `end` are called from the link's thread alone."""
 
@@ -56,7 +73,7 @@ class Pusher:
         self._send = send
         self._fence = 0
         self._pair: Pair | None = None
-        self._running: dict[tuple[int, int], Pair] = {}
+        self._running: dict[tuple[int, int], Running] = {}
 
     def push(self, message: Push, snapshot: Snapshot | None) -> None:
         """Send `snapshot` for a push, or answer Refused when there is none. Returns at once."""
@@ -75,7 +92,7 @@ class Pusher:
             return self._refuse(
                 message, f"a push over {message.rendezvous} failed before; the engine must start afresh"
             )
-        self._running[message.push, message.fence] = pair
+        self._running[message.push, message.fence] = Running(pair)
         thread = threading.Thread(
             target=self._run, args=(message, snapshot, pair), name=f"push-{message.push}", daemon=True
         )
@@ -83,10 +100,10 @@ class Pusher:
         return None
 
     def end(self, push: int, fence: int) -> None:
-        """The daemon says that a push is over: abort it if it still runs."""
-        pair = self._running.get((push, fence))
-        if pair is not None:
-            pair.abort()
+        """The daemon says that a push is over: abort it if it does not end by itself. Returns at once."""
+        running = self._running.get((push, fence))
+        if running is not None:
+            threading.Thread(target=running.end, name=f"push-end-{push}", daemon=True).start()
 
     def _refuse(self, message: Push, reason: str, transfer: Transfer | None = None) -> None:
         """transfer: the way that stands in the way."""
@@ -111,7 +128,7 @@ class Pusher:
             pair.dead = True
             log.warning("push %d to %s ended: %s: %s", message.push, message.name, type(error).__name__, error)
         finally:
-            self._running.pop((message.push, message.fence), None)
+            self._running.pop((message.push, message.fence)).over.set()
 
 
 def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline) -> None:

@@ -7,6 +7,8 @@ Invariants: a recomputed forward gets the routes of the micro-batch whose backwa
 output says which one that is, so any number may be in flight and go backward in any order (RouterReplay's own FIFO serves
 one order only); no router call of a step goes unnoticed: `Step.finish` raises unless each (micro-batch, layer) was called as
 often as forward and recompute ask for, and each call used exactly its target's experts. Outside a step nothing is replayed.
+Cost: a micro-batch's routes go to the device in one copy and one conversion for all layers; a router that gives its target itself
+back, as those of one rank do, is checked without any work of the device; top-k is not computed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ sinkhorn, quantile), moves or drops tokens after it (capacity), trains the wrong
 class _Micro:
     """One forward of a step. routes: [layers, T, topk] of this rank's tokens, None = the live router decides.
 
-    forward, again: calls of each layer's router in the forward, and in recomputed forwards.
+    forward, again: calls of each layer's router in the forward, and in recomputed forwards. staged: the routes as RouterReplay
+    takes them, from the first call on; version: torch's count of writes to them then.
     """
 
     index: int
@@ -57,12 +60,14 @@ class _Micro:
     again: list[int]
     backward: bool = False
     staged: Tensor | None = None
+    version: int = 0
 
     def target(self, layer: int, device: torch.device) -> Tensor:
         """Routes of a layer as RouterReplay takes them. The first call sends those of all layers: by then the GPU has the first
         layer's attention to do, and does not wait for the copy."""
         if self.staged is None and self.routes is not None:
             self.staged = ahead(self.routes, device).to(torch.int64)
+            self.version = self.staged._version
         assert self.staged is not None
         return self.staged[layer]
 
@@ -114,9 +119,11 @@ class Step:
             if micro.routes is not None:
                 self._check_calls(micro)
         self._check_experts()
-        return len(self._strays)
+        return sum(sum(micro.forward) + sum(micro.again) for micro in self._micros)
 
     def _check_calls(self, micro: _Micro) -> None:
+        if micro.staged is not None and micro.staged._version != micro.version:
+            raise ReplayError(f"micro-batch {micro.index}: its routes were written to in the step: report this as a bug")
         for layer, found in enumerate(zip(micro.forward, micro.again, strict=True)):
             wanted = (1, self.recomputed[layer] if micro.backward else 0)
             if found != wanted:
@@ -137,11 +144,12 @@ class Step:
             self._counts.append(behind(found))
 
     def _check_experts(self) -> None:
+        if not self._counts:
+            return
         # One wait for all calls.
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
-        counts = torch.cat(self._counts).tolist() if self._counts else []
-        for count, (micro, layer) in zip(counts, self._strays, strict=True):
+        for count, (micro, layer) in zip(torch.cat(self._counts).tolist(), self._strays, strict=True):
             if count:
                 raise ReplayError(
                     f"micro-batch {micro}, MoE layer {layer}: the router differs from the given routes in {count} places: "
@@ -168,14 +176,15 @@ class Step:
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def after(self, layer: int, router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Forward hook of a router: counts the call, and keeps what it used to be compared with the target."""
+        """Forward hook of a router: counts the call, and keeps what it used to be compared with the target, unless it is the target."""
         micro = self._now
         if micro is None or micro.routes is None:
             return
         target, used = router.router_replay.target_topk_idx, output[1]
         clear(router)
         (micro.again if micro.backward else micro.forward)[layer] += 1
-        self._used.append((micro.index, layer, used.detach(), target))
+        if used is not target:
+            self._used.append((micro.index, layer, used.detach(), target))
 
     def _backward(self, micro: _Micro, _grad: Tensor) -> None:
         if self._closed and micro.routes is not None:

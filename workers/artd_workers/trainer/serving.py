@@ -21,6 +21,7 @@ from ..engines.direct.device import Cuda, DeviceError, Port
 from . import checkpoint, placement
 from .direct.frozen import Frozen
 from .direct.holdings import Holdings
+from .direct.plan import PlanError
 from .direct.served import Served
 from .grouped import slots
 from .lora import Lora
@@ -78,20 +79,27 @@ def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
 
 
 def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | None) -> Serving:
-    """port: as `port_of` gives it. Raises PlanError for a model that has no checksums."""
+    """port: as `port_of` gives it."""
     if port is None:
         return OnHost(trained)
     weights, codec = slots(policy.model), policy.plan.codec
     held = {weights[row.megatron].dtype for row in codec.rows}
     if trained.kind == "lora" and (lost := rounded(trained.base, held)):
-        log.warning("weights are served from copies, and no push is direct: %s", lost)
-        return OnHost(trained)
+        return _on_host(trained, lost)
     frozen = Frozen({}, device=policy.device)
     if isinstance(lora := trained.parameters, Lora):
         live = {name: parameter.detach() for name, parameter in lora.named()}
         frozen = Frozen(live, lora.outward, lora.scale, policy.device)
     dtype = getattr(torch, spec.engine.dtype)
-    return Served(Holdings(port, codec, weights, frozen, dtype), tuple(trained.base))
+    try:
+        return Served(Holdings(port, codec, weights, frozen, dtype), tuple(trained.base))
+    except PlanError as error:
+        return _on_host(trained, str(error))
+
+
+def _on_host(trained: Trained, why: str) -> Serving:
+    log.warning("weights are served from copies, and no push is direct: %s", why)
+    return OnHost(trained)
 
 
 def rounded(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:

@@ -53,7 +53,7 @@ def block_mask(until: Tensor, begin: int = 0, count: int | None = None) -> Block
     partial = (below & (ends.amax(1)[None, :] > first) & ~full) | (first == first.t())
 
     def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q = q + begin
+        q = q + begin if begin else q
         return (k <= q) & (q < until[k])
 
     own = slice(begin // BLOCK, None if count is None else (begin + count) // BLOCK)

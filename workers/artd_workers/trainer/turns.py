@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import context, tree
 from .packed import PackedRow
-from .parallel import Parallel, each
+from .parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def turns(rows: Sequence[PackedRow], parallel: Parallel, device: torch.device) -
             row = filled(row, max(len(one.tokens) for one in rows[start : start + parallel.shares]))
         before = 0
         if parallel.cp > 1:
-            row, before = trained_in(row, context.index(), each(parallel, len(row.tokens), cuda))
+            row, before = trained_in(row, context.index(), context.each(parallel, len(row.tokens), cuda))
         found.append(Turn(index, row.to(device), firsts[index] + before, counts))
     return found
 

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from artd_schema.families import SEEDED
 from artd_schema.spec import EngineSpec
 from artd_schema.worker import EngineConfig
 
@@ -101,12 +102,15 @@ def command(config: EngineConfig, socket: Path) -> list[str]:
     }
     version = installed()
     flags = ["--enable-scale-out"] if version.scale_out_flag else []
-    more_flags, more = _of_cpu(engine) if device == "cpu" else _of_cuda(engine, merged)
+    more_flags, more = _of_cpu(engine) if device == "cpu" else _of_cuda(engine)
     flags, options = flags + more_flags, options | more
     if config.routes is not None:
         flags.append(ROUTE_FLAGS[version.routes])
     if merged:
         options["--weight-transfer-config"] = json.dumps({"backend": CPU_BACKEND if device == "cpu" else CUDA_BACKEND})
+        if device == "cuda" or (Path(config.spec.model) / SEEDED).is_file():
+            # The first push is from disk and fills every tensor before anything is served: the base's own are never used.
+            options["--load-format"] = "dummy"
     else:
         flags += ["--enable-lora", "--lora-target-modules", *LORA_TARGETS]
         options |= {"--max-loras": MAX_LORAS, "--max-lora-rank": lora_rank(config.spec.lora.rank)}
@@ -119,7 +123,7 @@ def _of_cpu(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:
     return ["--enforce-eager", "--no-enable-chunked-prefill"], {"--max-num-batched-tokens": tokens}
 
 
-def _of_cuda(engine: EngineSpec, merged: bool) -> tuple[list[str], dict[str, Any]]:
+def _of_cuda(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:
     """Nothing is compiled; steps that only decode run as CUDA graphs, whose tensors pushes write in place."""
     graphs = {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(engine.max_num_seqs),
@@ -132,9 +136,6 @@ def _of_cuda(engine: EngineSpec, merged: bool) -> tuple[list[str], dict[str, Any
         # Others turn the experts' weights into a layout of their own.
         "--moe-backend": "triton",
     }
-    if merged:
-        # The first push is from disk and fills every tensor before anything is served: what the base's files hold is never used.
-        options["--load-format"] = "dummy"
     return [], options
 
 

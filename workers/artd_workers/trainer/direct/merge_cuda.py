@@ -34,8 +34,9 @@ class Tile:
 
     @classmethod
     def of(cls, rank: int) -> Tile:
-        """For adapters of this rank: a thread holds about 128 numbers of A, which is what its registers have room for."""
-        return cls(64, 2, min(256, max(32, 4096 // triton.next_power_of_2(rank))), 1)
+        """For adapters of this rank: a thread holds about 128 numbers of A, which is what its registers have room for, and one of
+        a row: several would leave fewer programs to hide each other's waits."""
+        return cls(64, 1, min(256, max(32, 4096 // triton.next_power_of_2(rank))), 1)
 
 
 @triton.jit
