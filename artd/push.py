@@ -238,8 +238,9 @@ class Pusher:
 
     async def refused(self, message: w.Refused) -> None:
         """The trainer does not hold the weights any more, or cannot send them: the engine restarts and loads them from
-        disk."""
-        if self._sending is not None and self._sending.message.push == message.push:
+        disk. An older attempt at the same push may be refused late: that one is over."""
+        sending = self._sending.message if self._sending is not None else None
+        if sending is not None and (sending.push, sending.fence) == (message.push, message.fence):
             trainer = self._wire.spawn(TRAINER)
             if message.transfer is not None and trainer is not None:
                 self.transfers.refused(trainer, message.transfer)

@@ -86,7 +86,14 @@ class Made:
         return self.row("checkpoint", run_id=run, step=step, job_id=job, state=state, **(given | values))
 
     def push(self, run: int, checkpoint: int, state: str, **values: Any) -> int:
-        given = {"engine": "engine", "mode": "merged", "source": "live", "transfer": "gloo", "fence": 1, "created": T0 - 19_000}
+        given = {
+            "engine": "engine",
+            "mode": "merged",
+            "source": "live",
+            "transfer": "gloo",
+            "fence": 1,
+            "created": T0 - 19_000,
+        }
         return self.row("push", run_id=run, checkpoint_id=checkpoint, state=state, **(given | values))
 
     def worker(self, name: str, state: str, **values: Any) -> int:

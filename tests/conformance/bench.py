@@ -1,206 +1,28 @@
-"""A run's engine as the suite sees it: spawn after spawn of a real harness, each with a relay before its server.
+"""A run's engine as the suite sees it: spawn after spawn, and the pushes to them.
 
-Purpose: what a case may do (push, feed, spoil a call, kill, replace) and see (what the harness says, /proc, what the server
-answers a client). A `Kind` brings what differs from engine to engine; an author of another engine writes one.
-Owner of: a temporary folder, the spawns in it, the run's fence. Invariants: a spawn that `engine` returns serves what was
-pushed last and verified; the next ones are started ahead; `close` leaves no process.
+Purpose: what a case may do: take the engine, push to it, replace it as the daemon would. Owner of: a temporary folder, the
+spawns in it, the run's fence. Invariants: a spawn that `engine` returns serves what was pushed last and verified; the next ones
+are started ahead; `close` leaves no process.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import sys
 import tempfile
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import msgspec
 
-from artd.supervise import procfs
 from artd_schema import worker as w
-from artd_schema.crashpoint import VARIABLE as CRASH_DIR
-from artd_schema.manifest import CheckpointManifest, WeightTable
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_workers.engines.base import Adapter, Deadline, DiskLoad, EngineError, Fence
-from artd_workers.engines.http import call
-from artd_workers.engines.vllm import guard
-from artd_workers.engines.vllm.adapter import VllmAdapter
-from artd_workers.engines.vllm.command import model_name
-from tests.engine import folders
-from tests.engine.daemon import INSTANCE, FakeDaemon
+from artd_schema.manifest import WeightTable
+from artd_workers.engines.base import DiskLoad, Fence
+from tests.engine.daemon import INSTANCE
 
-RELAY = Path(__file__).with_name("relay.py")
-Flaw = Literal["", "dies", "stalls", "wrong", "short", "absent"]
-"""What a trainer's side does in the middle of its tensors: ends, goes silent, sends one changed, leaves one out. absent: it
-never comes (nobody calls `Feed.send`)."""
-
-
-class Feed(Protocol):
-    """The trainer's side of the live pushes to one spawn. rendezvous, transfer: of `Push`."""
-
-    rendezvous: str
-    transfer: w.Transfer
-
-    def send(self, push: w.Push, flaw: Flaw = "") -> None:
-        """Begin to give the tensors of a push; returns before the engine has them."""
-
-    def close(self) -> None: ...
-
-
-class Kind(Protocol):
-    """One engine. python: the harness's interpreter; server: the program that the harness starts as the engine's
-    interpreter; ways: of a live push (keys of `pushes.CALLS`); deadline_s: of a push that is to hang; patience_s: for what has to
-    succeed; tokens: a request makes them in about a second; ahead: spawns that are started beside the one that is tried;
-    workers: whether the weights are in other processes than the server's main one; env: of the harness."""
-
-    python: str
-    server: str
-    spec: RunSpec
-    routes: RouteShape | None
-    ways: tuple[str, ...]
-    deadline_s: float
-    patience_s: float
-    tokens: int
-    workers: bool
-    ahead: int
-    env: dict[str, str]
-
-    def checkpoint(self, step: int) -> Path:
-        """Folder of a committed checkpoint, the same for every call. Steps 0, 1, 2 and 3 differ by far more than a
-        canary's bounds."""
-
-    def feed(self, folder: Path, way: str) -> Feed:
-        """folder: of the spawn, on this machine."""
-
-
-@dataclass
-class Spawn:
-    """One harness and its server. root: a short path of its own (a socket path has 107 bytes)."""
-
-    kind: Kind
-    root: Path
-    number: int
-    daemon: FakeDaemon
-    socket: str = ""
-
-    @classmethod
-    def start(cls, kind: Kind, root: Path, number: int, faults: dict[str, Any] | None = None) -> Spawn:
-        """A spawn that is Ready, or whose Down has come (see `daemon.received`). faults: from the start."""
-        relay = root / "relay"
-        relay.mkdir(mode=0o700, parents=True)
-        (relay / "faults").write_text(json.dumps(faults or {}))
-        python = root / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} {RELAY} {kind.server} "$@"\n')
-        python.chmod(0o700)
-        config = w.EngineConfig(run="toy", spec=kind.spec, dir=str(root / "e"), log=str(root / "engine.log"),
-                                python=str(python), routes=kind.routes)  # fmt: skip
-        tags = {"ARTD_RELAY": str(relay), CRASH_DIR: str(root)}
-        made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number))
-        answer = made.daemon.expect((w.Ready, w.Down), 600.0)
-        made.socket = answer.socket if isinstance(answer, w.Ready) else ""
-        return made
-
-    # ---- what is done to it -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def faults(self, faults: dict[str, Any]) -> Iterator[None]:
-        """For a while, these calls go wrong (`relay.py`)."""
-        file = self.root / "relay" / "faults"
-        file.with_suffix(".new").write_text(json.dumps(faults))
-        file.with_suffix(".new").replace(file)
-        try:
-            yield
-        finally:
-            file.write_text("{}")
-
-    def kill_server(self) -> None:
-        """SIGKILL the server's main process, alone."""
-        os.kill(self.server, signal.SIGKILL)
-
-    def kill_workers(self) -> None:
-        """SIGKILL the server's other processes, which hold the weights, and leave the main one."""
-        harness = self.daemon.process.pid
-        mine = [one for one in procfs.session_members(harness) if one.pid not in (harness, self.server)]
-        procfs.strike([one for one in mine if str(RELAY) not in _command(one.pid)], signal.SIGKILL)
-
-    def adapter(self, deadline_s: float = 20.0, owner: str = "") -> Adapter:
-        """An adapter of its own to the server, through the relay. owner: in place of this spawn's."""
-        return VllmAdapter(Path(self.socket), Deadline(deadline_s), owner or guard.owner(INSTANCE, self.number))
-
-    def end(self) -> None:
-        """End what is left of it."""
-        with self.daemon:
-            pass
-        procfs.strike(procfs.session_members(self.daemon.process.pid), signal.SIGKILL)
-
-    # ---- what is seen of it -------------------------------------------------------------------------------------------
-
-    @property
-    def server(self) -> int:
-        """Process of the server."""
-        return int((self.root / "relay" / "server").read_text())
-
-    @property
-    def upstream(self) -> str:
-        """The server's own socket, behind the relay."""
-        return str(self.root / "relay" / "upstream")
-
-    def calls(self) -> list[dict[str, Any]]:
-        """Every call so far: route, query, body."""
-        return [json.loads(line) for line in (self.root / "relay" / "calls").read_text().splitlines()]
-
-    def living(self) -> list[int]:
-        """Processes of its session that live."""
-        return [one.pid for one in procfs.session_members(self.daemon.process.pid)]
-
-    def ask(self, route: str, body: Any = None, method: str = "POST", timeout_s: float = 60.0) -> Any:
-        """What the server answers a client of its own."""
-        return call(self.upstream, method, route, body, deadline=Deadline(timeout_s))
-
-    def complete(self, model: str, tokens: int, prompt: Sequence[int] = (5, 6, 7)) -> str:
-        """A greedy completion of so many tokens; why it ended."""
-        body = {"model": model, "prompt": [list(prompt)], "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-                "prompt_logprobs": None}  # fmt: skip
-        return str(self.ask("/v1/completions", body)["choices"][0]["finish_reason"])
-
-    def prefix_hits(self) -> float:
-        """Tokens (or prompts) that were found in its prefix cache so far."""
-        page = str(self.ask("/metrics", method="GET")).splitlines()
-        return sum(float(line.split()[-1]) for line in page if line.startswith("vllm:prefix_cache_hits_total"))
-
-    def gap(self, model: str, step: int) -> tuple[float, float]:
-        """How far its scores are from the canary of a checkpoint, in nats: the largest and the mean difference."""
-        canary = manifest(self.kind.checkpoint(step)).canary
-        body = {"model": model, "prompt": [list(p) for p in canary.prompts], "max_tokens": 1, "temperature": 1.0,
-                "prompt_logprobs": 0}  # fmt: skip
-        choices = sorted(self.ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
-        found = [
-            abs(row[str(token)]["logprob"] - want)
-            for choice, prompt, wanted in zip(choices, canary.prompts, canary.logprobs, strict=True)
-            for row, token, want in zip(choice["prompt_logprobs"][1:], prompt[1:], wanted, strict=True)
-        ]
-        return max(found), sum(found) / len(found)
-
-    def name(self, step: int) -> str:
-        """The name under which it serves a step."""
-        merged = self.kind.spec.rollout_weights_mode == "merged"
-        return model_name(self.daemon.config) if merged else f"toy@{step}"
-
-    def serves(self, step: int, model: str = "") -> bool:
-        """Whether what it answers is what the trainer computed for this checkpoint. model: asked (that step's name)."""
-        canary = manifest(self.kind.checkpoint(step)).canary
-        largest, mean = self.gap(model or self.name(step), step)
-        return largest <= canary.max_abs and mean <= canary.mean_abs
+from .spawn import Feed, Kind, Spawn, reference
 
 
 @dataclass
@@ -292,36 +114,3 @@ class Bench:
 def fence_of(spawn: Spawn, push: w.Push) -> Fence:
     """What the harness would show to the engine for this push."""
     return Fence(INSTANCE, spawn.number, push.push, push.fence)
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except FileNotFoundError:
-        return ""
-
-
-def manifest(checkpoint: Path) -> CheckpointManifest:
-    return msgspec.json.decode((checkpoint / "manifest.json").read_bytes(), type=CheckpointManifest)
-
-
-def reference(checkpoint: Path, step: int) -> w.CheckpointRef:
-    return w.CheckpointRef(
-        run="toy", step=step, epoch=step, lineage=0, sha=folders.sha(checkpoint), dir=str(checkpoint)
-    )
-
-
-@contextmanager
-def refused(match: str = "", kind: type[EngineError] = EngineError, within_s: float = 60.0) -> Iterator[None]:
-    """The block must end with this error, in time."""
-    began = time.monotonic()
-    try:
-        yield
-    except EngineError as error:
-        assert isinstance(error, kind), f"{type(error).__name__} in place of {kind.__name__}: {error}"
-        assert match in str(error), f"expected {match!r}: {error}"
-        assert str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__} was raised")
-    took = time.monotonic() - began
-    assert took <= within_s, f"it took {took:.1f} s, {within_s:.1f} s were allowed"

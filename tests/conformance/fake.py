@@ -16,7 +16,7 @@ from artd_schema.worker import Push, Transfer
 from artd_workers.engines.stock import ID_BYTES, leave_id
 from tests.engine import folders
 
-from .bench import Flaw
+from .spawn import Flaw, rendezvous
 
 SERVER = Path(folders.__file__).with_name("fake_vllm.py")
 
@@ -26,8 +26,8 @@ class FakeFeed:
 
     def __init__(self, folder: Path, transfer: Transfer) -> None:
         self.transfer: Transfer = transfer
-        meeting = folder / "direct"
-        meeting.mkdir(exist_ok=True)
+        meeting = rendezvous(folder)
+        meeting.mkdir()
         self._wire = meeting / "wire"
         self._offer = meeting / OFFER
         where = {"direct": meeting, "gloo": self._wire, "stock": meeting / "id"}
@@ -46,9 +46,6 @@ class FakeFeed:
     def close(self) -> None:
         for one in [*self._taken, self._socket]:
             one.close()
-        self._wire.unlink()
-        self._offer.unlink(missing_ok=True)
-        (self._wire.parent / "id").unlink(missing_ok=True)
 
     def _send(self, step: int, flaw: Flaw) -> None:
         try:
@@ -64,7 +61,7 @@ class FakeFeed:
 
 
 class Fake:
-    """See `bench.Kind`."""
+    """See `spawn.Kind`."""
 
     deadline_s = 0.8
     patience_s = 10.0

@@ -1,8 +1,8 @@
-"""Every method of `Adapter` does what its docstring says, and ends by its deadline whatever the server does.
+"""Every method of `Adapter` does what its docstring says.
 
-Purpose: plain functions, one a promise. `MERGED` and `LORA` are the cases of an engine of that mode, `answers` the server that
-answers nothing, or nonsense. Owner of: no state. Invariants: a case begins with and leaves an engine that serves step
-0 and is not paused; calls go to the server beside the harness, which therefore is asked for a push only in `again`.
+Purpose: plain functions, one a promise. `MERGED` and `LORA` are the cases of an engine of that mode, `GLOO` those of that way of a
+push; `answers.py` has the server that does not do its part. Owner of: no state. Invariants: a case begins with and leaves an engine
+that serves step 0 and is not paused; calls go to the server beside the harness, which is asked for a push only in `again`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.base import VLLM, Adapter, Deadline, EngineError, EngineTimeout, Fence
+from artd_workers.engines.base import VLLM, Deadline, EngineError, Fence
 from artd_workers.engines.vllm import guard
 from tests.engine.daemon import INSTANCE
 
-from .bench import Bench, Spawn, fence_of, manifest, refused
+from .answers import GUARDED, METHODS
+from .bench import Bench, fence_of
+from .spawn import Spawn, manifest, refused
 
 Case = Callable[[Bench], None]
-SLACK_S = 3.0
-"""What a call may take beyond its deadline on a busy machine."""
 
 
 class Request(threading.Thread):
@@ -242,14 +239,14 @@ def the_servers_own_routes_obey_their_owner(bench: Bench) -> None:
     """A harness of another spawn or instance, or somebody who says nothing of it, neither pauses nor resumes this engine, nor
     touches its labels, caches, transfers, adapters and requests."""
     spawn = ready(bench)
+    request = Request(spawn, spawn.name(0), bench.kind.tokens)
     for owner in (guard.owner(INSTANCE, spawn.number - 1), guard.owner("another", spawn.number), "nobody"):
         other, why = spawn.adapter(owner=owner), "belongs to"
-        request = Request(spawn, spawn.name(0), bench.kind.tokens // 2)
         for name in GUARDED if other.capabilities.abort_route else GUARDED[:-1]:
             with refused(why):
                 METHODS[name][1](other, bench, soon(bench))
         assert not paused(spawn)
-        assert request.end() == "length"
+    assert request.end() == "length"
     assert spawn.serves(0)
 
 
@@ -329,69 +326,3 @@ MERGED: tuple[Case, ...] = (
 )  # fmt: skip
 GLOO: tuple[Case, ...] = (join_happens_once_for_each_file,)
 LORA: tuple[Case, ...] = (*COMMON, adapters_come_and_go)
-
-# ---- a server that does not do its part -------------------------------------------------------------------------------
-
-FENCE = Fence(INSTANCE, 1, 1, 1)
-SHAPE = RouteShape(layers=1, topk=1, experts=2)
-METHODS: dict[str, tuple[tuple[str, ...], Callable[[Adapter, Bench, Deadline], Any]]] = {
-    "pause": (("/pause",), lambda a, b, d: a.pause(0.05, d)),
-    "resume": (("/resume",), lambda a, b, d: a.resume(d)),
-    "begin": (("artd_begin",), lambda a, b, d: a.begin(FENCE, d)),
-    "join": (("/init_weight_transfer_engine",), lambda a, b, d: a.join("somewhere", d)),
-    "receive": (
-        ("/start_weight_update", "/update_weights", "/finish_weight_update", "artd_finish"),
-        lambda a, b, d: a.receive(FENCE, b.weights(0).tensors, d),
-    ),
-    "load_merged": (
-        ("artd_load_merged", "artd_finish"),
-        lambda a, b, d: a.load_merged(FENCE, b.weights(0).tensors, b.disk(0), d),
-    ),
-    "finish": (("/update_weight_version", "/reset_prefix_cache"), lambda a, b, d: a.finish("toy@0", d)),
-    "load_adapter": (("/v1/load_lora_adapter",), lambda a, b, d: a.load_adapter("x", Path("/x"), d)),
-    "unload_adapter": (("/v1/unload_lora_adapter",), lambda a, b, d: a.unload_adapter("x", d)),
-    "in_flight": (("/metrics",), lambda a, b, d: a.in_flight("x", d)),
-    "score": (("/v1/completions",), lambda a, b, d: a.score("toy", [[1, 2, 3]], d)),
-    "capture_routes": (("artd_capture_routes",), lambda a, b, d: a.capture_routes(SHAPE, d)),
-    "abort_all": (("/abort_requests",), lambda a, b, d: a.abort_all(d)),
-    "direct_table": (("artd_direct_table",), lambda a, b, d: a.direct_table(d)),
-    "direct_open": (("artd_direct_open",), lambda a, b, d: a.direct_open(Path(__file__), d)),
-    "direct_expect": (("artd_direct_expect",), lambda a, b, d: a.direct_expect(Path("/x"), d)),
-    "direct_room": (("artd_direct_room",), lambda a, b, d: a.direct_room(d)),
-    "direct_stage": (("artd_direct_stage", "artd_direct_staged"), lambda a, b, d: a.direct_stage(FENCE, d)),
-    "direct_pull": (("artd_direct_pull",), lambda a, b, d: a.direct_pull(FENCE, d)),
-    "direct_swap": (("artd_direct_swap",), lambda a, b, d: a.direct_swap(FENCE, d)),
-}
-"""Each method that speaks to the server: the calls that it makes, and how it is called."""
-GUARDED = ("pause", "resume", "join", "receive", "finish", "load_adapter", "unload_adapter", "abort_all")
-"""Those that begin with a route of the server's own, which carries no fence."""
-TEXT = ("load_adapter", "unload_adapter")
-"""vLLM answers these with a sentence: any text is a success, and what is served is verified by the canary."""
-FAULTS = (500, "close", "garbage", "odd", "hang", "drip")
-
-
-def answers(bench: Bench, fault: Any) -> None:
-    """Whichever call of whichever method meets this fault: an EngineError, in time, and the server is none the worse."""
-    spawn, limit = ready(bench), 0.2
-    adapter = spawn.adapter()
-    if not adapter.capabilities.weight_version or not adapter.capabilities.abort_route:
-        raise AssertionError("the table of methods is that of an engine with every route")
-    waits = fault in ("hang", "drip")
-    for number in range(max(len(routes) for routes, _ in METHODS.values())):
-        now = {name: (routes[number], run) for name, (routes, run) in METHODS.items() if number < len(routes)}
-        if fault in ("garbage", "odd"):
-            now = {name: one for name, one in now.items() if name not in TEXT}
-        made = {name: spawn.adapter() for name in now}  # one each: what it has joined or opened is its own
-        with spawn.faults({"*": "fine"} | {route: fault for route, _ in now.values()}), ThreadPoolExecutor(24) as pool:
-            tried = {name: pool.submit(run, made[name], bench, Deadline(limit)) for name, (_, run) in now.items()}
-            for name, call in tried.items():
-                try:
-                    with refused(kind=EngineTimeout if waits else EngineError, within_s=limit + SLACK_S):
-                        call.result()
-                except AssertionError as error:
-                    raise AssertionError(f"{name}, {now[name][0]}: {error}") from None
-    with spawn.faults({"/version": fault}), refused(within_s=limit + SLACK_S):
-        spawn.adapter(limit)
-    with spawn.faults({"/health": fault}):
-        assert not adapter.healthy(Deadline(limit))
-    assert adapter.healthy(soon(bench)) and spawn.serves(0)

@@ -22,7 +22,8 @@ from artd.supervise import procfs
 from artd_schema import worker as w
 from artd_schema.manifest import FileEntry, WeightTable
 
-from .bench import Bench, Flaw, Kind, Spawn, manifest, reference
+from .bench import Bench
+from .spawn import Flaw, Kind, Spawn, manifest, reference
 
 END_S = 7.0
 """Seconds between the failure of a call and the end of every process (the harness gives a group 5 s to die)."""
@@ -103,6 +104,11 @@ def possible(kind: type[Kind], failure: Failure) -> bool:
     return kind.workers or failure.how != "workers' death"
 
 
+def deep(failure: Failure) -> bool:
+    """Whether the engine itself is what fails, or has to notice: the others are the relay's answers, or the harness's to see."""
+    return failure.how.endswith("death") or bool(failure.flaw) or failure.damage in ("tensor", "short table")
+
+
 def fails(bench: Bench, failure: Failure) -> None:
     """One failure: told with its phase, the engine unknown and ended in time, the newest committed step served again."""
     spawn = bench.engine()
@@ -113,9 +119,9 @@ def fails(bench: Bench, failure: Failure) -> None:
         with damaged(bench, step, failure.damage) as ref, spoiled(bench, spawn, failure):
             seen = len(spawn.calls())
             push = bench.order(step, feed, deadline_s=limit, checkpoint=ref)
-            began = time.monotonic()
             if feed is not None and failure.flaw != "absent":
                 feed.send(push, failure.flaw)
+            began = time.monotonic()
             spawn.daemon.send(push)
             strike(spawn, failure, seen)
             unknown(spawn, push, failure.phase)
@@ -130,9 +136,10 @@ def fails(bench: Bench, failure: Failure) -> None:
 
 
 def hangs(failure: Failure) -> bool:
+    """Whether it may take until the push's deadline. A trainer's side that dies is seen at once by some ways only."""
     return (
         failure.how in ("hang", "never done")
-        or failure.flaw in ("stalls", "absent")
+        or failure.flaw in ("dies", "stalls", "absent")
         or (failure.flaw == "short" and failure.way in ("gloo", "stock"))
     )
 

@@ -15,7 +15,7 @@ from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
 from tests.engine.real import HERE, serving_tool, tool
 
-from .bench import Flaw
+from .spawn import Flaw, rendezvous
 
 STEPS = range(4)
 AT = 7
@@ -29,7 +29,7 @@ class GlooFeed:
     transfer: Transfer = "gloo"
 
     def __init__(self, folder: Path, toys: Path) -> None:
-        self.rendezvous = str(folder / "meet")
+        self.rendezvous = str(rendezvous(folder))
         self._folder, self._toys = folder, toys
         self._process = serving_tool(str(HERE / "sender.py"), str(toys / "toy"), self.rendezvous)
 
@@ -53,7 +53,7 @@ class GlooFeed:
 
 
 class Vllm:
-    """See `bench.Kind`. The interpreters are those of the installed runtimes."""
+    """See `spawn.Kind`. The interpreters are those of the installed runtimes."""
 
     ways: tuple[str, ...] = ("gloo",)
     deadline_s = 12.0

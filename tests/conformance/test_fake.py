@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from artd_schema.trajectory import RouteShape
+from artd_workers.engines.base import Adapter
 
-from . import methods, pushes
+from . import answers, methods, pushes
 from .bench import Bench
 from .fake import Fake
 
@@ -57,8 +58,10 @@ def quick(one: pushes.Failure) -> bool:
         return one.way == "disk" and one.phase == "transfer"
     if one.damage:
         return one.damage == "tensor" or (one.way == "disk" and one.damage != "table")
+    if one.way in ("stock", "staged") and one.flaw:
+        return (one.way, one.flaw) in (("stock", "stalls"), ("staged", "wrong"))
     if one.way == "stock":
-        return one.flaw in ("stalls", "wrong")
+        return False
     return one.phase != "open" and one.flaw != "short"
 
 
@@ -73,9 +76,14 @@ def test_merged(merged: Bench, case: methods.Case) -> None:
     case(merged)
 
 
-@pytest.mark.parametrize("fault", methods.FAULTS)
+def test_no_method_is_left_out() -> None:
+    asked = {name for name, value in vars(Adapter).items() if callable(value) and not name.startswith("_")}
+    assert asked == {*answers.METHODS, "healthy"}
+
+
+@pytest.mark.parametrize("fault", answers.FAULTS)
 def test_a_server_that_does_not_do_its_part(merged: Bench, fault: Any) -> None:
-    methods.answers(merged, fault)
+    answers.answers(merged, fault)
 
 
 @pytest.mark.parametrize("failure", failures("disk", "gloo"))
@@ -103,7 +111,11 @@ def test_a_stock_push_fails(stock: Bench, failure: pushes.Failure) -> None:
     pushes.fails(stock, failure)
 
 
-@pytest.mark.parametrize("case", methods.LORA, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in methods.MERGED else ()) for case in methods.LORA],
+    ids=lambda case: case.__name__,
+)
 def test_lora(lora: Bench, case: methods.Case) -> None:
     case(lora)
 

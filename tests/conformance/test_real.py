@@ -1,4 +1,6 @@
-"""The suite against vLLM on a CPU: every method and every failure, with real weights. A spawn for each failure."""
+"""The suite against vLLM on a CPU, with real weights: every method, and the failures that the engine itself has a part in. Each
+takes a new spawn; all of them: `python -m tests.gpu.conformance --tiny`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def test_merged(merged: Bench, case: methods.Case) -> None:
     case(merged)
 
 
-@pytest.mark.parametrize("failure", [*pushes.failures("disk"), *pushes.failures("gloo")], ids=str)
+def failures(*ways: str) -> list[pushes.Failure]:
+    return [one for way in ways for one in pushes.failures(way) if pushes.deep(one)]
+
+
+@pytest.mark.parametrize("failure", failures("disk", "gloo"), ids=str)
 def test_a_merged_push_fails(merged: Bench, failure: pushes.Failure) -> None:
     pushes.fails(merged, failure)
 
@@ -49,6 +55,6 @@ def test_lora(lora: Bench, case: methods.Case) -> None:
     case(lora)
 
 
-@pytest.mark.parametrize("failure", [*pushes.failures("lora")], ids=str)
+@pytest.mark.parametrize("failure", failures("lora"), ids=str)
 def test_a_lora_push_fails(lora: Bench, failure: pushes.Failure) -> None:
     pushes.fails(lora, failure)

@@ -70,7 +70,10 @@ def holds(socket: str, step: int) -> bool:
     [
         ("/pause", False),
         ("artd_finish", True),
-        *(pytest.param(at, True, marks=pytest.mark.slow) for at in ("/pause", "artd_begin", "/init_weight_transfer_engine")),
+        *(
+            pytest.param(at, True, marks=pytest.mark.slow)
+            for at in ("/pause", "artd_begin", "/init_weight_transfer_engine")
+        ),
     ],
 )
 def test_a_harness_that_wakes_after_its_replacement(bench: Bench, newer: Bench, at: str, led: bool) -> None:

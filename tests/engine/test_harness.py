@@ -36,7 +36,9 @@ def request(socket: str, seconds: float, model: str = "toy") -> tuple[threading.
     def run() -> None:
         body = {"model": model, "prompt": [[1, 2]], "max_tokens": int(seconds * 100)}
         try:
-            ended.append(call(socket, "POST", "/v1/completions", body, deadline=Deadline(30))["choices"][0]["finish_reason"])
+            ended.append(
+                call(socket, "POST", "/v1/completions", body, deadline=Deadline(30))["choices"][0]["finish_reason"]
+            )
         except EngineError as error:
             ended.append(str(error))
 

@@ -121,7 +121,7 @@ def test_an_empty_canary_proves_nothing() -> None:
 
 def test_capability_table() -> None:
     assert capabilities(VLLM, "0.32.0+cpu").evidence == "run"
-    assert capabilities(VLLM, "0.25.1").evidence == "read"
+    assert capabilities(VLLM, "0.25.1").evidence == "run"
     with pytest.raises(EngineError, match=r"0\.33\.0 is not in"):
         capabilities(VLLM, "0.33.0")
 

@@ -22,8 +22,9 @@ from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
 from tests.conformance import methods, pushes
-from tests.conformance.bench import Bench, Flaw, Kind
+from tests.conformance.bench import Bench
 from tests.conformance.real import STEPS, Vllm
+from tests.conformance.spawn import Flaw, Kind, rendezvous
 from tests.engine.real import HERE, ROOT, serving_tool, tool
 from tests.gpu import lines
 
@@ -50,7 +51,7 @@ class DirectFeed:
     transfer: Transfer = "direct"
 
     def __init__(self, folder: Path, toys: Path) -> None:
-        self.rendezvous = str(folder / "e" / "direct-1")
+        self.rendezvous = str(rendezvous(folder / "e"))
         self._toys = toys
         script = str(Path(__file__).with_name("conformance_trainer.py"))
         table = str(folder / "e" / TABLE)
@@ -72,7 +73,7 @@ class DirectFeed:
 
 
 class VllmOnGpu:
-    """See `bench.Kind`. The toy of `lora` is dense."""
+    """See `spawn.Kind`. The toy of `lora` is dense."""
 
     deadline_s = 12.0
     patience_s = 60.0
@@ -153,7 +154,7 @@ def of_pushes(way: str) -> lines.Item:
     def item(tiny: bool) -> Iterator[dict[str, Any]]:
         live = "in_place" if way == "disk" else way
         failures = list(pushes.failures("gloo" if tiny and way in ("in_place", "staged") else way))
-        failures.sort(key=lambda failure: failure.how in ("error", "hang", "wrong", "held"))
+        failures.sort(key=pushes.deep, reverse=True)
 
         def cases(bench: Bench) -> Cases:
             served: Cases = [("live_pushes_are_served", lambda: methods.live_pushes_are_served(bench))]

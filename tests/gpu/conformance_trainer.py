@@ -2,7 +2,7 @@
 
 Purpose: holds the toy BASE on the GPU as Megatron would and offers it in the folder RENDEZVOUS to the engine whose table lies
 at TABLE. On stdin JSON lines {"checkpoint": DIR, "fence": N, "timeout_s": S, "flaw": FLAW}: take the checkpoint's adapter, make
-the offer if it is the first, print "ready", feed, print "sent". FLAW: see `tests.conformance.bench.Flaw`; it shows at buffer AT.
+the offer if it is the first, print "ready", feed, print "sent". FLAW: see `tests.conformance.spawn.Flaw`; it shows at buffer AT.
 Owner of: the model and its offer. No Megatron-Core.
 """
 

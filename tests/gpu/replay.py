@@ -18,13 +18,17 @@ from typing import Any
 import torch
 
 from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_workers.trainer.packed import Batch
 from artd_workers.trainer.step import Optimizer, train_step
 
 from . import rows
 from .policies import made, on, settle
 
-SECONDS = 75
-"""How long `cost` goes on with its rounds, of which there are at least 30."""
+SECONDS = 60
+"""How long `cost` goes on with the rounds of a row length, of which there are at least 30."""
+LENGTHS = {"one row": 16_384, "two rows": 8192}
+"""Row lengths by how many rows they make of the batch. In one row the device sets the pace, and steps differ little from each
+other; in two it takes about as long as what launches its kernels, whose jitter shows."""
 WARM = 6
 Times = tuple[float, float]
 
@@ -33,13 +37,18 @@ class Steps:
     """Train steps on one batch, live and replayed; the learning rate is so small that all of them are the same step."""
 
     def __init__(self, tiny: bool) -> None:
-        policy, lora = made(2 if tiny else 8, tiny, on(tiny))
-        each, length, vocab = (32, 512, 512) if tiny else (512, 8192, policy.plan.vocab_size)
-        live = rows.packed(3, 8, each, each, length, vocab)
-        self.batches = {"live": live, "replayed": rows.with_routes(policy, live)}
-        self.tiny, self._policy = tiny, policy
+        self.tiny = tiny
+        self._policy, lora = made(2 if tiny else 8, tiny, on(tiny))
         self._optimizer = Optimizer.make(lora, OptimizerSpec(lr=1e-12))
-        self.about = {"layers": policy.plan.layers, "row_tokens": [len(row.tokens) for row in live.rows]}
+        self.batches: dict[str, Batch] = {}
+        self.about: dict[str, Any] = {}
+
+    def take(self, length: int) -> None:
+        """The batch in rows of at most `length` tokens from now on (tiny: a sixteenth)."""
+        plan, each = self._policy.plan, 32 if self.tiny else 512
+        live = rows.packed(3, 8, each, each, length // 16 if self.tiny else length, plan.vocab_size)
+        self.batches = {"live": live, "replayed": rows.with_routes(self._policy, live)}
+        self.about = {"layers": plan.layers, "row_tokens": [len(row.tokens) for row in live.rows]}
 
     def step(self, kind: str) -> dict[str, float]:
         return train_step(self._policy, self._optimizer, self.batches[kind], LossSpec(), 0)
@@ -85,29 +94,37 @@ def no_garbage() -> Iterator[None]:
 def cost(tiny: bool) -> Iterator[dict[str, Any]]:
     """Rounds of four steps, live replayed replayed live or the other way round: what drifts evenly counts the same in both."""
     steps = Steps(tiny)
+    for name, length in LENGTHS.items():
+        steps.take(length)
+        with no_garbage():
+            throttled, warm = _throttled(), steps.warm()
+            found = _rounds(steps)
+        clocks = {
+            clock: compared(*([times[which] for times in found[kind]] for kind in ("live", "replayed")))
+            for which, clock in enumerate(("wall", "device"))
+        }
+        losses = {kind: steps.step(kind)["loss"] for kind in found}
+        yield {
+            "what": f"cost of replay, paired, {name}", **steps.about, "rounds": len(found["live"]) // 2,
+            "steps_of_a_kind_a_round": 2, "warm_steps": warm, **clocks, "losses": losses,
+            "threads": torch.get_num_threads(), "throttled": _throttled() - throttled, "gpu": _gpu(tiny),
+        }  # fmt: skip
+
+
+def _rounds(steps: Steps) -> dict[str, list[Times]]:
+    """Times of each kind, two a round."""
     found: dict[str, list[Times]] = {kind: [] for kind in steps.batches}
-    throttled, number = _throttled(), 0
-    with no_garbage():
-        warm, began = steps.warm(), time.perf_counter()
-        while number < (3 if tiny else 30) or not tiny and time.perf_counter() - began < SECONDS:
-            if number % 10 == 0:
-                gc.collect()
-                for kind in steps.batches:
-                    steps.step(kind)
-            order = ("live", "replayed") if number % 2 else ("replayed", "live")
-            for kind in (*order, *reversed(order)):
-                found[kind].append(steps.timed(kind))
-            number += 1
-    clocks = {
-        name: compared(*([times[which] for times in found[kind]] for kind in ("live", "replayed")))
-        for which, name in enumerate(("wall", "device"))
-    }
-    losses = {kind: steps.step(kind)["loss"] for kind in found}
-    yield {
-        "what": "cost of replay, paired", **steps.about, "rounds": number, "steps_of_a_kind_a_round": 2, "warm_steps": warm,
-        **clocks, "losses": losses, "threads": torch.get_num_threads(), "throttled": _throttled() - throttled,
-        "gpu": _gpu(tiny),
-    }  # fmt: skip
+    number, least, until = 0, 3 if steps.tiny else 30, time.perf_counter() + (0 if steps.tiny else SECONDS)
+    while number < least or time.perf_counter() < until:
+        if number % 10 == 0:
+            gc.collect()
+            for kind in steps.batches:
+                steps.step(kind)
+        order = ("live", "replayed") if number % 2 else ("replayed", "live")
+        for kind in (*order, *reversed(order)):
+            found[kind].append(steps.timed(kind))
+        number += 1
+    return found
 
 
 def compared(live: list[float], replayed: list[float]) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def compared(live: list[float], replayed: list[float]) -> dict[str, Any]:
     pairs = zip(live[::2], live[1::2], replayed[::2], replayed[1::2], strict=True)
     percent = sorted(100 * ((c + d) / (a + b) - 1) for a, b, c, d in pairs)
     count, mean = len(percent), statistics.mean(percent)
-    half, skip = 1.96 * statistics.stdev(percent) / count**0.5, max(0, int((count - 1.96 * count**0.5) / 2))
+    half, skip = 1.96 * statistics.stdev(percent) / count**0.5, max(0, int((count - 1.96 * count**0.5) / 2) - 1)
     return {
         "percent": mean, "interval": [mean - half, mean + half], "median_percent": statistics.median(percent),
         "median_interval": [percent[skip], percent[-1 - skip]], "sd_of_a_round": statistics.stdev(percent),
@@ -151,6 +168,7 @@ Counts = dict[str, tuple[float, int]]
 def kernels(tiny: bool) -> Iterator[dict[str, Any]]:
     """What a replayed step does that a live one does not, and the other way round."""
     steps = Steps(tiny)
+    steps.take(LENGTHS["two rows"])
     steps.warm()
     for on_device in (False,) if tiny else (False, True):
         seen = {kind: _profiled(steps, kind, on_device) for kind in steps.batches}

@@ -96,7 +96,7 @@ BUGS = (
     ),
     Bug(
         "dirty-memory-is-trained-on", "workers/artd_workers/trainer/trainer.py",
-        "        resident, self.resident, self._snapshot = self.resident, None, None\n",
+        "        resident, self.resident, self._staged = self.resident, None, None\n",
         "        resident = self.resident\n", "tests/trainer/test_memory.py", torch=True,
     ),
     Bug(
@@ -118,5 +118,15 @@ BUGS = (
         "boot-forgets-running-jobs", "artd/recover.py",
         "        end_attempt(c, now, job, \"killed\", f\"{why} while it ran\")\n", "        pass\n",
         "tests/unit/test_recover.py::test_without_a_result_the_job_waits_again_and_costs_nothing",
+    ),
+    Bug(
+        "a-served-push-ends-its-pair", "workers/artd_workers/trainer/push.py",
+        "        if not self.over.wait(END_S):\n            self.pair.abort()\n", "        self.pair.abort()\n",
+        "tests/trainer/test_push_direct.py", torch=True,
+    ),
+    Bug(
+        "a-neighbours-copy-is-a-leftover", "artd/supervise/code.py",
+        "        fcntl.flock(handle, fcntl.LOCK_EX)\n", "",
+        "tests/process/test_launch.py::test_a_copy_that_another_process_makes_is_not_a_leftover",
     ),
 )  # fmt: skip

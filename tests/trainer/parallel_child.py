@@ -20,6 +20,7 @@ from artd_schema.spec import RunSpec
 from artd_workers.trainer import placement, ranks
 from artd_workers.trainer.parallel import Parallel
 from artd_workers.trainer.placement import Placement
+from artd_workers.trainer.ranks import RankError
 from artd_workers.trainer.step import Cancelled
 
 from . import parallel_rig
@@ -39,7 +40,7 @@ def main() -> None:
         # A layer's experts are one parameter, as on a GPU, or many.
         placement.of = partial(_placed, layout["grouped"])
         jobs = Jobs(folder, name, together, **layout.get("spec", {}))
-        report[name] = led(jobs) if rank == 0 else jobs.followed(orders=6)
+        report[name] = led(jobs) if rank == 0 else jobs.followed(7, 5 if rank == given["world"] - 1 else -1)
         lost = jobs.merge_loss()
         if rank == 0:
             report[name] |= {"merge_loss": lost, "elements": jobs.elements()}
@@ -54,7 +55,7 @@ def _placed(grouped: bool, _spec: RunSpec, _layers: int) -> Placement:
 
 
 def led(jobs: Jobs) -> dict[str, Any]:
-    """Init and two steps; the second again from one process's first; and two that fail, from which the next one recovers."""
+    """Init and two steps; the second again from one process's first; and three that fail, from which the next one recovers."""
     found: dict[str, Any] = {"metrics": jobs.straight()}
     try:
         jobs.run(2, "lost", jobs.out / "1", batch="nowhere")
@@ -65,6 +66,10 @@ def led(jobs: Jobs) -> dict[str, Any]:
         jobs.run(2, "stopped", jobs.out / "1", lambda: next(asked))
     except Cancelled as error:
         found["stopped"] = repr(error)
+    try:
+        jobs.run(2, "elsewhere", jobs.out / "1")
+    except RankError as error:
+        found["elsewhere"] = repr(error)
     found["again"] = jobs.run(2, "again", jobs.given / parallel_rig.ALONE / "1")
     return found
 

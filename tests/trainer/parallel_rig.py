@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -93,16 +94,24 @@ class Jobs:
         """How many numbers this process's optimizer steps."""
         return sum(parameter.numel() for parameter in self.trainer._optimizer.parameters)
 
-    def followed(self, orders: int) -> list[str]:
-        """On another rank: as many jobs as rank 0 leads; what was raised."""
+    def followed(self, orders: int, unreadable: int = -1) -> list[str]:
+        """On another rank: as many jobs as rank 0 leads; what was raised. unreadable: the job whose batch this rank cannot read."""
         raised = []
-        for _ in range(orders):
+        for number in range(orders):
+            order = msgspec.msgpack.decode(self.trainer.ranks.hear(), type=Order)
             try:
-                self.trainer.follow(msgspec.msgpack.decode(self.trainer.ranks.hear(), type=Order))
+                with pytest.MonkeyPatch.context() as patch:
+                    if number == unreadable:
+                        patch.setattr(self.trainer, "_read_batch", _unreadable)
+                    self.trainer.follow(order)
             except Exception as error:
                 raised.append(repr(error))
                 assert not self.trainer.ranks.broken, error
         return raised
+
+
+def _unreadable(*_: object) -> None:
+    raise OSError("no such mount")
 
 
 def _ref(folder: Path, step: int) -> w.CheckpointRef:

@@ -187,7 +187,11 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(done: Done, layout: str, m
 def test_ranks_fail_and_stop_together_and_go_on(done: Done, layout: str) -> None:
     first = done.first[layout]
     assert "FileNotFoundError" in first["lost"] and first["stopped"].startswith("Cancelled('cancelled after 1 of ")
-    assert all(other[layout] == [first["lost"], first["stopped"]] for other in done.others)
+    last = len(done.others)
+    assert first["elsewhere"] == f"RankError('rank {last}: OSError: no such mount')"
+    for rank, other in enumerate(done.others, 1):
+        elsewhere = first["elsewhere"] if rank < last else "OSError('no such mount')"
+        assert other[layout] == [first["lost"], first["stopped"], elsewhere]
 
 
 def test_a_layout_that_no_model_has_is_refused() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from artd_schema.spec import OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
@@ -361,6 +363,61 @@ def test_a_grouped_router_that_strays_is_seen(toy_folders: dict[str, Path]) -> N
     with grouped.replaying(True) as step, torch.no_grad():
         grouped.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes)
         with pytest.raises(ReplayError, match="MoE layer 1: the router differs from the given routes in 1 places"):
+            step.finish()
+
+
+def test_what_is_sent_is_copied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory needs a GPU; how it is filled does not."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **rest: empty(*args, **rest))
+    whole = torch.arange(5 * 7 * 6).view(5, 7, 6)
+    for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.bool):
+        for given in (whole.to(dtype), whole.to(dtype)[1:, :4, ::2], whole.to(dtype)[:0]):
+            found = placement._pinned(given)
+            assert found.dtype == dtype and found.is_contiguous() and torch.equal(found, given)
+
+
+class Counting(TorchDispatchMode):
+    """Counts what is computed or copied inside it; views cost nothing."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_replay_costs_one_conversion_a_row_whatever_the_layers(toy_folders: dict[str, Path]) -> None:
+    """Nothing is sent, compared or counted layer by layer: of a layer, a replayed step has the live one's operations at most."""
+    _, grouped = policies(toy_folders["moe"])
+    row, shape = rig.only_row(moe_pieces(), 80), grouped.plan.routes
+    assert shape is not None and shape.layers > 1
+    routes, counts = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3).to(torch.uint8), []
+    for given in (None, routes):
+        with grouped.replaying(given is not None) as step, Counting() as counting:
+            grouped.score(
+                row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, given
+            ).logprobs.sum().backward()
+            if step is not None:
+                assert step.finish() == shape.layers
+        counts.append(counting.count)
+    assert counts[0] > 0 and counts[1] <= counts[0] + 1
+
+
+def test_routes_that_are_written_to_in_a_step_are_seen(toy_folders: dict[str, Path]) -> None:
+    """A router gives its target back, so what it was told cannot be compared with what it used."""
+    _, grouped = policies(toy_folders["moe"])
+    row, shape = rig.only_row(moe_pieces(), 80), grouped.plan.routes
+    assert shape is not None
+
+    def write(_router: object, _args: object, out: tuple[Tensor, Tensor]) -> None:
+        out[1][3, 0] = (out[1][3, 0] + 1) % shape.experts
+
+    routes = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3)
+    grouped.model.decoder.layers[1].mlp.router.register_forward_hook(write)
+    with grouped.replaying(True) as step, torch.no_grad():
+        grouped.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes)
+        with pytest.raises(ReplayError, match="micro-batch 0: its routes were written to"):
             step.finish()
 
 

@@ -224,7 +224,7 @@ def test_a_push_that_nobody_takes_ends(tmp_path: Path, toy_folders: dict[str, Pa
     began = time.monotonic()
     bench.worker._take(w.PushEnd(push=number, fence=number), [])
     bench.ended()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0  # of a deadline of 30 s
     with pytest.raises(PullError, match="failed to fill"):
         first.pull(zero, number)
     assert "failed before" in bench.refused(bench.push(zero, first)).reason

@@ -235,6 +235,7 @@ async def test_a_refusal_or_the_trainers_death_restarts_the_engine(tmp_path, clo
         await train_next(store, it.data)
         push = await it.send()
         await it.pusher.refused(w.Refused(push=99, fence=1, reason="?"))
+        await it.pusher.refused(w.Refused(push=push.push, fence=push.fence - 1, reason="of an older attempt"))
         assert it.kills == []
         await it.pusher.refused(w.Refused(push=push.push, fence=push.fence, reason="not resident"))
         await it.pusher.trainer_died()

@@ -66,7 +66,7 @@ class Capabilities:
 
 VLLM: tuple[Capabilities, ...] = (
     Capabilities("0.32", "run", weight_version=True, abort_route=True, scale_out_flag=True, routes="hooks"),
-    Capabilities("0.25", "read", weight_version=False, abort_route=False, scale_out_flag=False, routes="field"),
+    Capabilities("0.25", "run", weight_version=False, abort_route=False, scale_out_flag=False, routes="field"),
     Capabilities("0.22", "read", weight_version=False, abort_route=False, scale_out_flag=False, routes="field"),
 )
 

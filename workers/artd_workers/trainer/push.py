@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from artd_schema.worker import Push, Refused, Transfer
@@ -24,6 +25,7 @@ from .snapshot import Snapshot
 from .ways import Broken, Unable, Way, open_way
 
 log = logging.getLogger(__name__)
+_LOOK_S = 0.1
 END_S = 0.5
 """A push whose end the daemon tells has so long to end by itself: the engine says `Live` when it has taken the last tensor, and the
 thread that gave it has yet to look."""
@@ -37,6 +39,24 @@ class Pair:
     way: Way
     turn: threading.Lock = field(default_factory=threading.Lock)
     dead: bool = False
+
+    @property
+    def afresh(self) -> str:
+        """Why a dead pair is not used."""
+        return f"a push over {self.rendezvous} failed before; the engine must start afresh"
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """The way, for one push at a time. Raises Broken when the pair is dead, or ends while this one waits."""
+        while not self.turn.acquire(timeout=_LOOK_S):
+            if self.dead:
+                raise Broken(self.afresh)
+        try:
+            if self.dead:
+                raise Broken(self.afresh)
+            yield
+        finally:
+            self.turn.release()
 
     def abort(self) -> None:
         """End what waits, for good; harmless when nothing does."""
@@ -89,9 +109,7 @@ class Pusher:
                 pair.retire()  # its engine is gone: a pair of spawns has one rendezvous
             pair = self._pair = Pair(message.rendezvous, open_way(message.transfer, message.rendezvous))
         elif pair.dead:
-            return self._refuse(
-                message, f"a push over {message.rendezvous} failed before; the engine must start afresh"
-            )
+            return self._refuse(message, pair.afresh)
         self._running[message.push, message.fence] = Running(pair)
         thread = threading.Thread(
             target=self._run, args=(message, snapshot, pair), name=f"push-{message.push}", daemon=True
@@ -113,7 +131,7 @@ class Pusher:
     def _run(self, message: Push, snapshot: Snapshot, pair: Pair) -> None:
         deadline = Deadline(message.deadline_s + message.drain_s)
         try:
-            with pair.turn:
+            with pair.use():
                 _transfer(message, snapshot, pair, deadline)
         except Unable as error:
             pair.dead = True
@@ -133,8 +151,6 @@ class Pusher:
 
 def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline) -> None:
     """Raises what `Way` raises, and Stale."""
-    if pair.dead:
-        raise TimeoutError("aborted before it began")
     started = time.monotonic()
     try:
         pair.way.prepare(snapshot)

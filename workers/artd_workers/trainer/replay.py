@@ -123,7 +123,9 @@ class Step:
 
     def _check_calls(self, micro: _Micro) -> None:
         if micro.staged is not None and micro.staged._version != micro.version:
-            raise ReplayError(f"micro-batch {micro.index}: its routes were written to in the step: report this as a bug")
+            raise ReplayError(
+                f"micro-batch {micro.index}: its routes were written to in the step: report this as a bug"
+            )
         for layer, found in enumerate(zip(micro.forward, micro.again, strict=True)):
             wanted = (1, self.recomputed[layer] if micro.backward else 0)
             if found != wanted:
