@@ -22,8 +22,7 @@ from artd_schema.manifest import WeightEntry
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_schema.worker import EngineConfig
 from artd_workers.engines.base import Deadline, Fence
-from artd_workers.engines.http import call
-from artd_workers.engines.vllm import command, stock
+from artd_workers.engines.vllm import command, guard, stock
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.server import Server
 from artd_workers.trainer.stock import Sender
@@ -31,6 +30,7 @@ from tests.gpu.push_server import ROOT, model_folder
 
 Line = dict[str, Any]
 START_S, PUSH_S = 240.0, 60.0
+INSTANCE, SPAWN = "i", 1
 
 
 class Engine(VllmAdapter):
@@ -50,8 +50,8 @@ class Engine(VllmAdapter):
         own = {
             "CUDA_VISIBLE_DEVICES": str(gpu),
             "CUDA_DEVICE_MAX_CONNECTIONS": "8",  # CUDA's own: `lines` sets the trainer's
-            "ARTD_INSTANCE": "i",
-            "ARTD_SPAWN": "1",
+            "ARTD_INSTANCE": INSTANCE,
+            "ARTD_SPAWN": str(SPAWN),
             "PYTHONPATH": os.pathsep.join(path),
         }
         with changed(own):
@@ -64,7 +64,7 @@ class Engine(VllmAdapter):
             if time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {self.server.tail()}")
             time.sleep(0.2)
-        super().__init__(self.server.socket, Deadline(10.0))
+        super().__init__(self.server.socket, Deadline(10.0), owner=guard.owner(INSTANCE, SPAWN))
 
     def stop(self) -> None:
         self.server.stop(0.0)
@@ -74,17 +74,17 @@ class Engine(VllmAdapter):
 
     def fence(self) -> Fence:
         self._number += 1
-        return Fence("i", 1, self._number, self._number)
+        return Fence(INSTANCE, SPAWN, self._number, self._number)
 
     def take(self, table: Sequence[WeightEntry], plain: bool, deadline: Deadline) -> None:
         """start, update, finish. plain: the calls alone, without artd's fence and hashes around them."""
         if not plain:
             self.receive(self._opened_update, table, deadline, "stock")
             return
-        row, path = stock.dialect(self.version), str(self.server.socket)
-        call(path, "POST", "/start_weight_update", stock.start_body(row), deadline=deadline)
-        call(path, "POST", "/update_weights", stock.update_body(row, table), deadline=deadline)
-        call(path, "POST", "/finish_weight_update", deadline=deadline)
+        row = stock.dialect(self.version)
+        self._call("POST", "/start_weight_update", stock.start_body(row), deadline=deadline)
+        self._call("POST", "/update_weights", stock.update_body(row, table), deadline=deadline)
+        self._call("POST", "/finish_weight_update", deadline=deadline)
 
     def open(self, deadline: Deadline) -> None:
         self._opened_update = self.fence()
