@@ -55,18 +55,25 @@ quick: venv ## inner loop: ruff, then unit, model and wire tests; no engine, no 
 	@$(BIN)/ruff check .
 	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation" $(wildcard tests/unit tests/model tests/wire)
 
-# Two halves of about the same length, one for each core: the trainer's tests and those beside them, and the rest.
+# Two halves of about the same length, one for each core. The first runs beside the second and prints its log behind it; both
+# run to their end, whatever fails.
+define HALVES
+@log=$$(mktemp); { rc=0; $(1); exit $$rc; } >$$log 2>&1 & half=$$!; \
+	trap 'kill $$half 2>/dev/null || true; rm -f $$log' EXIT; \
+	main=0; $(2) || main=$$?; rc=0; wait $$half || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
+endef
+
 BESIDE := tests/model tests/crash tests/security tests/gateway tests/process
 test: venv runtimes ## every test but the slow ones, the real ones included
-	@log=$$(mktemp); { rc=0; $(PYTEST_TORCH) -m "not slow" tests/trainer || rc=$$?; \
-		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(BESIDE) || rc=$$?; exit $$rc; } >$$log 2>&1 & half=$$!; \
-	trap 'kill $$half 2>/dev/null || true; rm -f $$log' EXIT; \
-	main=0; $(BIN)/python -m pytest -m "not slow and not torch" $(BESIDE:%=--ignore=%) --ignore=tests/trainer || main=$$?; \
-	rc=0; wait $$half || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
+	$(call HALVES,$(PYTEST_TORCH) -m "not slow" tests/trainer || rc=$$?; \
+		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(BESIDE) || rc=$$?,\
+		$(BIN)/python -m pytest -m "not slow and not torch" $(BESIDE:%=--ignore=%) --ignore=tests/trainer)
 
+ENGINES := tests/conformance tests/engine tests/e2e
 test-slow: venv runtimes ## the slow tests
-	@$(BIN)/python -m pytest -m "slow and not torch" --ignore=tests/trainer
-	@rc=0; $(PYTEST_TORCH) -m slow tests/trainer || rc=$$?; [ $$rc -eq 0 ] || [ $$rc -eq 5 ]
+	$(call HALVES,$(BIN)/python -m pytest -p no:cacheprovider -m "slow and not torch" $(ENGINES) || rc=$$?,\
+		{ main=0; $(BIN)/python -m pytest -m "slow and not torch" $(ENGINES:%=--ignore=%) --ignore=tests/trainer || main=$$?; \
+		$(PYTEST_TORCH) -m slow tests/trainer || main=$$?; (exit $$main); })
 
 test-teeth: venv runtimes ## plant bugs one by one in a copy; each must turn its test red; ARGS=NAME...
 	@$(BIN)/python -m tests.teeth.run $(ARGS)

@@ -24,12 +24,12 @@ def _mix(words, at, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr):
     return h ^ (h >> 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip"])
 def _sum_blocks(
-    anchor, offset, source, first, words, part, sums,
+    anchor, offset, source, first, words, part, sums, skip,
     P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
+    block = tl.program_id(0) + skip
     # The hints (16 bytes) are what lets a thread load two words at once.
     here = anchor + tl.multiple_of(tl.load(offset + block), ALIGNED)
     there = anchor + tl.multiple_of(tl.load(source + block), ALIGNED)
@@ -61,16 +61,28 @@ class Table:
         both = torch.cat((blocks.address, blocks.other))
         whole = bool((both % 16 == 0).all()) and bool((blocks.words % 2 == 0).all())
         self._aligned = 2 if at % 16 == 0 and whole else 1
+        self._warm()
 
     def sum(self, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
         """Add the sums of spans i .. j - 1 to `sums` [parts], on the current stream; copy: from the spans' other addresses,
         first."""
-        ends, blocks = self._blocks.ends, self._blocks
+        ends = self._blocks.ends
         begin, end = (0 if i == 0 else ends[i - 1] for i in spans)
-        if begin == end:
+        self._launch(begin, end - begin, self._blocks.words, sums, copy)
+
+    def _warm(self) -> None:
+        """Have both kernels compiled now: the first push would wait for that with its engine paused."""
+        words, sums = torch.zeros_like(self._blocks.words[:1]), torch.zeros_like(self._anchor)
+        for copy in (False, True):
+            self._launch(0, len(words), words, sums, copy)
+
+    def _launch(self, skip: int, count: int, words: Tensor, sums: Tensor, copy: bool) -> None:
+        """Of `count` blocks behind the first `skip`."""
+        if count == 0:
             return
-        cut = slice(begin, end)
-        _sum_blocks[(end - begin,)](
-            self._anchor, self._here[cut], self._there[cut], blocks.first[cut], blocks.words[cut], blocks.part[cut], sums,
+        blocks = self._blocks
+        # Whole tensors and a number: parts of them, begun anywhere, would be compiled for each alignment.
+        _sum_blocks[(count,)](
+            self._anchor, self._here, self._there, blocks.first, words, blocks.part, sums, skip,
             P1, P2, P3, BLOCK, _STEP, copy, self._aligned, num_warps=8,
         )  # fmt: skip
