@@ -52,7 +52,9 @@ def test_copied_and_summed(data):
 def test_both_kernels_are_compiled_with_the_table(data, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        kernels.Table, "_launch", lambda self, skip, count, words, sums, copy: asked.append((count, int(words.sum()), copy))
+        kernels.Table,
+        "_launch",
+        lambda self, skip, count, words, sums, copy: asked.append((count, int(words.sum()), copy)),
     )
     kernels.Table(Blocks.cut(spans(data), "cpu"))
     assert asked == [(1, 0, False), (1, 0, True)]
