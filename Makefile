@@ -63,7 +63,7 @@ define HALVES
 	main=0; $(2) || main=$$?; rc=0; wait $$half || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
 endef
 
-BESIDE := tests/model tests/crash tests/security tests/gateway tests/process
+BESIDE := tests/model tests/crash tests/security tests/gateway tests/process tests/conformance tests/cli
 test: venv runtimes ## every test but the slow ones, the real ones included
 	$(call HALVES,$(PYTEST_TORCH) -m "not slow" tests/trainer || rc=$$?; \
 		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(BESIDE) || rc=$$?,\
