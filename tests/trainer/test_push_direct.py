@@ -18,7 +18,7 @@ from torch import Tensor
 
 from artd_schema import worker as w
 from artd_schema.direct import EngineTable, Obstacle, Offer
-from artd_schema.spec import EngineSpec
+from artd_schema.spec import EngineSpec, RunSpec, TrainerSpec
 from artd_workers.engines.base import Deadline, Fence
 from artd_workers.engines.direct import checksum
 from artd_workers.engines.direct.device import DeviceError
@@ -328,6 +328,16 @@ def test_a_base_that_was_rounded_is_served_from_copies(toy_folders: dict[str, Pa
     assert "stored in torch.float32" in serving.rounded(base, {torch.bfloat16})
     assert not serving.rounded(base, {torch.float32})
     assert not serving.rounded({"a": torch.ones(1, dtype=torch.bfloat16)}, {torch.bfloat16, torch.float32})
+
+
+def test_a_trainer_that_rounds_its_base_offers_no_direct_push(toy_folders: dict[str, Path]) -> None:
+    """Before it has built a model, so that no engine is restarted for it."""
+    stored_in_fp32 = RunSpec(model=str(toy_folders["qwen3"]), trainer=TrainerSpec(dtype="bfloat16"))
+    assert serving.transfers(stored_in_fp32, MemoryPort()) == ("stock",)
+    exact = msgspec.structs.replace(stored_in_fp32, trainer=TrainerSpec(dtype="float32"))
+    assert serving.transfers(exact, MemoryPort()) == ("direct", "stock")
+    every_weight = msgspec.structs.replace(stored_in_fp32, parameters="full")
+    assert serving.transfers(every_weight, MemoryPort()) == ("direct", "stock")
 
 
 def test_the_copy_has_one_reader_at_a_time() -> None:

@@ -59,6 +59,10 @@ class SeededWeights(Mapping[str, Tensor]):
             return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
         return drawn(name, shape, self._draw, self._device)
 
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of the tensors; none is drawn for it."""
+        return {torch.bfloat16}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

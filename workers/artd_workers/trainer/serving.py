@@ -18,6 +18,7 @@ from artd_schema.spec import RunSpec
 from artd_schema.worker import Transfer
 
 from ..engines.direct.device import Cuda, DeviceError, Port
+from ..models.seeded import SeededWeights
 from . import checkpoint, placement
 from .direct.frozen import Frozen
 from .direct.holdings import Holdings
@@ -25,7 +26,7 @@ from .direct.plan import PlanError
 from .direct.served import Served
 from .grouped import slots
 from .lora import Lora
-from .merge import BaseWeights
+from .merge import BaseWeights, open_base
 from .model import Policy
 from .parameters import Trained
 from .snapshot import Snapshot
@@ -66,7 +67,8 @@ def port_of(spec: RunSpec) -> Port | None:
 
 
 def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
-    """What a trainer can send by, best first. No direct push out of expandable segments: their memory cannot be shared."""
+    """What a trainer can send by, best first. No direct push out of expandable segments, whose memory cannot be shared, nor of
+    base weights that are not the stored ones. Raises ValueError for a folder that is no base model."""
     cuda = placement.device_of(spec) == "cuda"
     if port is None:
         return ("stock",) if cuda else ("gloo",)
@@ -74,6 +76,9 @@ def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
         port.share(torch.empty(1, device="cuda" if cuda else "cpu"))
     except DeviceError as error:
         log.warning("no direct push from this trainer: %s", error)
+        return ("stock",)
+    if spec.parameters == "lora" and (lost := rounded(open_base(spec.model), {getattr(torch, spec.trainer.dtype)})):
+        log.warning("no direct push from this trainer: %s", lost)
         return ("stock",)
     return ("direct", "stock")
 
@@ -104,6 +109,6 @@ def _on_host(trained: Trained, why: str) -> Serving:
 
 def rounded(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
     """Why weights of these dtypes are not the stored ones; "" = they are, bit for bit."""
-    stored = base.dtypes() if isinstance(base, BaseWeights) else {next(iter(base.values())).dtype}
+    stored = base.dtypes() if isinstance(base, BaseWeights | SeededWeights) else {next(iter(base.values())).dtype}
     lossy = [(a, b) for a in stored for b in held if b not in (a, torch.float32)]
     return "".join(f"the base model is stored in {a}, and trained beside in {b}" for a, b in lossy[:1])
