@@ -34,7 +34,8 @@ class Request(threading.Thread):
         self._what = (spawn, model, tokens)
         self.ended = ""
         self.start()
-        time.sleep(0.15)
+        while self.is_alive() and not spawn.running():
+            time.sleep(0.005)
         assert self.is_alive(), f"a request of {tokens} tokens is too short for this engine: {self.ended}"
 
     def run(self) -> None:

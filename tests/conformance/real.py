@@ -58,7 +58,7 @@ class Vllm:
     ways: tuple[str, ...] = ("gloo",)
     deadline_s = 12.0
     patience_s = 60.0
-    tokens = 400
+    tokens = 1000
     workers = True
     ahead = 1
 
@@ -72,7 +72,7 @@ class Vllm:
         tool(str(HERE / "make_toy.py"), str(folder / "toy"), family, json.dumps(changes))
         wanted = [f"{self.checkpoint(step)}:{mode}:{step + 1}:{step}" for step in STEPS]
         tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), *wanted)
-        engine = EngineSpec(max_model_len=512, max_num_seqs=16, kv_cache_mib=64)
+        engine = EngineSpec(max_model_len=1024, max_num_seqs=16, kv_cache_mib=64)
         self.spec = RunSpec(
             model=str(folder / "toy"), rollout_weights_mode=mode, lora=LoraSpec(rank=4, alpha=8), engine=engine
         )

@@ -171,8 +171,15 @@ class Spawn:
 
     def prefix_hits(self) -> float:
         """Tokens (or prompts) that were found in its prefix cache so far."""
+        return self._metric("vllm:prefix_cache_hits_total")
+
+    def running(self) -> float:
+        """Requests that it works on."""
+        return self._metric("vllm:num_requests_running")
+
+    def _metric(self, name: str) -> float:
         page = str(self.ask("/metrics", method="GET")).splitlines()
-        return sum(float(line.split()[-1]) for line in page if line.startswith("vllm:prefix_cache_hits_total"))
+        return sum(float(line.split()[-1]) for line in page if line.startswith((f"{name}{{", f"{name} ")))
 
     def gap(self, model: str, step: int) -> tuple[float, float]:
         """How far its scores are from the canary of a checkpoint, in nats: the largest and the mean difference."""

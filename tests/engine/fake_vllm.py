@@ -312,7 +312,8 @@ def metrics() -> str:
     names = ",".join(sorted(set(STATE.running.values())))
     old = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="gone@9",waiting_lora_adapters=""} 1.0\n'
     now = f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{names}",waiting_lora_adapters=""}} {time.time()}\n'
-    return old + now + f'vllm:prefix_cache_hits_total{{engine="0"}} {float(STATE.hits)}\n'
+    running = f'vllm:num_requests_running{{engine="0"}} {float(len(STATE.running))}\n'
+    return old + now + running + f'vllm:prefix_cache_hits_total{{engine="0"}} {float(STATE.hits)}\n'
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
