@@ -165,8 +165,10 @@ class Loop:
             await asyncio.to_thread(self._other_client)
             await self._made(run)
         for _ in range(STEPS):
-            if not self._left(points):
+            if not (left := self._left(points)):
                 return
+            if "wal.checkpoint" in left:  # a daemon that died in the flood found a WAL that was folded in part
+                await self._flood(run)
             async with httpx.AsyncClient(timeout=10.0) as web:
                 await self._load.group(run, web)
             await self._made(run)
