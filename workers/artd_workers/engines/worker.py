@@ -34,6 +34,7 @@ _TICK_S = 0.2
 _TIDY_S = 0.5
 _CALL_S = 5.0
 _DEFAULT_GRACE_S = 10.0
+_TOLD_S = 2.0
 
 
 class EngineWorker:
@@ -83,7 +84,8 @@ class EngineWorker:
         ways, obstacle = transfers_of(adapter, spec, device_of(spec.engine), self._server.folder)
         if obstacle:
             log(f"no direct push: {obstacle}")
-        threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True).start()
+        self._pushing = threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True)
+        self._pushing.start()
         reach("engine.started")
         self._link.send(w.Ready(socket=str(self._server.socket), transfers=ways, obstacle=obstacle))
         return True
@@ -116,6 +118,8 @@ class EngineWorker:
     def _end(self, error: str) -> int:
         if error:
             self._server.kill()
+            if self._current is not None:  # its calls fail now, and it knows in which phase
+                self._pushing.join(_TOLD_S)
             cause = self._server.first_error()
             error += "" if cause in error else cause
             log(error)
