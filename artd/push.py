@@ -131,17 +131,8 @@ class Pusher:
         if trainer is not None and live:
             transfer = self.transfers.choose((TRAINER, trainer.spawn), (ENGINE, engine.spawn))
         source: Literal["live", "disk"] = "live" if transfer else "disk"
-        move(
-            c,
-            "push",
-            plan.send,
-            "sending",
-            start="prepared",
-            fence=fence,
-            source=source,
-            transfer=transfer,
-            started=now,
-        )
+        move(c, "push", plan.send, "sending", start="prepared", fence=fence, source=source, transfer=transfer,
+             started=now)  # fmt: skip
         name = f"{run['name']}@{newest['step']}"
         emit(c, now, run["name"], "push.sending", plan.send, step=newest["step"], source=source, transfer=transfer,
              fence=fence)  # fmt: skip

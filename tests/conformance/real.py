@@ -7,7 +7,9 @@ whose routes are captured, with adapters on every expert.
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 from artd.runtimes import registry
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
@@ -23,23 +25,14 @@ AT = 7
 LEFT_OUT = "model.layers.1.mlp.up_proj.weight"
 
 
-class GlooFeed:
-    """`tests/engine/sender.py` in the megatron runtime's interpreter."""
+class Sender:
+    """A tool that takes orders line by line: `ready` when it has begun with one, `sent` at its end."""
 
-    transfer: Transfer = "gloo"
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
 
-    def __init__(self, folder: Path, toys: Path) -> None:
-        self.rendezvous = str(rendezvous(folder))
-        self._folder, self._toys = folder, toys
-        self._process = serving_tool(str(HERE / "sender.py"), str(toys / "toy"), self.rendezvous)
-
-    def send(self, push: Push, flaw: Flaw = "") -> None:
-        flaws = {"": {}, "dies": {"die_after": AT}, "stalls": {"stall_after": AT}, "wrong": {"perturb": LEFT_OUT},
-                 "short": {"leave_out": LEFT_OUT}}  # fmt: skip
-        order = {
-            "checkpoint": str(self._toys / f"m{push.checkpoint.step}"),
-            "table": str(self._folder / "sent.json"),
-        } | flaws[flaw]
+    def take(self, order: dict[str, Any]) -> None:
+        """Returns when it is ready to feed the engine."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -50,6 +43,26 @@ class GlooFeed:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+class GlooFeed(Sender):
+    """`tests/engine/sender.py` in the megatron runtime's interpreter."""
+
+    transfer: Transfer = "gloo"
+
+    def __init__(self, folder: Path, toys: Path) -> None:
+        self.rendezvous = str(rendezvous(folder))
+        self._folder, self._toys = folder, toys
+        super().__init__(serving_tool(str(HERE / "sender.py"), str(toys / "toy"), self.rendezvous))
+
+    def send(self, push: Push, flaw: Flaw = "") -> None:
+        flaws = {"": {}, "dies": {"die_after": AT}, "stalls": {"stall_after": AT}, "wrong": {"perturb": LEFT_OUT},
+                 "short": {"leave_out": LEFT_OUT}}  # fmt: skip
+        order = {
+            "checkpoint": str(self._toys / f"m{push.checkpoint.step}"),
+            "table": str(self._folder / "sent.json"),
+        } | flaws[flaw]
+        self.take(order)
 
 
 class Vllm:

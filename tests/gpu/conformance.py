@@ -23,7 +23,7 @@ from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
 from tests.conformance import methods, pushes
 from tests.conformance.bench import Bench
-from tests.conformance.real import STEPS, Vllm
+from tests.conformance.real import STEPS, Sender, Vllm
 from tests.conformance.spawn import Flaw, Kind, rendezvous
 from tests.engine.real import HERE, ROOT, serving_tool, tool
 from tests.gpu import lines
@@ -45,7 +45,7 @@ END = time.monotonic() + 540.0
 Cases = list[tuple[str, Callable[[], None]]]
 
 
-class DirectFeed:
+class DirectFeed(Sender):
     """`conformance_trainer.py` on the same GPU."""
 
     transfer: Transfer = "direct"
@@ -55,21 +55,13 @@ class DirectFeed:
         self._toys = toys
         script = str(Path(__file__).with_name("conformance_trainer.py"))
         table = str(folder / "e" / TABLE)
-        self._process = serving_tool(script, str(toys / "toy"), self.rendezvous, table, python=sys.executable, env=ENV)
+        process = serving_tool(script, str(toys / "toy"), self.rendezvous, table, python=sys.executable, env=ENV)
+        super().__init__(process)
 
     def send(self, push: Push, flaw: Flaw = "") -> None:
         order = {"checkpoint": str(self._toys / f"m{push.checkpoint.step}"), "fence": push.fence, "flaw": flaw,
                  "timeout_s": push.drain_s + push.deadline_s}  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        while (line := self._process.stdout.readline().strip()) == "sent":
-            continue  # of the order before
-        assert line == "ready", line
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self.take(order)
 
 
 class VllmOnGpu:

@@ -9,12 +9,13 @@ its order, one behind the other without a gap, cut into chunks; each chunk is on
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from artd_schema.manifest import WeightEntry
+
+from .whole import write_whole
 
 CHUNK_BYTES = 256 << 20
 """A chunk ends with the first tensor that makes it larger than this: vLLM's rule, from the size that it is told."""
@@ -48,10 +49,7 @@ def chunks(table: Sequence[WeightEntry], limit: int = CHUNK_BYTES) -> list[list[
 
 def leave_id(rendezvous: Path, unique_id: bytes) -> None:
     """Trainer: let the engine have the communicator's id."""
-    draft = rendezvous.with_name(f"{rendezvous.name}.{os.getpid()}")
-    draft.touch(mode=0o600)
-    draft.write_bytes(unique_id)
-    draft.replace(rendezvous)
+    write_whole(rendezvous, unique_id)
 
 
 def await_id(rendezvous: Path, timeout_s: float) -> bytes:

@@ -5,17 +5,17 @@ Owner of: the file `table` in the spawn's folder, for the trainer. No torch: the
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from artd_schema.direct import TABLE, EngineTable
+from artd_schema.direct import TABLE
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Transfer
 
 from .base import Adapter, Deadline
+from .whole import write_whole
 
 _ASK_S = 60.0
 
@@ -28,15 +28,8 @@ def transfers_of(
     if device == "cpu" or spec.rollout_weights_mode != "merged":
         return ("gloo",), ""
     table = adapter.direct_table(Deadline(_ASK_S))
-    write_table(table, folder / TABLE)
+    write_whole(folder / TABLE, msgspec.msgpack.encode(table))  # a trainer may be looking
     if table.obstacles:
         first, others = table.obstacles[0], len(table.obstacles) - 1
         return ("stock",), f"{first.where}: {first.why}" + (f" (and {others} more)" if others else "")
     return (("stock",) if spec.engine.transfer == "stock" else ("direct", "stock")), ""
-
-
-def write_table(table: EngineTable, path: Path) -> None:
-    """All of it or nothing: a trainer may be looking."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_bytes(msgspec.msgpack.encode(table))
-    draft.replace(path)

@@ -78,9 +78,13 @@ def padded(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: int
 def chunk(routes: Tensor, rank: int, size: int) -> Tensor:
     """Routes [layers, size, topk] of one of the ranks that share a row: its contiguous part of [layers, T, topk].
 
-    What lies beyond T is padding and has the ids 0 .. topk-1.
+    What lies beyond T is padding.
     """
-    layers, _, topk = routes.shape
-    own = routes[:, rank * size : (rank + 1) * size]
-    padding = torch.arange(topk, dtype=routes.dtype).expand(layers, size - own.shape[1], topk)
-    return torch.cat((own, padding.to(routes.device)), 1)
+    return filled(routes[:, rank * size : (rank + 1) * size], size)
+
+
+def filled(routes: Tensor, size: int) -> Tensor:
+    """Routes [layers, T, topk] with padding behind them up to `size` tokens, which has the ids 0 .. topk-1."""
+    layers, tokens, topk = routes.shape
+    padding = torch.arange(topk, dtype=routes.dtype, device=routes.device).expand(layers, size - tokens, topk)
+    return torch.cat((routes, padding), 1)

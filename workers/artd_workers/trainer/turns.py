@@ -67,10 +67,7 @@ def filled(row: PackedRow, size: int) -> PackedRow:
     if extra <= 0:
         return row
     tokens, positions = (F.pad(x, (0, extra)) for x in (row.tokens, row.positions))
-    routes = row.routes
-    if routes is not None:
-        padding = torch.arange(routes.shape[2], dtype=routes.dtype).expand(routes.shape[0], extra, routes.shape[2])
-        routes = torch.cat((routes, padding), 1)
+    routes = None if row.routes is None else context.filled(row.routes, size)
     return replace(row, tokens=tokens, positions=positions, until=tree.fill(row.until, extra), routes=routes)
 
 

@@ -31,6 +31,12 @@ class Entry:
     shape: tuple[int, ...]
     known: str | int
 
+    def check_form(self, tensor: torch.Tensor) -> None:
+        """Raises WeightError unless a tensor has this row's dtype and shape."""
+        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if found != (self.dtype, self.shape):
+            raise WeightError(f"{self.name} is {found}, the weight table says {(self.dtype, self.shape)}")
+
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a contiguous tensor has this row's bytes. A sum is made where the tensor lies, a sha256 on the CPU."""
         return sum_of(tensor) == self.known if isinstance(self.known, int) else sha256(tensor) == self.known

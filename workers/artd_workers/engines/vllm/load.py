@@ -103,9 +103,7 @@ class Checking:
         entry = self._update.wanted.pop(name, None)
         if entry is None:
             raise WeightError(f"{name} has come, which the open update does not expect, or has got already")
-        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if found != (entry.dtype, entry.shape):
-            raise WeightError(f"{name} is {found}, the weight table says {(entry.dtype, entry.shape)}")
+        entry.check_form(tensor)
         return entry
 
 
@@ -129,9 +127,7 @@ def _checked(load: Load, table: list[Entry], source: Source, hasher: Hasher) -> 
         transfer += time.perf_counter() - began
         if tensor is None or name != entry.name:
             raise WeightError(f"the weight table has {entry.name}, the source has {name or 'no more'}")
-        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if found != (entry.dtype, entry.shape):
-            raise WeightError(f"{name} is {found}, the weight table says {(entry.dtype, entry.shape)}")
+        entry.check_form(tensor)
         hasher.add(entry, tensor)
         load.seconds["transfer"] = transfer
         yield name, tensor

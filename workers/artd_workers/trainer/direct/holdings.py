@@ -27,7 +27,7 @@ BUFFER_BYTES = 256 << 20
 
 
 class Holdings:
-    """weights: by the codec's Megatron names (as `grouped.slots` gives them); dtype: as served."""
+    """weights: by the codec's Megatron names (as `grouped.slots` gives them); dtype: as served; each: elements of a buffer."""
 
     def __init__(
         self, port: Port, codec: Codec, weights: Mapping[str, Tensor], frozen: Frozen, dtype: torch.dtype,
@@ -38,7 +38,7 @@ class Holdings:
         self.weights = {row.megatron: weights[row.megatron].detach() for row in codec.rows}
         if odd := [name for name, tensor in self.weights.items() if not tensor.is_contiguous()]:
             raise ValueError(f"{odd[0]} is not contiguous: it cannot be pulled")
-        self._count, self._each = buffers, buffer_bytes // dtype.itemsize
+        self._count, self.each = buffers, buffer_bytes // dtype.itemsize
         self.device = next(iter(self.weights.values())).device
 
     @property
@@ -52,7 +52,7 @@ class Holdings:
 
     @cached_property
     def buffers(self) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(self._each, dtype=self.dtype, device=self.device) for _ in range(self._count))
+        return tuple(torch.empty(self.each, dtype=self.dtype, device=self.device) for _ in range(self._count))
 
     def filler(self, turns: Sequence[Sequence[Fill]], plan: Plan) -> Filler:
         """Makes these turns of a plan."""
@@ -85,7 +85,7 @@ class Lane:
 
     def __init__(self, holdings: Holdings, plan: Plan) -> None:
         self._holdings, self.plan = holdings, plan
-        found = schedule(plan, holdings.made(plan), holdings._each)
+        found = schedule(plan, holdings.made(plan), holdings.each)
         self.lying, self.turns = found.lying, found.turns
         self._filler = holdings.filler(self.turns, plan)
         self.queue = holdings.port.queue()

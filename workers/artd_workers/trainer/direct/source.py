@@ -22,6 +22,7 @@ from artd_schema.paths import process_ticks
 from ...engines.base import Deadline
 from ...engines.direct.device import Mark, Port
 from ...engines.direct.ring import Page
+from ...engines.whole import write_whole
 from .holdings import Holdings, Lane
 
 _POLL_S, _IDLE_S = 0.00002, 0.0005
@@ -135,9 +136,7 @@ class _Segments:
 
 def write_offer(offer: Offer, path: Path) -> None:
     """For the engine's worker, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(msgspec.msgpack.encode(offer))
-    part.rename(path)
+    write_whole(path, msgspec.msgpack.encode(offer))
 
 
 def _run(piece: Piece, segment: int, byte: int) -> Run:
