@@ -1,7 +1,7 @@
 """The direct push on paper: what an engine's kernels read, what fills it, and what the trainer offers to be copied.
 
-Three documents, none of which holds a weight: the engine's `EngineTable`, the trainer's `Plan` made from it, and the `Offer`
-of one (trainer spawn, engine spawn) pair. All offsets and counts are in elements unless they say bytes.
+Three documents, none of which holds a weight: the engine's `EngineTable`, the `Plan` that each trainer process makes from it, and
+the `Offer` of one (trainer spawn, engine spawn) pair. All offsets and counts are in elements unless they say bytes.
 """
 
 from __future__ import annotations
@@ -44,25 +44,31 @@ class EngineTable(Struct, frozen=True, kw_only=True):
 
 
 class Piece(Struct, frozen=True, array_like=True):
-    """`count` elements that lie together in the engine's tensor, in the Hugging Face tensor and in the trainer's.
+    """`count` elements that lie together in one of a trainer process's tensors.
 
-    tensor: index in `EngineTable.tensors`, at: offset there; part: index in `Plan.parts`, first: offset there; source: index
-    in `Plan.sources`, begin: offset there.
+    tensor: index in `EngineTable.tensors`, at: offset there; part: index in `Plan.parts`, first: offset in the whole Hugging Face
+    tensor; own: offset in what this process has of that tensor; source: index in `Plan.sources`, begin: offset there. width: in
+    the engine's and the Hugging Face tensor they are rows of so many elements, each `pitch` behind the one before; 0 = they lie
+    together there too.
     """
 
     tensor: int
     at: int
     part: int
     first: int
+    own: int
     source: int
     begin: int
     count: int
+    width: int = 0
+    pitch: int = 0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Which element of the trainer's tensors fills which of the engine's. parts: Hugging Face names; sources: Megatron's.
+    """Which element of a trainer process's tensors fills which of the engine's. parts: Hugging Face names; sources: Megatron's.
 
-    Every element of the engine's tensors, of the parts and of the sources is in exactly one piece.
+    The pieces of all processes together hold every element of the engine's tensors and of the model's exactly once; those of one
+    process hold every element of the sources that it gives exactly once.
     """
 
     parts: tuple[str, ...]
@@ -71,14 +77,16 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 class Segment(Struct, frozen=True, array_like=True):
-    """Memory of the trainer that the engine opens once. handle: a raw CUDA IPC handle (64 bytes); size: bytes."""
+    """Memory of a trainer process that the engine opens once, or over NCCL makes itself. handle: a raw CUDA IPC handle
+    (64 bytes), empty over NCCL; size: bytes."""
 
     handle: bytes
     size: int
 
 
 class Run(Struct, frozen=True, array_like=True):
-    """`count` elements to copy from a segment, `byte` bytes behind its begin; the rest as in `Piece`."""
+    """`count` elements to copy that lie together in a segment, `byte` bytes behind its begin; the rest as in `Piece`, part: index
+    in `Offer.parts`."""
 
     tensor: int
     at: int
@@ -87,6 +95,8 @@ class Run(Struct, frozen=True, array_like=True):
     segment: int
     byte: int
     count: int
+    width: int = 0
+    pitch: int = 0
 
 
 class Unit(Struct, frozen=True, array_like=True):
@@ -97,16 +107,24 @@ class Unit(Struct, frozen=True, array_like=True):
     runs: tuple[Run, ...]
 
 
-class Offer(Struct, frozen=True, kw_only=True):
-    """What a trainer spawn offers to an engine spawn, for all of its pushes. page: path of their `ring.Page`; parts: Hugging
-    Face names, which the runs' `part` and the weight table's checksums go by; itemsize: bytes of an element; pid, ticks: the
-    trainer's process (start time in clock ticks): when it dies, the engine closes the segments by itself, because an open
-    mapping pins the memory of a process that has died."""
+class Feed(Struct, frozen=True, kw_only=True):
+    """What one trainer process gives. page: path of its `ring.Page`, empty over NCCL; nccl: id of the communicator (128 bytes)
+    over which each turn's buffer is sent into the engine's segment of that number modulo their count; empty where the engine
+    opens the segments. pid, ticks: the process (start time in clock ticks): when it dies, the engine closes the segments by
+    itself, because an open mapping pins the memory of a process that has died."""
 
-    page: str
     pid: int
     ticks: int
-    itemsize: int
     segments: tuple[Segment, ...]
-    parts: tuple[str, ...]
     units: tuple[Unit, ...]
+    page: str = ""
+    nccl: bytes = b""
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """What a trainer spawn offers to an engine spawn, for all of its pushes. parts: Hugging Face names, which the runs' `part` and
+    the weight table's checksums go by; itemsize: bytes of an element; feeds: one for each process that gives anything."""
+
+    itemsize: int
+    parts: tuple[str, ...]
+    feeds: tuple[Feed, ...]

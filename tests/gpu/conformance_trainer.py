@@ -26,6 +26,7 @@ from artd_workers.engines.direct.device import Cuda
 from artd_workers.models.codec import peft_names
 from artd_workers.trainer.direct.source import write_offer
 from artd_workers.trainer.merge import BaseWeights
+from tests.gpu.push_refusals import changed, runs_of
 from tests.gpu.push_trainer import Trainer
 
 RANK, AT = 4, 3
@@ -74,9 +75,8 @@ def spoil(toy: Toy, flaw: str, folder: Path) -> None:
 
     lane.fill = spoiled
     if flaw == "short":
-        *units, last = toy.offer.units
-        less = msgspec.structs.replace(last, runs=last.runs[:-1])
-        write_offer(msgspec.structs.replace(toy.offer, units=(*units, less)), folder / "offer")
+        gone = list(runs_of(toy.offer))[-1]
+        write_offer(changed(toy.offer, lambda run: None if run == gone else run), folder / "offer")
     if flaw == "wrong":
         toy.weights["decoder.layers.1.self_attention.linear_proj.weight"].view(-1).view(torch.uint8)[4321] ^= 1
 

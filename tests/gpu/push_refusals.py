@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
-from artd_schema.direct import Offer, Run
+from artd_schema.direct import Offer, Run, Unit
 
 from .push_rig import TIMEOUT_S, Line, Rig
 
@@ -37,7 +37,7 @@ def refusals(rig: Rig, _rounds: int) -> Iterator[Line]:
     rig.engine.rpc("probe_forgive")
     yield refused(rig, "two experts exchanged", exchanged(offer, expert.format(2, "down"), expert.format(5, "down")))
     yield refused(rig, "gate and up exchanged", exchanged(offer, expert.format(3, "gate"), expert.format(3, "up")))
-    gone = next(run for unit in offer.units for run in unit.runs if run.first)
+    gone = next(run for run in runs_of(offer) if run.first)
     yield {"what": "one range left out", **_error(lambda: rig.open(changed(offer, lambda r: None if r == gone else r)))}
     yield {"what": "a fence of before", **_error(lambda: (rig.open(offer), rig.engine.rpc("artd_direct_pull", rig.fence() | {"fence": 1}, 1.0)))}  # fmt: skip
     rig.prepare()
@@ -65,18 +65,22 @@ def refused(rig: Rig, what: str, offer: Offer) -> Line:
     return line
 
 
+def runs_of(offer: Offer) -> Iterator[Run]:
+    return (run for feed in offer.feeds for unit in feed.units for run in unit.runs)
+
+
 def changed(offer: Offer, edit: Callable[[Run], Run | None]) -> Offer:
-    units = [
-        msgspec.structs.replace(unit, runs=tuple(new for run in unit.runs if (new := edit(run)) is not None))
-        for unit in offer.units
-    ]
-    return msgspec.structs.replace(offer, units=tuple(units))
+    def through(unit: Unit) -> Unit:
+        return replace(unit, runs=tuple(new for run in unit.runs if (new := edit(run)) is not None))
+
+    feeds = (replace(feed, units=tuple(map(through, feed.units))) for feed in offer.feeds)
+    return replace(offer, feeds=tuple(feeds))
 
 
 def exchanged(offer: Offer, first: str, second: str) -> Offer:
     """Each of two parts of equal size comes from where the other lies (both have one run each)."""
     i, j = offer.parts.index(first), offer.parts.index(second)
-    runs = [run for unit in offer.units for run in unit.runs if run.part in (i, j)]
+    runs = [run for run in runs_of(offer) if run.part in (i, j)]
     place = {run.part: run for run in runs}
     assert len(runs) == len(place) == 2
     other = {i: j, j: i}
@@ -85,7 +89,7 @@ def exchanged(offer: Offer, first: str, second: str) -> Offer:
         if run.part not in other:
             return run
         to = place[other[run.part]]
-        return msgspec.structs.replace(run, tensor=to.tensor, at=to.at, part=to.part)
+        return replace(run, tensor=to.tensor, at=to.at, part=to.part)
 
     return changed(offer, edit)
 

@@ -106,7 +106,7 @@ class Trainer:
         marks.append(time.perf_counter())
         names = ("served", "plan", "source", "offer")
         return {name: b - a for name, a, b in zip(names, marks, marks[1:], strict=False)} | {
-            "pieces": len(plan.pieces), "segments": len(self.offer.segments), "units": len(self.offer.units),
+            "pieces": len(plan.pieces), "segments": len(self.offer.feeds[0].segments), "units": len(self.offer.feeds[0].units),
         }  # fmt: skip
 
     def stage(self, path: Path) -> None:

@@ -27,7 +27,7 @@ from artd_workers.trainer.direct.plan import PlanError, make_plan
 from artd_workers.trainer.direct.schedule import schedule
 from artd_workers.trainer.merge import merged_tensors
 from tests.direct_rig import PLAIN, Pair, engine_model, engine_table, feeding, fused, pair
-from tests.gpu.push_refusals import changed, exchanged
+from tests.gpu.push_refusals import changed, exchanged, runs_of
 from tests.gpu.shape import RandomWeights, config, size_of
 
 pytestmark = pytest.mark.torch
@@ -160,7 +160,7 @@ def test_one_flipped_bit_is_refused(ready: Pair) -> None:
 
 
 def test_a_missing_range_is_refused_before_anything_is_opened(ready: Pair) -> None:
-    gone = next(run for unit in ready.source.offer().units for run in unit.runs if run.first)
+    gone = next(run for run in runs_of(ready.source.offer()) if run.first)
     with pytest.raises(CoverError, match="in no piece"):
         ready.session.open(changed(ready.source.offer(), lambda run: None if run == gone else run))
     twice = msgspec.structs.replace(gone, at=gone.at - 8)
@@ -174,7 +174,9 @@ def test_a_missing_range_is_refused_before_anything_is_opened(ready: Pair) -> No
 
 def test_an_offer_that_cannot_be_opened_leaves_nothing_open(ready: Pair) -> None:
     offer = ready.source.offer()
-    broken = msgspec.structs.replace(offer, segments=(*offer.segments, Segment(b"short", 1)))
+    (feed,) = offer.feeds
+    feed = msgspec.structs.replace(feed, segments=(*feed.segments, Segment(b"short", 1)))
+    broken = msgspec.structs.replace(offer, feeds=(feed,))
     with pytest.raises(struct.error):
         ready.session.open(broken)
     assert ready.port.opened == []
@@ -219,7 +221,7 @@ def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
     fence, ended = one.fence(), threading.Event()
     feed = threading.Thread(target=lambda: (one.feed(fence.fence, 20.0), ended.set()))
     feed.start()
-    turns = sum(unit.turn >= 0 for unit in one.source.offer().units)
+    turns = sum(unit.turn >= 0 for unit in one.source.offer().feeds[0].units)
     while one.source.page.ready < turns:
         pass
     assert turns <= 3 and not ended.wait(0.05)

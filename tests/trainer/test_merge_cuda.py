@@ -36,7 +36,7 @@ def turns(width: int) -> list[list[Fill]]:
     """A whole part, the last rows of another, and a part without an adapter; then the rest."""
 
     def fill(source: int, part: int, first: int, begin: int, rows: int, at: int) -> Fill:
-        return Fill(Piece(0, 0, part, first * width, source, begin * width, rows * width), at * width)
+        return Fill(Piece(0, 0, part, 0, first * width, source, begin * width, rows * width), at * width)
 
     return [[fill(0, 0, 0, 0, 13, 0), fill(0, 1, 3, 16, 5, 13), fill(1, 2, 0, 0, 5, 18)], [fill(0, 1, 0, 13, 3, 2)]]
 

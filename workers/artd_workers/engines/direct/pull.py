@@ -1,6 +1,6 @@
-"""One pull: the ranges of an offer, copied out of the trainer's memory in their order, checksums behind them.
+"""One pull: the ranges of a feed, copied out of the trainer's memory in their order, checksums behind them.
 
-Purpose: `Puller` keeps an offer's ranges ready for one destination (the engine's own tensors, or spare ones) and runs pulls.
+Purpose: `Puller` keeps a feed's ranges ready for one destination (the engine's own tensors, or spare ones) and runs pulls.
 Owner of: two queues of its device. Invariants: no Python runs for each range between the begin and the end of a pull but the
 issue of a copy, and ranges that lie together on both sides are one copy; the page's `done` rises only behind a copy's end.
 """
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from artd_schema.direct import Offer, Run
+from artd_schema.direct import Feed, Run
 
 from ..base import Deadline
 from .checksum import WORD, Span
 from .device import Mark, Port
-from .ring import Page
+from .ring import Intake
 
 Copy = tuple[int, int, int]
 """(to, from, bytes)."""
@@ -29,20 +29,20 @@ class PullError(Exception):
 
 
 class Puller:
-    """addresses: of the tensors that are filled, by index in the engine's table; bases: of the offer's segments."""
+    """addresses: of the tensors that are filled, by index in the engine's table; bases: of the feed's segments."""
 
     def __init__(
-        self, port: Port, page: Page, offer: Offer, addresses: Sequence[int], bases: Sequence[int],
+        self, port: Port, page: Intake, feed: Feed, itemsize: int, addresses: Sequence[int], bases: Sequence[int],
         gone: Callable[[], bool], poll_s: float = 0.0,
     ) -> None:  # fmt: skip
         """gone: whether the trainer's process has ended; poll_s: seconds to sleep between two looks at the page (0: none, the
         caller has nothing else to do)."""
         self._page, self._gone, self._poll_s = page, gone, poll_s
-        self._turns = [unit.turn for unit in offer.units]
-        self._copies = [_joined(unit.runs, addresses, bases, offer.itemsize) for unit in offer.units]
+        self._turns = [unit.turn for unit in feed.units]
+        self._copies = [_joined(unit.runs, addresses, bases, itemsize) for unit in feed.units]
         self._ends, spans = [0], []
-        for unit in offer.units:
-            spans += [span_of(run, addresses, offer.itemsize) for run in unit.runs]
+        for unit in feed.units:
+            spans += [span_of(run, addresses, itemsize) for run in unit.runs]
             self._ends.append(len(spans))
         self._table = port.sums(spans)
         self._mover, self._summer = port.queue(), port.queue()

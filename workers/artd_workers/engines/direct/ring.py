@@ -11,9 +11,24 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Protocol
 
 BYTES = 4096
 _FENCE, _READY, _DONE, _FAILED = range(4)
+
+
+class Intake(Protocol):
+    """What a pull sees of the ring. fence: of the push that is fed; ready: buffers filled so far; failed: the rest never comes;
+    done: buffers copied so far, set by the pull."""
+
+    done: int
+
+    @property
+    def fence(self) -> int: ...
+    @property
+    def ready(self) -> int: ...
+    @property
+    def failed(self) -> bool: ...
 
 
 class Page:

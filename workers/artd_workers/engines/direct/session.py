@@ -64,11 +64,12 @@ class Session:
             self.close()
             self._check(offer)
             try:
-                self._watch = ProcessWatch(offer.pid, offer.ticks, self._on_end)
+                (feed,) = offer.feeds
+                self._watch = ProcessWatch(feed.pid, feed.ticks, self._on_end)
                 if self._watch.gone.is_set():
-                    raise PullError(f"the trainer (pid {offer.pid}) that made this offer has ended")
-                self._page = Page.open(Path(offer.page))
-                for segment in offer.segments:
+                    raise PullError(f"the trainer (pid {feed.pid}) that made this offer has ended")
+                self._page = Page.open(Path(feed.page))
+                for segment in feed.segments:
                     self._bases.append(self._port.open(segment.handle))
                 self._take(offer, self._page)
             except BaseException:
@@ -107,11 +108,12 @@ class Session:
 
     def _check(self, offer: Offer) -> None:
         """Whether the offer fills this engine, each element once, from memory that it offers."""
-        runs = [run for unit in offer.units for run in unit.runs]
+        (feed,) = offer.feeds
+        runs = [run for unit in feed.units for run in unit.runs]
         sizes = [tensor.numel() for tensor in self._tensors]
         cover.check("the engine's", self._names, sizes, ((run.tensor, run.at, run.count) for run in runs))
         for run in runs:
-            if run.byte < 0 or run.byte + run.count * offer.itemsize > offer.segments[run.segment].size:
+            if run.byte < 0 or run.byte + run.count * offer.itemsize > feed.segments[run.segment].size:
                 raise cover.CoverError(f"{offer.parts[run.part]} lies outside of the memory that the trainer offers")
         if odd := [n for n, t in zip(self._names, self._tensors, strict=True) if t.element_size() != offer.itemsize]:
             raise cover.CoverError(f"{odd[0]} has other elements than the {offer.itemsize} bytes that are offered")
@@ -203,13 +205,16 @@ class Session:
 
     def _puller_into(self, addresses: Sequence[int], offer: Offer, page: Page, poll_s: float = 0.0) -> Puller:
         assert self._watch is not None
-        return Puller(self._port, page, offer, addresses, self._bases, self._watch.gone.is_set, poll_s)
+        (feed,) = offer.feeds
+        return Puller(self._port, page, feed, offer.itemsize, addresses, self._bases, self._watch.gone.is_set, poll_s)
 
     def _spare_for(self, tensors: list[Tensor]) -> _Spare:
         """The open offer's way into these tensors and on into the engine's."""
         assert self._offer is not None and self._page is not None
         place, spare = self._addresses(self._tensors), self._addresses(tensors)
-        spans = [span_of(r, place, self._offer.itemsize, spare) for unit in self._offer.units for r in unit.runs]
+        spans = [
+            span_of(r, place, self._offer.itemsize, spare) for unit in self._offer.feeds[0].units for r in unit.runs
+        ]
         return _Spare(
             tensors, self._puller_into(spare, self._offer, self._page, POLITE_S), self._port.sums(spans), len(spans),
             self._port.queue(),

@@ -41,7 +41,7 @@ class PlainFiller:
             rows = self._weights[piece.source].reshape(-1)[piece.begin : piece.begin + piece.count].view(-1, width)
             name_a, name_b = peft_names(self._parts[piece.part])
             if name_a in self._adapter:
-                first = piece.first // width
+                first = piece.own // width
                 b = self._adapter[name_b][first : first + len(rows)]
                 rows = merge(rows, self._adapter[name_a], b, self._scale, buffer.dtype)
             buffer[one.at : one.at + piece.count].copy_(rows.reshape(-1))

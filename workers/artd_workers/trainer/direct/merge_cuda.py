@@ -111,7 +111,7 @@ class CudaFiller:
         name_a, name_b = peft_names(part)
         a, b = _NONE, 0
         if name_a in adapter:
-            a, b = self._offset(adapter[name_a]), self._offset(adapter[name_b][piece.first // width :])
+            a, b = self._offset(adapter[name_a]), self._offset(adapter[name_b][piece.own // width :])
         return [
             (
                 at + skip * width,

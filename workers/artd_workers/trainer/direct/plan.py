@@ -41,7 +41,7 @@ def make_plan(table: EngineTable, codec: Codec, shapes: Mapping[str, Sequence[in
     parts, sources = {name: i for i, name in enumerate(sizes)}, {name: i for i, name in enumerate(held)}
     where = _Where(held, sources)
     pieces = [
-        Piece(number, one.at + skip, parts[one.part], one.first + skip, source, begin, count)
+        Piece(number, one.at + skip, parts[one.part], one.first + skip, one.first + skip, source, begin, count)
         for number, tensor in enumerate(table.tensors)
         for one in in_engine(tensor, sizes)
         for source, begin, skip, count in where.find(one)

@@ -59,7 +59,7 @@ def _fragments(piece: Piece, width: int, free: int, buffer: int) -> Sequence[Pie
     while skip < piece.count:
         count = min(room or buffer // width * width, piece.count - skip)
         out.append(msgspec.structs.replace(
-            piece, at=piece.at + skip, first=piece.first + skip, begin=piece.begin + skip, count=count
+            piece, at=piece.at + skip, first=piece.first + skip, own=piece.own + skip, begin=piece.begin + skip, count=count
         ))  # fmt: skip
         skip, room = skip + count, 0
     return out

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from artd_schema.direct import Offer, Piece, Plan, Run, Segment, Unit
+from artd_schema.direct import Feed, Offer, Piece, Plan, Run, Segment, Unit
 from artd_schema.paths import process_ticks
 
 from ...engines.base import Deadline
@@ -64,10 +64,11 @@ class Source:
             buffer = lane.buffer(turn)
             units.append(Unit(turn, tuple(_run(f.piece, *segments.find(buffer, f.at * size)) for f in fills)))
         pid = os.getpid()
-        return Offer(
-            page=str(self.page.path), pid=pid, ticks=process_ticks(pid) or 0, itemsize=size,
-            segments=tuple(segments.found), parts=lane.plan.parts, units=tuple(units),
+        feed = Feed(
+            pid=pid, ticks=process_ticks(pid) or 0, segments=tuple(segments.found), units=tuple(units),
+            page=str(self.page.path),
         )  # fmt: skip
+        return Offer(itemsize=size, parts=lane.plan.parts, feeds=(feed,))
 
     def feed(self, fence: int, deadline: Deadline) -> None:
         """Fill the buffers, turn by turn, as the engine empties them, the first ones at once; returns when it has copied all.
@@ -140,4 +141,4 @@ def write_offer(offer: Offer, path: Path) -> None:
 
 
 def _run(piece: Piece, segment: int, byte: int) -> Run:
-    return Run(piece.tensor, piece.at, piece.part, piece.first, segment, byte, piece.count)
+    return Run(piece.tensor, piece.at, piece.part, piece.first, segment, byte, piece.count, piece.width, piece.pitch)
