@@ -48,11 +48,16 @@ WATCHED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weigh
 """Of layer 0: gradients that are compared, each by a way of its own through the GPU's layers."""
 
 
-def opened(tiny: bool, where: Placement, parallel: Parallel) -> tuple[Policy, FullState]:
+def built(tiny: bool, where: Placement, parallel: Parallel) -> tuple[Policy, shape.RandomWeights]:
+    """The model, and the base that it is built from."""
     config = shape.config(2 if tiny else 4, tiny)
     plan = plan_for(config)
     weights = shape.RandomWeights(plan, config, where.device)
-    policy = Policy(plan, build(plan, weights, parallel, where), None, parallel)
+    return Policy(plan, build(plan, weights, parallel, where), None, parallel), weights
+
+
+def opened(tiny: bool, where: Placement, parallel: Parallel) -> tuple[Policy, FullState]:
+    policy, weights = built(tiny, where, parallel)
     engine = EngineSpec(dtype="float32" if where.dtype == torch.float32 else "bfloat16")
     kind = FullState if parallel.world == 1 else ShardedState
     state = kind(policy, weights, RunSpec(model="/drawn", parameters="full", engine=engine))
@@ -60,10 +65,13 @@ def opened(tiny: bool, where: Placement, parallel: Parallel) -> tuple[Policy, Fu
     return policy, state
 
 
-def batches(policy: Policy, tiny: bool) -> list[Batch]:
-    """Two batches of two groups of 8, with the routes that the untrained routers take."""
+def batches(policy: Policy, tiny: bool, count: int = 2) -> list[Batch]:
+    """Batches of two groups of 8, with the routes that the untrained routers take."""
     size, vocab = 24 if tiny else 512, policy.plan.vocab_size
-    return [rows.with_routes(policy, rows.packed(2, 8, size, size, 9 * size + 8, vocab, seed=step)) for step in (1, 2)]
+    return [
+        rows.with_routes(policy, rows.packed(2, 8, size, size, 9 * size + 8, vocab, seed=1 + step))
+        for step in range(count)
+    ]
 
 
 def two_steps(

@@ -1,7 +1,9 @@
-"""Every weight trained on two GPUs that share each row: `python -m tests.gpu.sharded [--out DIR] [--tiny]`.
+"""Every weight trained on two GPUs that share each row: `python -m tests.gpu.sharded [--items two,megatron] [--out DIR] [--tiny]`.
 
-Purpose: the two steps of `tests.gpu.full` on 4 layers of the real shape, by one process and then by two with half the masters and
-moments each; one JSON line for each process and one that compares, appended to DIR/sharded.jsonl. `--tiny`: on a CPU, in small.
+Purpose: `two`: the two steps of `tests.gpu.full` on 4 layers of the real shape, by one process and then by two with half the
+masters and moments each; `megatron`: three steps by the two, and the same by Megatron's own distributed optimizer, in bf16, fp32 and
+with clipped gradients (`stepped.CASES`). One JSON line for each process or way and one that compares, appended to DIR/sharded.jsonl.
+`--tiny`: on a CPU, in small.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ import torch.distributed as dist
 from artd_schema.spec import RunSpec, TrainerSpec
 from artd_workers.trainer import placement, ranks
 from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.parallel import Parallel
+from artd_workers.trainer.parallel import ALONE, Parallel
+from tests.gpu import full
 from tests.gpu.full import LOSS, two_steps
+from tests.gpu.policies import on
 
-LIMIT = 120
-"""Seconds for the two processes."""
+LIMIT = {"two": 120, "megatron": 160}
+"""Seconds for the two processes, by item."""
+STEPS = 3
 
 
 def two(tiny: bool) -> Iterator[dict[str, Any]]:
@@ -39,7 +44,7 @@ def two(tiny: bool) -> Iterator[dict[str, Any]]:
     gc.collect()
     if not tiny:
         torch.cuda.empty_cache()
-    found = together(given, kind, tiny)
+    found = together("two", given, kind, tiny)
     yield from found
     yield {
         "what": "two processes against one",
@@ -50,14 +55,28 @@ def two(tiny: bool) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-def together(given: list[Batch], kind: str, tiny: bool) -> list[dict[str, Any]]:
-    """The lines of both processes."""
+def megatron(tiny: bool) -> Iterator[dict[str, Any]]:
+    """The batches' routes are one process's, in each case the same."""
+    from tests.gpu import stepped
+
+    policy, _ = full.built(tiny, on(tiny), ALONE)
+    given = full.batches(policy, tiny, STEPS)
+    del policy
+    gc.collect()
+    if not tiny:
+        torch.cuda.empty_cache()
+    for case in stepped.CASES:
+        yield from stepped.told(case, [one["lines"] for one in together("megatron", given, case, tiny)])
+
+
+def together(item: str, given: list[Batch], kind: str, tiny: bool) -> list[dict[str, Any]]:
+    """What both processes found. kind: a dtype, or one of `stepped.CASES`."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(given, Path(folder) / "batches.pt")
-        own = [sys.executable, "-m", "tests.gpu.sharded", "--rank", folder, kind, str(int(tiny))]
+        own = [sys.executable, "-m", "tests.gpu.sharded", "--rank", item, folder, kind, str(int(tiny))]
         started = [subprocess.Popen([*own, str(number)]) for number in range(2)]
         try:
-            ended = [one.wait(timeout=LIMIT) for one in started]
+            ended = [one.wait(timeout=LIMIT[item]) for one in started]
         finally:
             for one in started:
                 one.kill()
@@ -66,19 +85,27 @@ def together(given: list[Batch], kind: str, tiny: bool) -> list[dict[str, Any]]:
         return [json.loads((Path(folder) / f"rank-{number}.json").read_text()) for number in range(2)]
 
 
-def rank(folder: Path, kind: str, tiny: bool, number: int) -> None:
+def rank(item: str, folder: Path, kind: str, tiny: bool, number: int) -> None:
     """One of the two."""
     parallel = Parallel(cp=2)
     placement.prepare(RunSpec(model="/drawn", trainer=TrainerSpec(device="cpu" if tiny else "cuda")))
     ranks.met(2, number, folder, cuda=not tiny)
     ranks.grouped(parallel, number)
-    _, _, line = two_steps(tiny, kind, torch.load(folder / "batches.pt", weights_only=False), parallel)
-    (folder / f"rank-{number}.json").write_text(json.dumps(line | {"rank": number}))
+    given = torch.load(folder / "batches.pt", weights_only=False)
+    if item == "two":
+        found = two_steps(tiny, kind, given, parallel)[2] | {"rank": number}
+    else:
+        from tests.gpu import stepped
+
+        dtype, limit = stepped.CASES[kind]
+        where = on(tiny, dtype=getattr(torch, dtype))
+        found = {"lines": stepped.compared(lambda: full.built(tiny, where, parallel), given, limit, tiny)}
+    (folder / f"rank-{number}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "1", int(sys.argv[5]))
+        rank(sys.argv[2], Path(sys.argv[3]), sys.argv[4], sys.argv[5] == "1", int(sys.argv[6]))
         sys.exit(0)
-    sys.exit(lines.main("sharded", {"two": two}))
+    sys.exit(lines.main("sharded", {"two": two, "megatron": megatron}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from .test_parallel import Alone, run
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 TWO = "two"
-FULL = {"parameters": "full"}
+LAYOUT = {TWO: {"sizes": {"cp": 2}, "grouped": True, "spec": {"parameters": "full"}}}
 CLOSE = 1e-5
 """Relative, of a tensor: the ranks' gradients are added up in another order."""
 
@@ -39,13 +40,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     parallel_rig.prepare(folder)
     jobs = here(folder, ALONE)
     alone = Alone(folder, jobs.straight(), {})
-    ranks = run(alone, 2, {TWO: {"sizes": {"cp": 2}, "grouped": True, "spec": FULL}})
+    ranks = run(alone, 2, LAYOUT)
     return Done(folder, alone.metrics, jobs.elements(), ranks.first[TWO])
 
 
 def here(folder: Path, name: str) -> Jobs:
     """By this process."""
-    jobs = Jobs(folder, name, **FULL)
+    jobs = Jobs(folder, name, parameters="full")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("artd_workers.trainer.placement.of", lambda spec, layers: Placement(grouped=True))
         jobs.trainer._load_policy({})
@@ -89,3 +90,15 @@ def test_a_job_that_stops_leaves_nothing_behind(done: Done) -> None:
     """The one after it, to which the stopped one's gradients could have been added, is as by one process."""
     assert done.found["stopped"].startswith("Cancelled(") and "FileNotFoundError" in done.found["lost"]
     assert apart(done.folder / TWO / "again", done.folder / ALONE / "2") <= CLOSE
+
+
+def test_fresh_processes_go_on_to_the_same_bits(done: Done, tmp_path: Path) -> None:
+    """Step 2 of two that have only step 1's files is step 2 of the two that made them."""
+    shutil.copytree(done.folder / "base", tmp_path / "base")
+    for name in ("batch-1.json", "batch-2.json"):
+        shutil.copy(done.folder / name, tmp_path)
+    shutil.copytree(done.folder / TWO / "1", tmp_path / ALONE / "1")
+    run(Alone(tmp_path, [], {}), 2, LAYOUT)
+    for name in (MODEL, OPTIMIZER):
+        found, wanted = (one / name for one in (tmp_path / TWO / "again", done.folder / TWO / "2"))
+        assert found.read_bytes() == wanted.read_bytes(), name

@@ -1,7 +1,8 @@
 """Every weight trained by several processes that share each row: each has the whole model, and a part of every master.
 
 Purpose: `ShardedState` is `FullState` with masters, and so the optimizer's moments, shared out evenly (ZeRO stage 1: Rajbhandari et
-al., arXiv:1910.02054, section 5.1; Megatron's distributed optimizer is the same, and takes tensors on a GPU alone).
+al., arXiv:1910.02054, section 5.1). Megatron's distributed optimizer does the same, and gives the same numbers; docs/adr/0003 says
+why it is not used.
 Owner of: this rank's parts, each a stretch of a flattened weight; the sums of gradients of a step.
 Invariants: what is on disk does not tell how many processes there were; every method that says "together" is called by all
 ranks, in the same order; weights are equal on all ranks, bit for bit.
@@ -54,7 +55,7 @@ class ShardedState(FullState):
         """As of `FullState`, over all ranks, together; gives each rank its parts of the gradients."""
         for name, master in self._masters.items():
             master.grad = torch.empty_like(master)
-            dist.reduce_scatter(master.grad, list(self._sum(name).chunk(dist.get_world_size())))
+            dist.reduce_scatter_tensor(master.grad, self._sum(name))
             del self._sums[name]
         total = torch.stack(squares(list(self._masters.values()))).sum()
         dist.all_reduce(total)
@@ -70,7 +71,7 @@ class ShardedState(FullState):
         """All ranks' parts of a tensor with a weight's shape, together, on the weight's device."""
         weight = self._weights[name]
         flat = torch.empty(len(part) * dist.get_world_size(), dtype=part.dtype, device=weight.device)
-        dist.all_gather(list(flat.chunk(dist.get_world_size())), part.to(weight.device))
+        dist.all_gather_into_tensor(flat, part.to(weight.device))
         return flat[: weight.numel()].view(weight.shape)
 
     def _part(self, whole: Tensor) -> Tensor:
@@ -92,6 +93,7 @@ class ShardedState(FullState):
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
         # Each rank reads all: nothing here waits for another, which may have failed to.
         self._sums.clear()
+        self.release()
         for name, whole in super().inward(tensors).items():
             self._weights[name].copy_(whole)
             self._masters[name].copy_(self._part(whole))
