@@ -71,7 +71,10 @@ def pin(folder: str) -> BaseModel:
     """Check a model folder and hash it (about a second per GB). Errors: Invalid, naming what is wrong with `model`."""
     path = Path(folder)
     config = read_config(path)
-    files = tuple(_entry(path / name) for name in sorted(_files(path)))
+    try:
+        files = tuple(_entry(path / name) for name in sorted(_files(path)))
+    except OSError as error:
+        raise Invalid(f"{error.filename or path} cannot be read: {error.strerror}", field="spec.model") from None
     return BaseModel(_digest(files), config.vocab_size, files, config.routes())
 
 
@@ -106,19 +109,25 @@ def _check_routes(path: Path, shape: RouteShape | None) -> None:
 
 
 def check_pinned(folder: str, pinned: BaseModel) -> None:
-    """Errors: Conflict when a file is not what the run was made with."""
+    """Errors: Conflict when a file is not what the run was made with, or cannot be read."""
     path = Path(folder)
     for entry in pinned.files:
+        file = path / entry.name
         try:
-            stat = (path / entry.name).stat()
+            same = _is_same(file, entry)
         except FileNotFoundError:
             raise Conflict(f"base model {path} lost {entry.name}: put it back, or start another run") from None
-        if (stat.st_size, stat.st_mtime_ns, stat.st_ino) == (entry.bytes, entry.mtime_ns, entry.inode):
-            continue
-        if _entry(path / entry.name).sha256 != entry.sha256:
-            raise Conflict(
-                f"base model file {path / entry.name} changed since the run was created: put the old one back"
-            )
+        except OSError as error:
+            raise Conflict(f"base model file {file} cannot be read ({error.strerror}): make it readable") from None
+        if not same:
+            raise Conflict(f"base model file {file} changed since the run was created: put the old one back")
+
+
+def _is_same(file: Path, pinned: BaseFile) -> bool:
+    stat = file.stat()
+    if (stat.st_size, stat.st_mtime_ns, stat.st_ino) == (pinned.bytes, pinned.mtime_ns, pinned.inode):
+        return True
+    return _entry(file).sha256 == pinned.sha256
 
 
 def _files(path: Path) -> list[str]:

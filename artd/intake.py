@@ -13,7 +13,7 @@ import sqlite3
 from asyncio import Future
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +65,14 @@ Outcome = api.Submitted | RequestError
 Answer = Callable[[api.Submitted | BaseException], None]
 
 
+@dataclass(slots=True)
+class _Batch:
+    """What one write has taken out of the queue. begun: whether the writer came to it."""
+
+    taken: list[tuple[Parcel, Answer]] = field(default_factory=list)
+    begun: bool = False
+
+
 class Intake:
     """The queue. `put` may be called in the event loop only; answers are given there too."""
 
@@ -83,20 +91,27 @@ class Intake:
         asyncio.get_running_loop().call_soon(self._submit)
 
     def _submit(self) -> None:
-        taken: list[tuple[Parcel, Answer]] = []
-        future = self._store.submit(lambda c: self._write(c, taken))
-        future.add_done_callback(lambda done: self._answer(taken, done))
+        batch = _Batch()
+        future = self._store.submit(lambda c: self._write(c, batch))
+        future.add_done_callback(lambda done: self._answer(batch, done))
 
-    def _write(self, c: sqlite3.Connection, taken: list[tuple[Parcel, Answer]]) -> list[Outcome]:
-        self._queued = False  # before the first is taken: what comes from now on asks for a write of its own
-        while self._waiting:
-            taken.append(self._waiting.popleft())
-        outcomes = insert_many(c, self._store.clock.now_ms(), [parcel for parcel, _ in taken])
+    def _write(self, c: sqlite3.Connection, batch: _Batch) -> list[Outcome]:
+        self._take(batch)
+        outcomes = insert_many(c, self._store.clock.now_ms(), [parcel for parcel, _ in batch.taken])
         reach("submit.inserted")
         return outcomes
 
-    def _answer(self, taken: list[tuple[Parcel, Answer]], done: Future[list[Outcome]]) -> None:
+    def _take(self, batch: _Batch) -> None:
+        batch.begun = True
+        self._queued = False  # before the first is taken: what comes from now on asks for a write of its own
+        while self._waiting:
+            batch.taken.append(self._waiting.popleft())
+
+    def _answer(self, batch: _Batch, done: Future[list[Outcome]]) -> None:
         error = done.exception()
+        if not batch.begun:  # a write before it found no room, and SQLite took back the whole group
+            self._take(batch)
+        taken = batch.taken
         if error is None:
             reach("submit.committed")
             for (_, answer), outcome in zip(taken, done.result(), strict=True):
@@ -111,7 +126,7 @@ class Intake:
     def _alone(self, item: tuple[Parcel, Answer]) -> None:
         parcel, _ = item
         future = self._store.submit(lambda c: insert_many(c, self._store.clock.now_ms(), [parcel]))
-        future.add_done_callback(lambda done: self._answer([item], done))
+        future.add_done_callback(lambda done: self._answer(_Batch([item], begun=True), done))
 
 
 def insert_many(c: sqlite3.Connection, now: int, parcels: Sequence[Parcel]) -> list[Outcome]:

@@ -7,6 +7,7 @@ for the next connection at once (nothing is cached).
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -43,13 +44,22 @@ class Keys:
         return read_pair(self._server)
 
     def allowed(self, public: bytes) -> bool:
-        """Whether a client with this public key may connect."""
-        return public.decode() in self.clients().values()
+        """Whether a client with this public key may connect. A damaged file allows nobody, and keeps nobody else out."""
+        for path in self._files():
+            with contextlib.suppress(BadKey):
+                if _load(path)[0] == public:
+                    return True
+        return False
 
     def clients(self) -> dict[str, str]:
-        """Public keys by name."""
-        found = sorted(self._clients.glob("*.key"))
-        return {path.stem: zmq.auth.load_certificate(path)[0].decode() for path in found}
+        """Public keys by name. Errors: BadKey."""
+        return {path.stem: _load(path)[0].decode() for path in self._files()}
+
+    def _names(self) -> set[str]:
+        return {path.stem for path in self._files()}
+
+    def _files(self) -> list[Path]:
+        return sorted(self._clients.glob("*.key"))
 
     def create(self, name: str, out: Path) -> None:
         """A new pair: its public half is allowed here, the client's file `out` holds both. Errors: BadKey, OSError."""
@@ -69,7 +79,7 @@ class Keys:
 
     def remove(self, name: str) -> None:
         """No new connection with this key. Errors: BadKey."""
-        if name not in self.clients():
+        if name not in self._names():
             raise BadKey(f"there is no key {name!r}; `artctl key list` shows them")
         (self._clients / f"{name}.key").unlink()
         fs.fsync_dir(self._clients)
@@ -77,7 +87,7 @@ class Keys:
     def _check_new(self, name: str) -> None:
         if not NAME.fullmatch(name):
             raise BadKey(f"key name {name!r}: 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit")
-        if name in self.clients():
+        if name in self._names():
             raise BadKey(f"there is a key {name!r} already; `artctl key remove {name}` takes it back")
 
     def _allow(self, name: str, public: str) -> None:
@@ -85,12 +95,16 @@ class Keys:
         _write(self._clients / f"{name}.key", name, public)
 
 
-def read_pair(path: Path) -> tuple[str, str]:
-    """(public, secret) of a certificate file. Errors: BadKey."""
+def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
-        public, secret = zmq.auth.load_certificate(path)
+        return zmq.auth.load_certificate(path)
     except (OSError, ValueError, IndexError) as error:
         raise BadKey(f"{path} holds no key: {error}") from None
+
+
+def read_pair(path: Path) -> tuple[str, str]:
+    """(public, secret) of a certificate file. Errors: BadKey."""
+    public, secret = _load(path)
     if secret is None:
         raise BadKey(f"{path} holds a public key only")
     return public.decode(), secret.decode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,8 +34,9 @@ def acquire(data: Path, version: str, drain_s: float) -> int:
         if not held(data):  # so it is shared: a reader's
             raise Owned(f"{data} is being read by `artd check`. Next: start again when that has ended")
         owner = read_daemon_file(data, LOCK)
+        where = f" --data-dir {shlex.quote(str(data))}"
         who = f"pid {owner.pid}, version {owner.version}" if owner else "its lock file is still empty"
-        raise Owned(f"a daemon already runs on {data} ({who}). Next: artctl status, or artd stop --data-dir {data}")
+        raise Owned(f"a daemon already runs on {data} ({who}). Next: artctl status{where}, or artd stop{where}")
     content = json.dumps(asdict(describe(version, drain_s))).encode()
     os.ftruncate(handle, 0)
     os.pwrite(handle, content, 0)

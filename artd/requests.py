@@ -62,6 +62,12 @@ class Requests:
         self._tasks: set[asyncio.Task[None]] = set()
         self.draining = False
 
+    async def _resume(self, op: api.Resume) -> api.Answer:
+        """Workers that were given up are started again once it is clear that there is a run for them."""
+        answer = await self._runs.set_state(op.run, "active")
+        self._revive()
+        return answer
+
     def refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
         """Answer a request that cannot be decoded, when it at least has a number: a bad value, or a newer client."""
         try:
@@ -124,8 +130,7 @@ class Requests:
             case api.Pause():
                 return self._runs.set_state(op.run, "paused", op.reason)
             case api.Resume():
-                self._revive()
-                return self._runs.set_state(op.run, "active")
+                return self._resume(op)
             case api.Finish():
                 return self._runs.set_state(op.run, "finished")
             case api.Rollback():

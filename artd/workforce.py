@@ -176,7 +176,11 @@ class Workforce:
         return str(found.python), [*found.site_paths, *own.pythonpath]
 
     def _launch(self, kind: w.WorkerKind, spawn: int) -> Launch:
-        python, site_paths = self._interpreter(kind)
+        """Errors: FileNotFoundError when the runtime has gone since it was looked for."""
+        try:
+            python, site_paths = self._interpreter(kind)
+        except runtimes.RuntimeMissing as error:
+            raise FileNotFoundError(str(error)) from None
         folder = self.data.spawn_dir(kind, spawn)
         tags = Tags(
             instance=self.boot.instance, boot=self.boot.number, spawn=spawn, worker=kind, build=self.boot.code.name,

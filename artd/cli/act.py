@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from artd_client import SyncClient
 
 TIMEOUT_S = 30.0
+WAIT = "seconds that the daemon may take to answer (default: %(default)g)"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             parser.add_argument("name", metavar="RUN", nargs=None if verb == "finish" else "?", default="")
         if verb == "pause":
             parser.add_argument("--reason", default="operator")
-        parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S")
+        parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
         parser.set_defaults(run=run)
 
 

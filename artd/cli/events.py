@@ -10,7 +10,7 @@ import argparse
 import time
 
 from . import probe, read, show
-from .outcome import OK, shared
+from .outcome import OK, at_least, shared
 from .show import Row
 from .status import event_text
 
@@ -20,8 +20,8 @@ POLL_S = 0.25
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("events", help="what happened, oldest first", parents=[shared()])
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new ones as they come")
-    parser.add_argument("-n", "--limit", type=int, default=50, help="the newest N (default 50)")
-    parser.add_argument("--after", type=int, metavar="ID", help="only those with a larger id")
+    parser.add_argument("-n", "--limit", type=at_least(1), default=50, help="the newest N (default 50)")
+    parser.add_argument("--after", type=at_least(0), metavar="ID", help="only those with a larger id")
     parser.add_argument("--run", dest="of_run", default="", metavar="RUN", help="of this run alone")
     parser.add_argument("--json", action="store_true", help="one JSON document; with -f one object a line")
     parser.set_defaults(run=run)

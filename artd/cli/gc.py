@@ -17,7 +17,7 @@ from artd_schema.paths import DATABASE
 
 from .. import __version__
 from . import probe, show
-from .act import asked
+from .act import WAIT, asked
 from .outcome import CONFLICT, FAILED, NOT_RUNNING, OK, USAGE, CliError, complain, shared
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("gc", help="delete what has had its time and what nothing refers to", parents=[shared()])
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
     parser.add_argument("--resume", action="store_true", help="the clock is right: let ages count again")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 

@@ -7,6 +7,7 @@ with the daemon up or down; a change counts for the next connection.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             for name, public in keys.clients().items():
                 print(f"{name}\t{public}")
+            if not keys.clients():
+                print("no client of another machine is allowed yet: artctl key add NAME", file=sys.stderr)
     except (BadKey, OSError) as error:
         raise CliError(FAILED, str(error)) from None
     return OK

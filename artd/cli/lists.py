@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import probe, read, remedy, show
-from .outcome import OK, shared
+from .outcome import OK, at_least, shared
 from .show import Row
 from .snapshot import JOB_STATES, _alive
 
@@ -175,7 +175,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for verb, listing in LISTINGS.items():
         parser = sub.add_parser(verb, help=listing.help, parents=[shared()])
         parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
-        parser.add_argument("-n", "--limit", type=int, default=50, help="rows at most (default 50)")
+        parser.add_argument("-n", "--limit", type=at_least(1), default=50, help="rows at most (default 50)")
         if listing.by_run:
             parser.add_argument("--run", dest="of_run", default="", metavar="RUN", help="of this run alone")
         if listing.states:

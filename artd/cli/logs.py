@@ -17,7 +17,7 @@ from typing import BinaryIO
 from artd_schema.paths import LOGS
 
 from . import probe, show
-from .outcome import NOT_FOUND, OK, CliError, near, shared
+from .outcome import NOT_FOUND, OK, CliError, at_least, near, shared
 
 SERVER = "engine-server"
 POLL_S = 0.2
@@ -28,7 +28,9 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("logs", help="log of trainer, engine, gateway or daemon", parents=[shared()])
     parser.add_argument("name", metavar="NAME", help="trainer, engine, gateway or daemon")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines as they come")
-    parser.add_argument("-n", "--lines", type=int, default=50, help="the last N lines of each file (default 50)")
+    parser.add_argument(
+        "-n", "--lines", type=at_least(0), default=50, help="the last N lines of each file (default 50)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document; with -f one object a line")
     parser.set_defaults(run=run)
 

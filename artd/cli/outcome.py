@@ -57,6 +57,17 @@ def _what(message: str) -> str:
     return option[1].lstrip("-").lower() if option else "choice"
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number on the command line that is `least` or more."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return int(text)
+
+    return number
+
+
 def shared() -> argparse.ArgumentParser:
     """Parent of every verb: options that may stand before or after the verb."""
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)

@@ -11,9 +11,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from artd.runtimes import diagnose, lockfile, paths, registry
 from artd.store.version import BUG, REMEDY, wal_reset_bug
@@ -32,7 +33,8 @@ class Finding:
     next: str = ""
 
 
-def report(data_dir: Path) -> list[Finding]:
+def report(data_dir: Path, own: Mapping[str, str] = MappingProxyType({})) -> list[Finding]:
+    """own: interpreters that the settings name in place of a runtime, by its name (`megatron`, `vllm`)."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _sqlite,
@@ -44,7 +46,7 @@ def report(data_dir: Path) -> list[Finding]:
         _memory,
         _cores,
     ]
-    return [check() for check in checks] + _runtimes()
+    return [check() for check in checks] + [_own(*item) for item in own.items()] + _runtimes(set(own))
 
 
 def _python() -> Finding:
@@ -154,9 +156,18 @@ def _cores() -> Finding:
     return Finding("cores", "ok", str(len(os.sched_getaffinity(0))))
 
 
-def _runtimes() -> list[Finding]:
+def _own(name: str, python: str) -> Finding:
+    if shutil.which(python):
+        return Finding(name, "ok", f"your own: {python}")
+    return Finding(name, "missing", f"your own, {python}, is no program", "name another in artd.toml (runtimes)")
+
+
+def _runtimes(replaced: Set[str]) -> list[Finding]:
+    """replaced: those that nobody needs here."""
     findings = []
     for row in registry.listed():
+        if row.state != "ready" and any(row.name.startswith(lockfile.stem_of(name, "cpu")) for name in replaced):
+            continue
         if row.state == "stale":
             findings.append(Finding(row.name, "warning", f"left by another artd version at {row.path}", row.next))
         elif row.state == "ready":

@@ -210,9 +210,9 @@ class Worker:
         """Make the process; else say why there is none, and whether that was ordered."""
         if self._grace is not None or not self._wanted:
             return self._reason, True
-        self._launch = self.spec.launch(self.spawn)
         self._oom_kills = procfs.oom_kills()
         try:
+            self._launch = self.spec.launch(self.spawn)
             self._launch.tmpdir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._child = spawn(
                 self.spec.name,

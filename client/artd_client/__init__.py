@@ -4,7 +4,7 @@ Owner of: no state. Invariants: imports the schema, msgspec and pyzmq only; `ope
 """
 
 from artd_schema.client_api import GroupInfo, RunInfo, StepInfo, Submitted
-from artd_schema.spec import EngineSpec, LoraSpec, LossSpec, OptimizerSpec, RunSpec
+from artd_schema.spec import EngineSpec, LoraSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 
 from .client import Client
@@ -61,6 +61,7 @@ __all__ = [
     "SyncRun",
     "TimedOut",
     "TooLarge",
+    "TrainerSpec",
     "Turn",
     "WrongProtocol",
     "turn",

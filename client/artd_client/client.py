@@ -6,6 +6,7 @@ daemon; it keeps nothing that the daemon does not know.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -31,8 +32,9 @@ class Client:
     """`async with Client() as art:`; everything artd does, for asyncio programs.
 
     data_dir: the daemon's data folder; None = $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data. timeout: seconds that a
-    request may take, time without a daemon included: when the daemon is restarted within it, nothing is noticed. remote: a
-    daemon on another machine, in place of data_dir.
+    request may take, time without a daemon included: when the daemon dies and is started again within it, nothing is
+    noticed (one that is told to stop answers `Draining` until it has ended). remote: a daemon on another machine, in place
+    of data_dir.
     Safe for many tasks of one event loop.
     """
 
@@ -164,6 +166,10 @@ def make_spec(model: str | os.PathLike[str] | None, spec: RunSpec | None, fields
         if fields:
             raise Invalid(f"{', '.join(fields)}: fields need `model`; without it `run` attaches only", "model")
         return None
+    if unknown := next((name for name in fields if name not in RunSpec.__struct_fields__), ""):
+        near = difflib.get_close_matches(unknown, RunSpec.__struct_fields__, 1)
+        meant = f"; did you mean {near[0]}?" if near else f"; there is {', '.join(RunSpec.__struct_fields__)}"
+        raise Invalid(f"run spec: there is no field {unknown!r}{meant}", unknown)
     path = Path(model).expanduser()
     text = str(path.absolute()) if path.is_dir() or str(model).startswith((".", "/", "~")) else os.fspath(model)
     try:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from .spec import RunSpec
+from .spec import NonNegative, RunSpec
 from .trajectory import ExchangeRef, Split
 
 
@@ -69,7 +69,7 @@ class WaitStep(_Op, frozen=True):
 
     run: str
     step: int
-    timeout_s: float = 30.0
+    timeout_s: NonNegative = 30.0
 
 
 class List(_Op, frozen=True):
@@ -88,7 +88,7 @@ class Events(_Op, frozen=True):
     after: int = 0
     run: str = ""
     limit: int = 1000
-    timeout_s: float = 30.0
+    timeout_s: NonNegative = 30.0
 
 
 class Pause(_Op, frozen=True):
@@ -146,7 +146,7 @@ class Collect(_Op, frozen=True):
 class Shutdown(_Op, frozen=True):
     """Stop the daemon; workers get drain_s seconds. Answered by Done before it goes."""
 
-    drain_s: float = 60.0
+    drain_s: NonNegative = 60.0
 
 
 Op = (
@@ -205,7 +205,8 @@ class RunInfo(_Answer, frozen=True):
 
 
 class Submitted(_Answer, frozen=True):
-    """trajectory: id; duplicate: the key was known with the same content; group_state: open or sealed."""
+    """trajectory: id; duplicate: the key was known with the same content; group_state: open, or what its seal made of it
+    (sealed, discarded; later packed, trained)."""
 
     trajectory: int
     duplicate: bool
@@ -213,7 +214,7 @@ class Submitted(_Answer, frozen=True):
 
 
 class GroupInfo(_Answer, frozen=True):
-    """outcome at the seal: trainable, or discarded(reason)."""
+    """state: sealed, or discarded for `reason`; later packed or trained. size: trajectories."""
 
     group: str
     state: str

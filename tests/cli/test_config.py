@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import msgspec
@@ -121,3 +123,18 @@ def _dotted(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
         nested = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
         names += _dotted(field.type, f"{prefix}{field.name}.") if nested else [prefix + field.name]
     return names
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the verb", "after it"])
+def test_the_doctor_looks_where_it_is_told_to(tmp_path: Path, capsys, before: bool) -> None:
+    """The data folder, and interpreters of one's own: with those, no runtime is missing."""
+    path, data = tmp_path / "artd.toml", tmp_path / "data"
+    path.write_text(f'[runtimes.trainer]\npython = "{sys.executable}"\n[runtimes.engine]\npython = "{tmp_path}/no"\n')
+    options = ["--config", str(path), "--data-dir", str(data)]
+    words = [*options, "doctor"] if before else ["doctor", *options]
+    assert main.main([*words, "--json"]) == 1
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert str(data) in found["file system"]["value"]
+    assert (found["megatron"]["state"], found["vllm"]["state"]) == ("ok", "missing")
+    assert "artd.toml" in found["vllm"]["next"]
+    assert [name for name, each in found.items() if each["state"] == "missing"] == ["vllm"]

@@ -59,6 +59,17 @@ def test_filters(made: Made, artctl: Call) -> None:
     assert artctl("jobs", "--state", "cancelled")[1] == "no jobs that match\n"
 
 
+@pytest.mark.parametrize(
+    "words", [("jobs", "-n", "0"), ("jobs", "-n", "-1"), ("events", "-n", "0"), ("logs", "trainer", "-n", "-1"),
+              ("runs", "-n", "x"), ("events", "--after", "-1")],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_number_of_rows_that_means_nothing_is_usage(made: Made, artctl: Call, words: tuple[str, ...]) -> None:
+    """Never "no jobs yet" where there are some, nor every row where SQLite takes a negative limit for none."""
+    code, out, err = artctl(*words)
+    assert (code, out) == (2, "") and f"{words[-1]!r} is not a whole number" in err
+
+
 def test_nothing_is_served_while_the_daemon_is_down(made: Made, artctl: Call) -> None:
     assert json.loads(artctl("runs", "--json")[1])["runs"][0]["served"] == -1
 

@@ -252,6 +252,18 @@ async def test_no_process_can_be_made(rig: Make, tmp_path: Path) -> None:
         assert [status.code for _, status, _, _ in each.record.exits] == [None] * 5
 
 
+async def test_what_it_runs_by_has_gone(rig: Make) -> None:
+    """The interpreter, say, that a first start found: that worker is broken, and the daemon goes on."""
+
+    def launch(spawn: int) -> Launch:
+        raise FileNotFoundError("runtime megatron is not installed. Next: artd runtime install megatron --cpu")
+
+    async with rig() as each:
+        each.supervisor.add(Spec(name="trainer", kind="trainer", launch=launch, start_timeout_s=30.0))
+        assert "Next: artd runtime install" in (await each.until("broken")).error
+        assert not each.supervisor.info("trainer").pid
+
+
 async def test_undead_is_broken_until_it_is_gone(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("artd.supervise.worker.LOOK_S", 0.05)
     async with rig() as each:

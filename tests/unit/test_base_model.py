@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 
 import pytest
 
+from artd import base_model
 from artd.base_model import check_pinned, pin
 from artd.errors import Conflict, Invalid
 from artd_schema.trajectory import RouteShape
@@ -116,6 +119,23 @@ def test_a_changed_or_lost_file_is_a_conflict(model):
     (model / "model.safetensors").unlink()
     with pytest.raises(Conflict, match="lost model.safetensors"):
         check_pinned(str(model), pinned)
+
+
+def test_what_cannot_be_read_is_told_and_ends_nobody(model, monkeypatch):
+    """An OSError of a service would end the daemon, at every start again."""
+    pinned = pin(str(model))
+    shutil.rmtree(model)
+    model.write_text("a file now")
+    with pytest.raises(Conflict, match=r"config\.json cannot be read \(Not a directory\): make it readable"):
+        check_pinned(str(model), pinned)
+
+
+def test_an_unreadable_file_of_a_new_model_is_named(model, monkeypatch):
+    def closed(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(base_model, "_entry", closed)
+    refused(model, "config.json cannot be read: Permission denied")
 
 
 def test_weights_may_be_drawn(model):

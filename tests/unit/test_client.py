@@ -14,6 +14,7 @@ import pytest
 
 import artd_client
 from artd_client import Client, ExchangeRef, RunSpec, Sampling, SyncClient, turn
+from artd_client.client import make_spec
 from artd_schema import client_api as api
 from artd_schema.codec import digest, to_json
 from artd_schema.trajectory import Turn
@@ -70,6 +71,19 @@ async def test_a_bad_spec_is_refused_before_it_is_sent(daemon, arguments, field)
         with pytest.raises(artd_client.Invalid) as caught:
             await art.run("r", **arguments)
     assert caught.value.field == field and not daemon.seen
+
+
+def test_a_field_that_there_is_not_is_told_with_those_that_there_are():
+    with pytest.raises(artd_client.Invalid, match="'groupsize'; did you mean group_size"):
+        make_spec("/m", None, {"groupsize": 4})
+    with pytest.raises(artd_client.Invalid, match="'zzz'; there is model, parameters, "):
+        make_spec("/m", None, {"zzz": 4})
+
+
+def test_every_part_of_a_spec_can_be_imported():
+    parts = [field.type for field in msgspec.structs.fields(RunSpec) if isinstance(field.type, type)]
+    names = {part.__name__ for part in parts if issubclass(part, msgspec.Struct)}
+    assert names <= set(artd_client.__all__) and "TrainerSpec" in names
 
 
 @pytest.mark.asyncio

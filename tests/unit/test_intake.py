@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
+import threading
 
 import pytest
 
 from artd import intake
 from artd.errors import RequestError
 from artd.intake import Intake, Parcel, RunFacts, insert_many
+from artd.store.store import set_meta
 from artd.store.writer import StoreFull
 from artd_schema import client_api as api
 from tests.fakes.rows import FakeClock, add_run, body, count, open_store, spec, turn
@@ -121,6 +123,24 @@ async def test_a_full_disk_is_told_to_everyone(tmp_path):
         large = [parcel(f"k{n}")._replace(body=b"x" * 200_000) for n in range(3)]
         answers = await put_all(Intake(store), large)
         assert all(isinstance(answer, StoreFull) for answer in answers) and await count(store, "trajectory") == 0
+
+
+async def test_a_full_disk_before_its_turn_is_told_too_and_what_comes_later_is_taken(tmp_path):
+    """SQLite takes a whole group back when one write finds no room: the intake's, behind it, never began."""
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        await store.write(lambda c: c.execute("PRAGMA max_page_count = 1").fetchone()[0])
+        queue, entered, opened = Intake(store), threading.Event(), threading.Event()
+        gate = store.submit(lambda c: entered.set() or opened.wait(10))
+        assert await asyncio.to_thread(entered.wait, 10)
+        large = store.submit(lambda c: set_meta(c, "large", "x" * 1_000_000))
+        answers = asyncio.ensure_future(put_all(queue, [parcel("a"), parcel("b")]))
+        await asyncio.sleep(0.01)  # both are with the writer now
+        opened.set()
+        assert await gate and isinstance((await asyncio.gather(large, return_exceptions=True))[0], StoreFull)
+        assert all(isinstance(answer, StoreFull) for answer in await answers)
+        await store.write(lambda c: c.execute(f"PRAGMA max_page_count = {1 << 30}").fetchone()[0])
+        assert [a.trajectory for a in await put_all(queue, [parcel("c"), parcel("d")])] == [1, 2]
 
 
 async def test_an_unknown_run_in_a_batch_harms_nobody_else(tmp_path):

@@ -92,6 +92,19 @@ async def test_hello(tmp_path):
         await desk.refused("invalid", "protocol 99", api.Hello(protocol=99, client="t"))
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+async def test_a_time_that_no_clock_can_wait_for_is_refused_before_it_is_waited_for(seconds):
+    """A timer of NaN would never be due and never be later than another: the event loop would turn round it."""
+    wire = Codec[api.Request](api.Request)
+    for op, name in (
+        (api.WaitStep(run="r", step=1, timeout_s=seconds), "timeout_s"),
+        (api.Events(timeout_s=seconds), "timeout_s"),
+        (api.Shutdown(drain_s=seconds), "drain_s"),
+    ):
+        with pytest.raises(WireError, match=rf"op\.{name}"):
+            wire.decode(wire.encode(api.Request(id=1, op=op)))
+
+
 async def test_errors_have_codes_and_fields(tmp_path):
     async with open_store(tmp_path) as store:
         desk = Desk(store, tmp_path)
@@ -296,3 +309,15 @@ async def test_a_request_that_cannot_be_decoded_is_answered_by_its_number(tmp_pa
         ((_, reply),) = send({"id": 9, "op": {"t": "teleport"}})
         assert "teleport" in reply.answer.message
         assert send({"op": {"t": "teleport"}}) == [] and send([1, 2]) == []
+
+
+async def test_workers_are_revived_only_for_a_run_that_goes_on(tmp_path):
+    async with open_store(tmp_path) as store:
+        desk, revived = Desk(store, tmp_path), []
+        desk.requests._revive = lambda: revived.append(1)
+        await desk.refused("not_found", "no run 'r'", api.Resume(run="r"))
+        assert not revived
+        await add_run(store)
+        await desk.ask(api.Pause(run="r"))
+        await desk.ask(api.Resume(run="r"))
+        assert revived == [1]

@@ -9,6 +9,7 @@ from unittest import mock
 import msgspec
 import pytest
 
+from artd import runtimes
 from artd.config import Gpus, Interpreter, Runtimes, Settings
 from artd.runs import set_run_state
 from artd.supervise.postmortem import Status
@@ -134,6 +135,20 @@ async def test_gpus_are_given_out_by_the_settings(tmp_path, monkeypatch):
         made.settings = msgspec.structs.replace(made.settings, gpus=Gpus(engine=(2, 3)))
         found = {kind: made._launch(kind, 1).env["CUDA_VISIBLE_DEVICES"] for kind in ("trainer", "engine", "gateway")}
         assert found == {"trainer": "7", "engine": "2,3", "gateway": "7"}
+
+
+async def test_a_runtime_that_has_gone_is_a_start_that_failed(tmp_path, monkeypatch):
+    """Supervision knows OSError as a process that cannot be made; anything else would end the daemon."""
+
+    def gone(name):
+        raise runtimes.RuntimeMissing(f"runtime {name} is not installed. Next: artd runtime install {name} --cpu")
+
+    monkeypatch.setattr(runtimes, "find", gone)
+    async with open_store(tmp_path) as store:
+        made, _, _ = make(store, tmp_path)
+        made.settings = Settings()
+        with pytest.raises(OSError, match="Next: artd runtime install vllm"):
+            made._launch("engine", 1)
 
 
 async def test_what_stands_against_a_direct_push_is_an_event(tmp_path):

@@ -1,0 +1,40 @@
+"""CURVE keys in a data folder, and one of them damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import zmq
+
+from artd.keys import BadKey, Keys
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    """`a` is damaged; `b` may connect."""
+    made = Keys(tmp_path)
+    for name in "ab":
+        made.allow(name, zmq.curve_keypair()[0].decode())
+    (tmp_path / "keys" / "clients" / "a.key").write_text("no key\n")
+    return made
+
+
+def test_a_damaged_key_lets_nobody_in_and_keeps_nobody_out(keys: Keys, tmp_path: Path) -> None:
+    whole = Keys(tmp_path / "other")
+    whole.allow("b", zmq.curve_keypair()[0].decode())
+    text = (tmp_path / "keys" / "clients" / "b.key").read_bytes()
+    (tmp_path / "other" / "keys" / "clients" / "b.key").write_bytes(text)
+    public = whole.clients()["b"].encode()
+    assert keys.allowed(public)
+    assert not keys.allowed(b"no key")
+    assert not keys.allowed(zmq.curve_keypair()[0])
+
+
+def test_a_damaged_key_is_named_and_can_be_removed(keys: Keys) -> None:
+    with pytest.raises(BadKey, match=r"a\.key holds no key"):
+        keys.clients()
+    with pytest.raises(BadKey, match="there is a key 'a' already"):
+        keys.allow("a", zmq.curve_keypair()[0].decode())
+    keys.remove("a")
+    assert list(keys.clients()) == ["b"]
