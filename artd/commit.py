@@ -8,6 +8,7 @@ with the same guards.
 from __future__ import annotations
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from .store.blobs import hash_file
 from .store.store import emit, move
 
 MANIFEST = "manifest.json"
+_HASHERS = 4
+"""Files that are hashed beside each other: adapter and moments of a large model are gigabytes each."""
 
 
 class BadResult(Exception):
@@ -42,10 +45,12 @@ def verify(folder: Path) -> tuple[str, CheckpointManifest]:
     listed = {entry.name for entry in manifest.files} | {MANIFEST}
     if extra := {path.name for path in folder.iterdir()} ^ listed:
         raise BadResult(f"{folder}: {', '.join(sorted(extra))} is not both in the folder and in its manifest")
-    for entry in manifest.files:
-        if not (folder / entry.name).is_file():
-            raise BadResult(f"{folder / entry.name} is no file")
-        if hash_file(folder / entry.name) != (entry.sha256, entry.bytes):
+    if odd := [entry.name for entry in manifest.files if not (folder / entry.name).is_file()]:
+        raise BadResult(f"{folder / odd[0]} is no file")
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        found = list(pool.map(lambda entry: hash_file(folder / entry.name), manifest.files))
+    for entry, each in zip(manifest.files, found, strict=True):
+        if each != (entry.sha256, entry.bytes):
             raise BadResult(f"{folder / entry.name} does not have the sha256 and size that its manifest says")
     return digest(raw), manifest
 
@@ -113,11 +118,7 @@ def commit(
     )
     c.executemany(
         "INSERT INTO metric (run_id, lineage, step, name, value) VALUES (?, ?, ?, ?, ?)",
-        [
-            (run["id"], run["lineage"], manifest.step, name, value)
-            for name, value in manifest.metrics.items()
-            if value == value
-        ],
+        [(run["id"], run["lineage"], manifest.step, name, value) for name, value in manifest.metrics.items()],
     )
     mode = msgspec.json.decode(run["spec"])["rollout_weights_mode"]
     prepare_push(c, now, run["id"], int(checkpoint or 0), mode)

@@ -11,20 +11,21 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 from msgspec import UNSET, Struct, UnsetType
-from safetensors.torch import load, save
 from torch import Tensor
 
-from artd_schema.codec import UNREADABLE, digest
+from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import CheckpointManifest, WeightEntry
 from artd_schema.worker import CheckpointRef
 
 from ..engines.direct.checksum import sum_of
+from . import tensor_file
 from .staging import MANIFEST, WEIGHTS, Files  # noqa: F401 - WEIGHTS is a file of a checkpoint like those below
 
 STATE = "state.json"
@@ -95,8 +96,9 @@ class Staging(Files):
     """`Files` that takes tensors too."""
 
     def tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a safetensors file; the same tensors give the same bytes."""
-        self.add(name, save({key: value.detach().contiguous() for key, value in tensors.items()}, {"format": "pt"}))
+        """Write a safetensors file; the same tensors give the same bytes. They may not change before `finish` returns, and
+        what goes wrong is raised there."""
+        self.stream(name, tensor_file.chunks(tensors))
 
 
 def read(ref: CheckpointRef, weights: str) -> Loaded:
@@ -107,25 +109,28 @@ def read(ref: CheckpointRef, weights: str) -> Loaded:
     folder = Path(ref.dir)
     raw = _read(folder / MANIFEST, ref.sha)
     try:
-        manifest = msgspec.json.decode(raw, type=CheckpointManifest)
+        manifest = msgspec.json.decode(raw.data, type=CheckpointManifest)
         shas = {entry.name: entry.sha256 for entry in manifest.files}
+        names = (weights, OPTIMIZER, STATE)
+        with ThreadPoolExecutor(len(names)) as pool:
+            trained, moments, state = pool.map(lambda name: _read(folder / name, shas[name]), names)
         return Loaded(
             manifest,
-            load(_read(folder / weights, shas[weights])),
-            load(_read(folder / OPTIMIZER, shas[OPTIMIZER])),
-            msgspec.json.decode(_read(folder / STATE, shas[STATE]), type=State),
+            tensor_file.parsed(trained),
+            tensor_file.parsed(moments),
+            msgspec.json.decode(state.data, type=State),
         )
-    except (*UNREADABLE, KeyError) as error:
+    except CheckpointError:
+        raise
+    except (*UNREADABLE, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} is not a trainer's checkpoint: {error!r}") from None
 
 
-def _read(path: Path, sha: str) -> bytes:
+def _read(path: Path, sha: str) -> tensor_file.Bytes:
     try:
-        data = path.read_bytes()
+        data, found = tensor_file.read(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is damaged, restore it from a backup") from None
-    if digest(data) != sha:
-        raise CheckpointError(
-            f"{path} has sha256 {digest(data)[:16]}, committed was {sha[:16]}: restore it from a backup"
-        )
+    if found != sha:
+        raise CheckpointError(f"{path} has sha256 {found[:16]}, committed was {sha[:16]}: restore it from a backup")
     return data

@@ -101,10 +101,14 @@ class AdapterState:
         self._collected = None
 
     def stage(self, staging: Staging) -> None:
-        staging.tensors(checkpoint.ADAPTER, self._stored())
+        staging.tensors(checkpoint.ADAPTER, self._whole())
         rank, alpha = self.parameters.rank, self.parameters.alpha
         config = adapter_config(self._spec.model, self._policy.plan.codec, rank, alpha)
         staging.json(checkpoint.ADAPTER_CONFIG, config)
+
+    def _whole(self) -> Adapter:
+        """The adapter where it lies: the live one, or what `collect` brought."""
+        return self.parameters.state() if self._collected is None else self._collected
 
     def _stored(self) -> Adapter:
         """The adapter on the CPU, copied there in few pieces; on a CPU the live one."""
@@ -117,8 +121,7 @@ class AdapterState:
             return ((name, tensor.clone()) for name, tensor in sorted(self._stored().items()))
         dtype = getattr(torch, self._spec.engine.dtype)
         # The merge is elementwise: a GPU gives the same bits.
-        adapter = self.parameters.state() if self._collected is None else self._collected
-        merged = merged_tensors(self.base, adapter, self.parameters.scale, dtype)
+        merged = merged_tensors(self.base, self._whole(), self.parameters.scale, dtype)
         return ((name, tensor.cpu()) for name, tensor in merged)
 
 

@@ -1,27 +1,38 @@
 """The files of one checkpoint, on their way to the disk.
 
-Owner of: a staging folder until the daemon commits it. Invariants: every file is durable before `manifest.json` is begun, so a
-manifest that can be read tells of a whole folder, even after a power loss; no torch, so that whoever has no tensors
-writes the same way.
+Owner of: a staging folder until the daemon commits it, and the threads that write large files beside each other. Invariants:
+every file is durable before `manifest.json` is begun, so a manifest that can be read tells of a whole folder, even after a
+power loss; what a thread failed with is raised before that; no torch, so that whoever has no tensors writes the same way.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, Self
 
 from artd_schema.codec import digest, to_json
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import CheckpointManifest, FileEntry, WeightEntry, WeightTable
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.json"
+CHUNK = 32 << 20
+"""Bytes of a large file that are hashed and written at a time."""
+BUFFERS = 3
+"""Chunks of a file in memory: one is made while one is hashed and one written."""
+SYNC_EVERY = 8 * CHUNK
+"""Bytes after which the disk is told to begin: left alone, Linux keeps a file of some GB in memory until its fsync."""
 
 
 class Files:
-    """Writes the files of one checkpoint. `finish` makes it complete; until then it has no manifest and counts for nothing."""
+    """Writes the files of one checkpoint. `finish` makes it complete; until then it has no manifest and counts for nothing.
+    Left by `with`, no thread of it works any more."""
 
     def __init__(self, folder: Path) -> None:
         if folder.exists():
@@ -29,10 +40,30 @@ class Files:
         folder.mkdir(parents=True)
         self.folder = folder
         self._files: list[FileEntry] = []
+        self._streams: list[Future[FileEntry]] = []
+        self._stop = Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._wait()
 
     def add(self, name: str, data: bytes) -> None:
-        _write(self.folder / name, data)
+        _write_file(self.folder / name, data)
         self._files.append(FileEntry(name, len(data), digest(data)))
+
+    def stream(self, name: str, chunks: Iterator[memoryview]) -> None:
+        """Write a file beside whatever else is written; what goes wrong is raised by `finish`.
+
+        chunks: asked for in a thread of the file's own. The memory of one may be used again when the one `BUFFERS` after it
+        is asked for.
+        """
+        handle = _create(self.folder / name)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="artd-stage")
+        self._streams.append(pool.submit(_pour, name, handle, chunks, self._stop))
+        pool.shutdown(wait=False)
 
     def json(self, name: str, value: object) -> None:
         self.add(name, to_json(value))
@@ -41,22 +72,76 @@ class Files:
         self.json(WEIGHTS, WeightTable(mode=mode, tensors=tuple(entries)))
 
     def finish(self, **fields: Any) -> str:
-        """Write the manifest from its remaining fields; returns its sha256."""
+        """Write the manifest from its remaining fields; returns its sha256. Raises OSError of any file."""
+        for error in self._wait():
+            raise error
+        self._files += [one.result() for one in self._streams]
         data = to_json(CheckpointManifest(files=tuple(sorted(self._files, key=lambda f: f.name)), **fields))
         _sync(self.folder)
         reach("stage.files")
-        _write(self.folder / MANIFEST, data)
+        _write_file(self.folder / MANIFEST, data)
         _sync(self.folder)
         _sync(self.folder.parent)
         reach("stage.manifest")
         return digest(data)
 
+    def _wait(self) -> list[BaseException]:
+        """Until every stream has ended; the errors. One that fails ends the others."""
+        done, _ = wait(self._streams, return_when=FIRST_EXCEPTION)
+        if any(one.exception() for one in done):
+            self._stop.set()
+        errors = [error for one in self._streams if (error := one.exception())]
+        # What the others then end with says less than what the first one met.
+        return sorted(errors, key=lambda error: isinstance(error, Stopped))
 
-def _write(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
+
+class Stopped(Exception):
+    """A stream was told to end."""
+
+
+def _pour(name: str, handle: int, chunks: Iterator[memoryview], stop: Event) -> FileEntry:
+    """Write a whole file and fsync it. Hashing, writing and waiting for the disk let the interpreter go: each in a thread."""
+    sha, size, unsynced = hashlib.sha256(), 0, 0
+    under_way: deque[tuple[Future[None], Future[None]]] = deque()
+    with (
+        os.fdopen(handle, "wb", buffering=0),
+        ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as writing, ThreadPoolExecutor(1) as syncing,
+    ):  # fmt: skip
+        synced = syncing.submit(lambda: None)
+        for chunk in chunks:
+            under_way.append((hashing.submit(sha.update, chunk), writing.submit(_write, handle, chunk)))
+            size, unsynced = size + len(chunk), unsynced + len(chunk)
+            if len(under_way) == BUFFERS:
+                _settle(under_way.popleft())
+            if unsynced >= SYNC_EVERY and synced.done():
+                synced.result()
+                synced, unsynced = syncing.submit(os.fdatasync, handle), 0
+            if stop.is_set():
+                raise Stopped(f"{name} was given up")
+        for one in under_way:
+            _settle(one)
+        synced.result()
+        os.fsync(handle)
+    return FileEntry(name, size, sha.hexdigest())
+
+
+def _settle(chunk: tuple[Future[None], Future[None]]) -> None:
+    for one in chunk:
+        one.result()
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+
+def _write(handle: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(handle, data) :]
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with os.fdopen(_create(path), "wb", buffering=0) as file:
+        _write(file.fileno(), memoryview(data))
         os.fsync(file.fileno())
 
 

@@ -36,7 +36,10 @@ class Cancelled(Exception):
 
 
 class ParameterSet(Protocol):
-    """Parameters that an optimizer works on, and their names and layout on disk."""
+    """Parameters that an optimizer works on, and their names and layout on disk. views: `outward` gives parts of what it is
+    given, and no copies."""
+
+    views: bool
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(own name, parameter), in the order in which gradients are added up."""
@@ -88,14 +91,16 @@ class Optimizer:
         self.set.changed()
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step."""
+        """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step. The
+        live ones where they lie, or where that would take copies, on the CPU."""
         out: dict[str, Tensor] = {}
         step = 0
         for key in MOMENTS:
             own = {}
             for name, parameter in self.set.named():
                 moments = self.torch.state.get(parameter, {})
-                own[name] = moments[key].cpu() if moments else torch.zeros(parameter.shape)
+                held = moments[key] if moments else torch.zeros_like(parameter.detach())
+                own[name] = held if self.set.views else held.cpu()
                 step = max(step, int(moments["step"]) if moments else 0)
             out |= {f"{name}.{key}": tensor for name, tensor in self.set.outward(own).items()}
         return out | {"step": torch.tensor(step, dtype=torch.int64)}

@@ -7,15 +7,19 @@ Imports no vLLM.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ..direct.checksum import sum_of
 from ..direct.sums import sums_of
+
+BATCH = 256 << 20
+"""Bytes of a GPU's tensors that are kept until they are summed together: waiting for it costs more than the sums."""
 
 
 class WeightError(Exception):
@@ -47,35 +51,50 @@ def entries(rows: list[list[Any]]) -> list[Entry]:
     return [Entry(name, dtype, tuple(shape), known) for name, dtype, shape, known in rows]
 
 
-def first_wrong(rows: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> str:
-    """Name of the first row whose tensor has other bytes, "" = none. All sums are made at once: a GPU is waited for once."""
+def wrong_of(rows: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Names of the rows whose tensors have other bytes. All sums are made at once: a GPU is waited for once."""
     sums = iter(sums_of([tensor for row, tensor in zip(rows, tensors, strict=True) if isinstance(row.known, int)]))
-    for row, tensor in zip(rows, tensors, strict=True):
-        if not (next(sums) == row.known if isinstance(row.known, int) else row.is_of(tensor)):
-            return row.name
-    return ""
+    return [
+        row.name
+        for row, tensor in zip(rows, tensors, strict=True)
+        if not (next(sums) == row.known if isinstance(row.known, int) else row.is_of(tensor))
+    ]
 
 
 class Hasher:
-    """Checks tensors in a thread beside the load (hashing releases the interpreter lock), those of a GPU at once and there;
-    owns that thread."""
+    """Checks tensors in a thread beside the load (hashing releases the interpreter lock), those of a GPU there, many at once;
+    owns that thread, and the tensors that wait to be checked. Nobody may write to one that was added before `finish`."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: Callable[[torch.Tensor], bool] = attrgetter("is_cuda")) -> None:
+        """together: which tensors are checked many at once; they are of one device."""
+        self._together = together
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="artd-hash")
         self._pending: list[tuple[Entry, Future[bool]]] = []
+        self._batch: list[tuple[Entry, torch.Tensor]] = []
+        self._held = 0
         self._wrong: list[str] = []
         self.bytes = 0
 
     def add(self, entry: Entry, tensor: torch.Tensor) -> None:
-        self.bytes += tensor.numel() * tensor.element_size()
-        if tensor.is_cuda:  # its memory is used again for the next tensor: nothing may look at it later
-            if not entry.is_of(tensor):
-                self._wrong.append(entry.name)
-        else:
+        """tensor: contiguous."""
+        size = tensor.numel() * tensor.element_size()
+        self.bytes += size
+        if not self._together(tensor):
             self._pending.append((entry, self._pool.submit(entry.is_of, tensor)))
+            return
+        self._batch.append((entry, tensor))
+        self._held += size
+        if self._held >= BATCH:
+            self._check()
+
+    def _check(self) -> None:
+        rows, tensors = [entry for entry, _ in self._batch], [tensor for _, tensor in self._batch]
+        self._wrong += wrong_of(rows, tensors)
+        self._batch, self._held = [], 0
 
     def finish(self) -> None:
         """Raise WeightError, naming the first tensor whose bytes are not the table's."""
+        self._check()
         wrong = self._wrong + [entry.name for entry, right in self._pending if not right.result()]
         if wrong:
             raise WeightError(f"{len(wrong)} tensors arrived with other bytes than committed, the first is {wrong[0]}")

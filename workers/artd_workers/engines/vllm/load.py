@@ -16,7 +16,7 @@ import torch
 
 from ..base import Fence
 from ..fence import Gate
-from .hashing import Entry, Hasher, WeightError, first_wrong
+from .hashing import Entry, Hasher, WeightError, wrong_of
 
 Source = Iterator[tuple[str, torch.Tensor]]
 
@@ -93,8 +93,8 @@ class Checking:
         """Raises WeightError."""
         taken = list(weights)
         rows = [self._row(name, tensor) for name, tensor in taken]
-        if wrong := first_wrong(rows, [tensor for _, tensor in taken]):
-            raise WeightError(f"{wrong} arrived with other bytes than committed")
+        if wrong := wrong_of(rows, [tensor for _, tensor in taken]):
+            raise WeightError(f"{wrong[0]} arrived with other bytes than committed")
         size = sum(tensor.numel() * tensor.element_size() for _, tensor in taken)
         self._update.figures["bytes"] = self._update.figures.get("bytes", 0.0) + size
         return self._model.load_weights(taken)

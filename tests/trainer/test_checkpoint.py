@@ -1,0 +1,253 @@
+"""A checkpoint's files: their bytes, the order in which they become durable, and a disk that fails at any call."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from artd_schema.manifest import Canary
+from artd_schema.worker import CheckpointRef
+from artd_workers.trainer import checkpoint, staging, tensor_file
+from artd_workers.trainer.checkpoint import ADAPTER, OPTIMIZER, STATE, CheckpointError, Staging, State
+
+pytestmark = pytest.mark.torch
+FIELDS: dict[str, Any] = {
+    "run": "r", "step": 1, "epoch": 1, "lineage": 0, "parent": "", "batch": "", "base_digest": "", "spec_digest": "",
+    "instance": "i", "job": 1, "fence": 1, "canary": Canary(prompts=(), logprobs=(), max_abs=1.0, mean_abs=1.0),
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks of few numbers."""
+    monkeypatch.setattr(staging, "CHUNK", 64)
+    monkeypatch.setattr(staging, "SYNC_EVERY", 128)
+
+
+def drawn(seed: int = 0) -> dict[str, Tensor]:
+    """One of each kind: scalars, nothing, parts of another, strides, larger than a chunk."""
+    torch.manual_seed(seed)
+    whole = torch.randn(4, 6, 5)
+    return {
+        "b.10": whole[1], "b.2": whole[2].t(), "b.1": whole[:, 1], "step": torch.tensor(seed), "z": torch.randn(300),
+        "ä \"quoted\" \\ \n": torch.randn(3), "empty": torch.empty(0, 4), "bf": torch.randn(7).bfloat16(),
+        "half": torch.randn(5).half(), "double": torch.randn(3).double(), "one": torch.randn(1, 1),
+        "trained": torch.nn.Parameter(torch.randn(2, 2)), "same": torch.zeros(1).expand(3, 4),
+    }  # fmt: skip
+
+
+def contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def staged(folder: Path, tensors: dict[str, Tensor] | None = None) -> CheckpointRef:
+    found = drawn() if tensors is None else tensors
+    with Staging(folder) as files:
+        files.tensors(ADAPTER, found)
+        files.tensors(OPTIMIZER, {f"{name}.exp_avg": tensor for name, tensor in found.items()})
+        files.json(STATE, State(step=1))
+        files.weights("merged", ())
+        sha = files.finish(**FIELDS)
+    return CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(folder))
+
+
+def writers() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith(("artd-stage", "ThreadPool"))]
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [8, 64, 1000, 1 << 20])
+def test_a_file_is_what_the_library_would_write(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(staging, "CHUNK", chunk)
+    found = b"".join(bytes(one) for one in tensor_file.chunks(drawn()))
+    assert found == save(contiguous(drawn()), {"format": "pt"})
+    assert b"".join(bytes(one) for one in tensor_file.chunks({})) == save({}, {"format": "pt"})
+
+
+@pytest.mark.usefixtures("small")
+def test_written_hashed_and_read_back(tmp_path: Path) -> None:
+    ref = staged(tmp_path / "one")
+    read = checkpoint.read(ref, ADAPTER)
+    wanted = load((tmp_path / "one" / ADAPTER).read_bytes())
+    assert read.weights.keys() == wanted.keys() and read.state == State(step=1)
+    for name, tensor in wanted.items():
+        assert read.weights[name].dtype == tensor.dtype and torch.equal(read.weights[name], tensor), name
+    for entry in read.manifest.files:
+        raw = (tmp_path / "one" / entry.name).read_bytes()
+        assert (len(raw), hashlib.sha256(raw).hexdigest()) == (entry.bytes, entry.sha256), entry.name
+    assert {entry.name for entry in read.manifest.files} == {*os.listdir(tmp_path / "one")} - {checkpoint.MANIFEST}
+    assert staged(tmp_path / "two").sha == ref.sha
+    assert not writers()
+
+
+def test_no_chunk_is_made_anew_before_it_was_hashed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk stands still at the second chunk: no more are made than there are buffers for."""
+    made: list[int] = []
+    goes_on, stuck, real = threading.Event(), threading.Event(), os.write
+
+    def held(handle: int, data: memoryview) -> int:
+        if bytes(data) == b"1":
+            stuck.set()
+            assert goes_on.wait(20)
+        return real(handle, data)
+
+    def chunks() -> Iterator[memoryview]:
+        for number in range(9):
+            made.append(number)
+            if number == 1 + staging.BUFFERS - 1:
+                threading.Timer(0.2, goes_on.set).start()
+            assert number <= staging.BUFFERS or goes_on.is_set(), (
+                "chunk 1 is not written yet, and its memory is used again"
+            )
+            yield memoryview(str(number).encode())
+
+    monkeypatch.setattr(os, "write", held)
+    with staging.Files(tmp_path / "one") as files:
+        files.stream("file", chunks())
+        files.finish(**FIELDS)
+    assert stuck.is_set() and (tmp_path / "one" / "file").read_bytes() == b"012345678"
+
+
+def test_what_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
+    with Staging(tmp_path / "one") as files, pytest.raises(ValueError, match="odd is torch.complex64"):
+        files.tensors(ADAPTER, {"odd": torch.zeros(1, dtype=torch.complex64)})
+
+
+@pytest.mark.parametrize("name", [ADAPTER, OPTIMIZER, STATE])
+def test_a_changed_or_missing_file_is_not_used(tmp_path: Path, name: str) -> None:
+    ref, path = staged(tmp_path / "one"), tmp_path / "one" / name
+    raw = bytearray(path.read_bytes())
+    raw[-2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=f"{name} has sha256 .* committed was"):
+        checkpoint.read(ref, ADAPTER)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        checkpoint.read(ref, ADAPTER)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff" * 40, b"\x02" + bytes(7) + b"[]", save({"a": torch.ones(9)})[:-4]])
+def test_what_is_no_safetensors_file_is_told(tmp_path: Path, raw: bytes) -> None:
+    with Staging(tmp_path / "one") as files:
+        files.add(ADAPTER, raw)
+        files.tensors(OPTIMIZER, drawn())
+        files.json(STATE, State(step=1))
+        sha = files.finish(**FIELDS)
+    ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(tmp_path / "one"))
+    with pytest.raises(CheckpointError, match="not a trainer's checkpoint"):
+        checkpoint.read(ref, ADAPTER)
+
+
+# ---- the disk ---------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Tells of every call, and lets one fail. fails: number of the call that does, 0 = none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int = 0, error: int = errno.EIO) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self._fails, self._error, self._lock = fails, error, threading.Lock()
+        for name in ("write", "fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._told(name, getattr(os, name)))
+
+    def _told(self, what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(handle: int, *more: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{handle}")
+            with self._lock:
+                number = len(self.calls) + 1
+                self.calls.append((what, path.rpartition("/")[2]))
+            if number == self._fails:
+                raise OSError(self._error, os.strerror(self._error), path)
+            if what == "write" and len(more[0]) > 40:  # a disk may take less than it is given
+                return real(handle, more[0][:40])
+            return real(handle, *more)
+
+        return call
+
+
+@pytest.mark.usefixtures("small")
+def test_every_file_is_durable_before_the_manifest_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    ref = staged(tmp_path / "one")
+    begun = disk.calls.index(("write", checkpoint.MANIFEST))
+    for name in os.listdir(tmp_path / "one"):
+        wrote = [number for number, call in enumerate(disk.calls) if call == ("write", name)]
+        synced = [number for number, call in enumerate(disk.calls) if call == ("fsync", name)]
+        assert wrote and synced == [max(synced)] and max(wrote) < synced[0], name
+        assert name == checkpoint.MANIFEST or synced[0] < begun, name
+    folder = [number for number, call in enumerate(disk.calls) if call == ("fsync", "one")]
+    files = [
+        number
+        for number, (what, name) in enumerate(disk.calls)
+        if what == "fsync" and name not in ("one", tmp_path.name)
+    ]
+    assert len(folder) == 2 and files[-2] < folder[0] < begun < files[-1] < folder[1], "names too"
+    assert ("fdatasync", OPTIMIZER) in disk.calls, "the disk begins before the end"
+    assert checkpoint.read(ref, ADAPTER).weights.keys() == drawn().keys()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_any_call_leaves_no_manifest_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    tensors = {"a": torch.arange(60.0), "b": torch.arange(9.0)}
+    failed = 0
+    for number in count(1):
+        with monkeypatch.context() as patch:
+            disk = Disk(patch, number, error)
+            try:
+                staged(tmp_path / "one", tensors)
+            except OSError as raised:
+                assert raised.errno == error
+            else:
+                break
+        failed += 1
+        what, name = disk.calls[number - 1]
+        after = disk.calls[number:]
+        if name in (checkpoint.MANIFEST, tmp_path.name) or disk.calls.count(("fsync", "one")) == 2:
+            continue  # the manifest was begun, and the daemon is told that the job has failed
+        assert not (tmp_path / "one" / checkpoint.MANIFEST).exists(), (what, name)
+        assert ("write", checkpoint.MANIFEST) not in after
+        assert not writers(), "threads that write on"
+    assert failed > 25 and number > len(disk.calls)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_file_that_fails_ends_the_others(tmp_path: Path, first: bool) -> None:
+    asked: list[int] = []
+
+    def endless() -> Iterator[memoryview]:
+        for number in count():
+            asked.append(number)
+            yield memoryview(b"more")
+
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(b"some")
+        raise RuntimeError("CUDA error")
+
+    with staging.Files(tmp_path / "one") as files:
+        for name in ("broken", "endless") if first else ("endless", "broken"):
+            files.stream(name, broken() if name == "broken" else endless())
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            files.finish(**FIELDS)
+    with pytest.raises(KeyError), staging.Files(tmp_path / "two") as files:
+        files.stream("endless", endless())
+        raise KeyError  # something else of the job
+    at = len(asked)
+    assert not writers() and len(asked) == at and not (tmp_path / "one" / checkpoint.MANIFEST).exists()
