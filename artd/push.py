@@ -1,8 +1,9 @@
 """Pushes: committed checkpoints go into the engine: hold, update, verify, live.
 
-Owner of: push and serving rows. Invariants: the step that is served changes only with a verified `Live`; an engine
-whose push did not end well is unknown and is restarted, never verified back; at most one push per engine is under
-way, and only the newest matters.
+Owner of: push and serving rows, and the fence of the last push that the gateway was asked to hold for (`push_held`).
+Invariants: the step that is served changes only with a verified `Live`; an engine whose push did not end well is unknown
+and is restarted, never verified back; at most one push per engine is under way, and only the newest matters; the gateway
+holds from the engine's `Pausing` on, and the engine is told to go on only when nothing is admitted any more.
 """
 
 from __future__ import annotations
@@ -41,10 +42,17 @@ MAX_ATTEMPTS = 5
 
 @dataclass
 class Sending:
-    """The push under way. end: monotonic deadline."""
+    """The push under way. end: monotonic deadline; held: there once the engine wants to pause, set when the gateway admits
+    nothing to it any more, or when nobody waits for that any more."""
 
     message: w.Push
     end: float
+    held: anyio.Event | None = None
+
+    def done(self) -> None:
+        """There is nothing to wait for."""
+        if self.held is not None:
+            self.held.set()
 
 
 class Pusher:
@@ -57,7 +65,6 @@ class Pusher:
         self._kill = kill
         self._sending: Sending | None = None
         self._unknown: int | None = None  # spawn of an engine whose push ended badly: it gets nothing more
-        self._held = anyio.Event()
         self.transfers = Transfers()
 
     async def run(self) -> None:
@@ -81,29 +88,10 @@ class Pusher:
         reach("push.claimed")
         if self._wire.spawn(ENGINE) != spawn:
             return  # it died meanwhile, and `engine_died` puts the push back: it is not the next process's
-        self._sending = sending = Sending(message, self._store.clock.monotonic() + message.deadline_s + message.drain_s)
-        if message.mode == "merged":
-            await self._hold(message)
-            reach("push.held")
-            if self._sending is not sending:
-                return  # the same while the gateway was asked
+        self._sending = Sending(message, self._store.clock.monotonic() + message.deadline_s + message.drain_s)
         if message.source == "live":
             self._wire.send(TRAINER, message)
         self._wire.send(ENGINE, message)
-
-    async def _hold(self, message: w.Push) -> None:
-        """The gateway stops admitting before the engine is touched; without a gateway nothing is admitted at all."""
-        self._held = anyio.Event()
-        if not self._wire.send(GATEWAY, w.Hold(push=message.push, engine=ENGINE)):
-            return
-        with anyio.move_on_after(HELD_S) as scope:
-            await self._held.wait()
-        if scope.cancelled_caught:
-            self._kill(GATEWAY, f"it did not confirm the hold of push {message.push} within {HELD_S:.0f} s")
-
-    def held(self, message: w.Held) -> None:
-        if self._sending is not None and message.push == self._sending.message.push:
-            self._held.set()
 
     def _claim(self, c: sqlite3.Connection) -> w.Push | None:
         run = active_run(c)
@@ -168,6 +156,42 @@ class Pusher:
         verified = c.execute("SELECT 1 FROM serving WHERE spawn = ? AND engine = ?", (engine_spawn, ENGINE)).fetchone()
         return tuple(last) == (checkpoint["job_id"], spawn) and verified is not None
 
+    # ---- the hold -----------------------------------------------------------------------------------------------------
+
+    async def pausing(self, message: w.Pausing) -> None:
+        """The engine has done all that it can beside running requests: it goes on when nothing more is admitted to it."""
+        sending = self._under_way(message.push, message.fence)
+        if sending is None or sending.held is not None:
+            return  # of an older attempt, or said twice
+        sending.held = held = anyio.Event()
+        # First the row: from here on every table holds, whichever gateway gets it.
+        await self._store.write(lambda c: set_meta(c, "push_held", str(message.fence)))
+        if self._sending is sending:
+            await self._hold(message, held)
+        reach("push.held")
+        if self._sending is sending:  # else its engine died meanwhile
+            self._wire.send(ENGINE, w.Proceed(push=message.push, fence=message.fence))
+
+    async def _hold(self, message: w.Pausing, held: anyio.Event) -> None:
+        """Until the gateway admits nothing to the engine, or is dead; without a gateway nothing is admitted at all."""
+        if self._wire.spawn(GATEWAY) is None:
+            return
+        self._wire.send(GATEWAY, w.Hold(push=message.push, fence=message.fence, engine=ENGINE))
+        with anyio.move_on_after(HELD_S):
+            await held.wait()
+        if not held.is_set():
+            self._kill(GATEWAY, f"it did not confirm the hold of push {message.push} within {HELD_S:.0f} s")
+            await held.wait()
+
+    def held(self, message: w.Held) -> None:
+        if (sending := self._under_way(message.push, message.fence)) is not None:
+            sending.done()
+
+    def gateway_died(self) -> None:
+        """It admits nothing any more, and the next one's first table holds the engine: nothing is left to wait for."""
+        if self._sending is not None:
+            self._sending.done()
+
     # ---- what workers say ---------------------------------------------------------------------------------------------
 
     async def live(self, message: w.Live) -> None:
@@ -222,16 +246,13 @@ class Pusher:
         """The harness ends its engine after this; the push waits for the next process."""
         log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
         self._unknown = self._wire.spawn(ENGINE)
-        await self._store.write(
-            lambda c: self._put_back(c, message.push, message.fence, f"{message.phase}: {message.error}")
-        )
+        await self._store.write(lambda c: self._fail(c, message))
         self._end(message.push, message.fence)
 
     async def refused(self, message: w.Refused) -> None:
         """The trainer does not hold the weights any more, or cannot send them: the engine restarts and loads them from
         disk. An older attempt at the same push may be refused late: that one is over."""
-        sending = self._sending.message if self._sending is not None else None
-        if sending is not None and (sending.push, sending.fence) == (message.push, message.fence):
+        if self._under_way(message.push, message.fence) is not None:
             trainer = self._wire.spawn(TRAINER)
             if message.transfer is not None and trainer is not None:
                 self.transfers.refused(trainer, message.transfer)
@@ -241,10 +262,6 @@ class Pusher:
         """A live push can no longer be fed."""
         if self._sending is not None and self._sending.message.source == "live":
             self._kill(ENGINE, f"the trainer died while it fed push {self._sending.message.push}")
-
-    def gateway_died(self) -> None:
-        """It admits nothing any more, and the next one's first table holds the engine: nothing is left to wait for."""
-        self._held.set()
 
     async def engine_died(self, error: str, counted: bool = True) -> None:
         """Nothing of this engine is served any more; its push goes back. counted: as a failure; False at a stop."""
@@ -257,16 +274,23 @@ class Pusher:
         if self._sending is not None:
             self._end(self._sending.message.push, self._sending.message.fence)
 
-    def _put_back(self, c: sqlite3.Connection, push: int, fence: int, error: str) -> None:
-        row = c.execute("SELECT * FROM push WHERE id = ? AND fence = ? AND state = 'sending'", (push, fence)).fetchone()
-        if row is not None:
-            put_back(c, self._store.clock.now_ms(), row, error)
+    def _fail(self, c: sqlite3.Connection, message: w.PushFailed) -> None:
+        """Its engine is as good as gone: the table that releases it lists nothing that it serves."""
+        found = "SELECT 1 FROM push WHERE id = ? AND fence = ? AND state = 'sending'"
+        if c.execute(found, (message.push, message.fence)).fetchone() is not None:
+            forget_engine(c, self._store.clock.now_ms(), f"{message.phase}: {message.error}")
 
     def _end(self, push: int, fence: int) -> None:
-        if self._sending is not None and (self._sending.message.push, self._sending.message.fence) == (push, fence):
-            if self._sending.message.source == "live":
+        if (sending := self._under_way(push, fence)) is not None:
+            if sending.message.source == "live":
                 self._wire.send(TRAINER, w.PushEnd(push=push, fence=fence))
             self._sending = None
+            sending.done()
+
+    def _under_way(self, push: int, fence: int) -> Sending | None:
+        """The push under way, if it is this attempt."""
+        sending = self._sending
+        return sending if sending and (sending.message.push, sending.message.fence) == (push, fence) else None
 
 
 def forget_engine(c: sqlite3.Connection, now: int, error: str, counted: bool = True) -> None:

@@ -1,7 +1,7 @@
 """The gateway's routing table, derived from rows and sent whole whenever it changes.
 
 Owner of: the last table sent, and which names the gateway confirmed. Invariants: an engine under a merged push is on hold in every table from
-before its update until its verified `Live`; a table never names a step that is not live.
+before its pause until its verified `Live`; a table never names a step that is not live.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class Router:
 
 
 class Table(NamedTuple):
-    """push: fence of the newest push; a hold ends only with a newer table, so every push makes one."""
+    """held: fence of the newest push that the gateway was asked to hold for; a hold ends only with a newer table, so every
+    such push makes one."""
 
     runs: tuple[str, ...]
     engines: tuple[w.EngineRoute, ...]
-    push: str
+    held: str
 
 
 def load_table(c: sqlite3.Connection) -> Table:
@@ -72,12 +73,16 @@ def load_table(c: sqlite3.Connection) -> Table:
         return Table((), (), "")
     spec = msgspec.json.decode(run["spec"], type=RunSpec)
     engines = c.execute("SELECT name, address FROM process WHERE kind = 'engine' AND state = 'ready' AND address <> ''")
-    routes = tuple(_engine(c, row, run, spec) for row in engines.fetchall())
-    return Table((run["name"],), routes, get_meta(c, "push_fence"))
+    held = get_meta(c, "push_held")
+    routes = tuple(_engine(c, row, run, spec, held) for row in engines.fetchall())
+    return Table((run["name"],), routes, held)
 
 
-def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: RunSpec) -> w.EngineRoute:
-    sending = c.execute("SELECT 1 FROM push WHERE engine = ? AND state = 'sending' AND mode = 'merged'", (row["name"],))
+def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: RunSpec, held: str) -> w.EngineRoute:
+    sending = c.execute(
+        "SELECT 1 FROM push WHERE engine = ? AND state = 'sending' AND mode = 'merged' AND fence = ?",
+        (row["name"], held),
+    )
     served = c.execute(
         "SELECT s.name, k.step, k.epoch FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
         " WHERE s.engine = ? AND s.run_id = ? AND s.state = 'live' ORDER BY k.epoch",

@@ -18,7 +18,7 @@ from artd_schema import client_api as api
 from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
 from artd_schema.families import SEEDED
-from artd_schema.spec import RunSpec, first_difference, layout_error
+from artd_schema.spec import RunSpec, first_difference, in_flight_error, layout_error
 
 from .base_model import BaseModel, pin
 from .core.decide import is_stalled
@@ -122,6 +122,8 @@ def _check_spec(spec: RunSpec) -> None:
         )
     if error := layout_error(spec):
         raise Invalid(error, field="spec.trainer")
+    if error := in_flight_error(spec):
+        raise Invalid(error, field="spec.engine.in_flight")
 
 
 def _check_base(spec: RunSpec, base: BaseModel) -> None:

@@ -146,6 +146,8 @@ class Services:
                 self._group.start_soon(self._dispatch.failed, message)
             case w.Refused():
                 self._group.start_soon(self._pusher.refused, message)
+            case w.Pausing():
+                self._group.start_soon(self._pusher.pausing, message)
             case w.Live():
                 self._group.start_soon(self._pusher.live, message)
             case w.PushFailed():

@@ -23,6 +23,8 @@ class Transfers:
     def refused(self, trainer: int, way: w.Transfer) -> None:
         """This spawn of the trainer cannot send that way to this engine: the next push goes another one."""
         self._refused.add((trainer, way))
+        if way == "direct":
+            self._refused.add((trainer, "nccl"))  # it is the same plan that cannot be made
 
     def choose(self, trainer: tuple[str, int], engine: tuple[str, int]) -> w.Transfer | None:
         """The engine's best way that the trainer can go too; (name, spawn) of each."""

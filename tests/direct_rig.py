@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from artd_workers.trainer.direct.plan import make_plan
 from artd_workers.trainer.direct.served import Served
 from artd_workers.trainer.direct.source import Aborted, Source
 from artd_workers.trainer.snapshot import Snapshot
+from tests.plain_wire import PlainWire
 
 PLAIN: dict[str, Any] = {"quantization": None, "enable_lora": False}
 
@@ -45,8 +47,12 @@ class MemoryQueue:
     def copy(self, to: int, source: int, size: int) -> None:
         ctypes.memmove(to, source, size)
 
+    def copy2d(self, to: int, pitch: int, source: int, width: int, rows: int) -> None:
+        for row in range(rows):
+            ctypes.memmove(to + row * pitch, source + row * width, width)
+
     def sum(self, table: Sequence[Span], sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
-        for span in table[slice(*spans)]:
+        for span in chain.from_iterable(map(lines, table[slice(*spans)])):
             size = span.words * WORD
             if copy:
                 ctypes.memmove(span.address, span.other, size)
@@ -63,11 +69,21 @@ class MemoryQueue:
         return
 
 
+def lines(span: Span) -> Iterator[Span]:
+    """Its rows."""
+    width = span.width or span.words
+    for row in range(span.words // width):
+        skip = row * (span.step or width) * WORD
+        other = span.other + skip if span.other else 0
+        yield Span(span.address + skip, span.first + row * span.pitch, width, span.part, other)
+
+
 class MemoryPort:
     """A handle is an address: exporter and importer are one process."""
 
     def __init__(self) -> None:
         self.opened: list[int] = []
+        self.wires: list[PlainWire] = []
 
     def share(self, tensor: Tensor) -> tuple[bytes, int, int]:
         storage = tensor.untyped_storage()
@@ -88,6 +104,10 @@ class MemoryPort:
 
     def sums(self, spans: Sequence[Span]) -> Sequence[Span]:
         return spans
+
+    def wire(self) -> PlainWire:
+        self.wires.append(PlainWire())
+        return self.wires[-1]
 
 
 def _layer(name: str, **weights: Sequence[int]) -> nn.Module:

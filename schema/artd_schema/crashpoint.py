@@ -50,7 +50,7 @@ POINTS: dict[str, str] = {
     "result.published": "daemon",  # the checkpoint's folder has its name, its row is not there
     "result.committed": "daemon",  # the step exists, the trainer has not been told
     "push.claimed": "daemon",
-    "push.held": "daemon",  # the gateway holds, the engine has not been told
+    "push.held": "daemon",  # the gateway holds, the engine has not been told to go on
     "push.live": "daemon",  # the engine said Live, no row says so
     "push.served": "daemon",  # committed, the gateway still holds
     "retain.retired": "daemon",  # rows retired, files there
@@ -71,6 +71,7 @@ POINTS: dict[str, str] = {
     "train.committed": "trainer",  # Committed arrived, memory is not yet tagged
     "engine.started": "engine",  # the server answers, the daemon does not know
     "engine.fenced": "engine",  # a push was taken, the engine is untouched
+    "engine.pausing": "engine",  # the daemon was asked for the hold, the engine goes on generating
     "engine.paused": "engine",
     "engine.updated": "engine",  # new weights are in, not published
     "engine.resumed": "engine",  # serving, the gateway holds

@@ -16,6 +16,7 @@ Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Mode = Literal["merged", "lora"]
 Parameters = Literal["lora", "full"]
+InFlight = Literal["drain", "keep", "recompute"]
 
 
 class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,14 +51,19 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     device: `auto` takes a GPU if the engine's torch sees one. transfer: how a merged push travels on a GPU: `auto` directly
     where it is possible, staged where the GPU has room for the weights a second time beside the KV cache, else in place,
-    else by the engine's own calls; `staged` and `in_place` choose between the first two, `stock` takes the last. On a CPU it
-    has no effect.
+    else the same over NCCL, else by the engine's own calls; `staged` and `in_place` choose between the first two, `nccl` shares no
+    memory of a GPU between processes, `stock` takes the last. On a CPU it has no effect.
+    in_flight: requests that run when a merged push comes. `drain` waits for them (`push_drain_s`); `keep` stops them where they
+    are and goes on with the KV cache that they have, of the old weights; `recompute` has their cache computed again by the new.
+    The last two count for pushes that are verified before the engine goes on, `direct` ones; others drain: from disk, by the
+    engine's own calls, on a CPU. Such a response has several policy epochs.
     """
 
     kind: Literal["vllm"] = "vllm"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    transfer: Literal["auto", "staged", "in_place", "stock"] = "auto"
+    transfer: Literal["auto", "staged", "in_place", "nccl", "stock"] = "auto"
+    in_flight: InFlight = "drain"
     max_model_len: Positive = 1024
     max_num_seqs: Positive = 64
     kv_cache_mib: Positive = 256
@@ -144,6 +150,21 @@ def layout_error(spec: RunSpec) -> str:
             "parameters='full' is trained by processes that each hold the whole model: leave trainer.tensor_parallel, "
             "expert_parallel and pipeline_parallel at 1 (context_parallel may be more), or use parameters='lora'"
         )
+    return ""
+
+
+def in_flight_error(spec: RunSpec) -> str:
+    """Why no push of this run could ever let requests go on as it asks for; "" = some can, or it does not ask."""
+    asked, way = spec.engine.in_flight, spec.engine.transfer
+    if asked == "drain":
+        return ""
+    needs = f"engine.in_flight={asked!r} needs pushes that are verified before the engine goes on"
+    if spec.rollout_weights_mode == "lora":
+        return f"{needs}; with rollout_weights_mode='lora' nothing is paused, requests end on the step that they began with: leave it out"
+    if spec.engine.device == "cpu":
+        return f"{needs}, and those are of a GPU's memory: with engine.device='cpu' leave it out"
+    if way == "stock":
+        return f"{needs}, and engine.transfer='stock' has none: use 'auto', or leave it out"
     return ""
 
 

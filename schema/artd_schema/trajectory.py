@@ -53,8 +53,10 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     prompt_ids: int32 [P]; token_ids: int32 [C], the sampled tokens; logprobs: float32 [C], natural log, processed
     (after the temperature), finite and <= 0. policy_epoch, kv_cache_epoch: run-length (start_token, epoch) over the C
-    sampled tokens, starts rising from 0; empty when unknown (engines that artd does not run).
-    routes: experts that each token was routed to when it was the engine's input, ids [rows, layers, topk] of the run's
+    sampled tokens, starts rising from 0, of the weights that sampled a token, and of those that computed its entry in the
+    KV cache as later tokens saw it; empty when unknown (engines that artd does not run, or what nobody saw).
+    routes: experts that each token was routed to when it was the engine's input for the first time, whatever was computed
+    again later: the routes by which the next token was sampled; ids [rows, layers, topk] of the run's
     `RouteShape` (u8 or u16 little-endian); row j belongs to token routes_start + j of prompt_ids + token_ids, and the
     rows go to the end, or end one token before it (the last sampled token was never an input). b"" = none.
     raw: the raw response (JSON) with unknown fields kept, without what the columns hold.

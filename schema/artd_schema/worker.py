@@ -15,9 +15,9 @@ from .trajectory import RouteShape, Sampling, Split
 
 WorkerKind = Literal["trainer", "engine", "gateway"]
 FailureClass = Literal["transient", "permanent", "interrupted"]
-Transfer = Literal["gloo", "stock", "direct"]
+Transfer = Literal["gloo", "stock", "direct", "nccl"]
 """How a live push's weights travel. gloo: broadcast tensor by tensor between CPUs; stock: the engine's own transfer calls over
-NCCL; direct: the engine pulls the trainer's memory (docs/weights.md)."""
+NCCL; direct: the engine pulls the trainer's memory; nccl: the same plan, sent over NCCL (docs/weights.md)."""
 
 
 class _Message(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_defaults=True, gc=False):
@@ -143,7 +143,7 @@ class Push(_Message, frozen=True):
     the trainer's memory, by `transfer`. rendezvous: a path of one per (trainer spawn, engine spawn), below the engine's
     folder. gloo: the FileStore file in which a group of two meets (trainer rank 0), which then broadcasts the tensors of
     weights.json in order; stock: the same for NCCL; direct: a folder, made by the trainer, in which it writes its `Offer`
-    as `offer` for the `EngineTable` that the harness wrote as `table` beside it, before it feeds the push.
+    as `offer` for the `EngineTable` that the harness wrote as `table` beside it, before it feeds the push; nccl: the same.
     A push with a lower fence than one seen is refused.
     """
 
@@ -157,6 +157,13 @@ class Push(_Message, frozen=True):
     deadline_s: float
     rendezvous: str = ""
     transfer: Transfer = "gloo"
+
+
+class Proceed(_Message, frozen=True):
+    """To the harness, after its `Pausing`: nothing more is admitted to the engine, pause it."""
+
+    push: int
+    fence: int
 
 
 class PushEnd(_Message, frozen=True):
@@ -176,6 +183,7 @@ class Hold(_Message, frozen=True):
     """To the gateway: admit nothing more to this engine until a newer Route; answer Held at once."""
 
     push: int
+    fence: int
     engine: str
 
 
@@ -233,6 +241,7 @@ ToWorker = (
     | Fenced
     | Ack
     | Push
+    | Proceed
     | PushEnd
     | Unload
     | Hold
@@ -329,16 +338,25 @@ class Refused(_Message, frozen=True):
     transfer: Transfer | None = None
 
 
-class Live(_Message, frozen=True):
-    """The engine serves the push's checkpoint, verified by its canary. Only the harness says so.
+class Pausing(_Message, frozen=True):
+    """Harness: this merged push has done all that it does beside running requests; the engine is paused, and its weights are
+    touched, after `Proceed`."""
 
-    seconds: phases (pause, transfer, load, resume, verify); max_abs, mean_abs: canary differences in nats.
+    push: int
+    fence: int
+
+
+class Live(_Message, frozen=True):
+    """The engine serves the push's checkpoint, verified by its canary, or by every tensor's checksum alone where requests went on
+    across it. Only the harness says so.
+
+    seconds: phases (hold, pause, transfer, load, resume, verify); max_abs, mean_abs: canary differences in nats, None without.
     """
 
     push: int
     fence: int
-    max_abs: float
-    mean_abs: float
+    max_abs: float | None = None
+    mean_abs: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -355,6 +373,7 @@ class Held(_Message, frozen=True):
     """Gateway: nothing more is admitted to the engine. in_flight: requests still running there."""
 
     push: int
+    fence: int
     engine: str
     in_flight: int
 
@@ -398,6 +417,7 @@ FromWorker = (
     | Staged
     | Failed
     | Refused
+    | Pausing
     | Live
     | PushFailed
     | Held

@@ -20,16 +20,19 @@ from tests.bench.report import Report, parser
 GOALS = {"in place": 0.20, "staged": 0.07, "in place, 32 streams, KV kept": 0.25, "staged, 32 streams, KV kept": 0.10}
 PHASES = ("pause", "update", "copied", "summed", "compared", "resume", "first_token", "staged")
 GAP_S = 0.40
+"""With the KV cache kept; computed again: and the prefill of the same tokens."""
 HELD_MIB = 2.0
 
 
 def lines(layers: int, gpus: int, rounds: int, out: Path) -> list[dict[str, Any]]:
-    """What the script says of each item."""
-    words = ["--layers", layers, "--gpus", gpus, "--rounds", rounds, "--out", out, "--items", "repeat,streams"]
+    """What the script says of each item, as far as it came."""
+    words = ["--layers", layers, "--gpus", gpus, "--rounds", rounds, "--out", out, "--items", "repeat,streams,gap"]
     share = ["--share", 0.5 if layers > 8 else 0.4]
     own = [sys.executable, "-m", "tests.gpu.push", *map(str, [*words, *share])]
-    subprocess.run(own, check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (out / "push.jsonl").read_text().splitlines()]
+    status = subprocess.run(own, check=False, stdout=subprocess.DEVNULL).returncode
+    said = out / "push.jsonl"
+    found = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
+    return found + ([{"item": "tests.gpu.push", "failed": f"exit status {status}"}] if status else [])
 
 
 def add(report: Report, line: dict[str, Any], goals: bool) -> None:
@@ -38,10 +41,11 @@ def add(report: Report, line: dict[str, Any], goals: bool) -> None:
     for phase in PHASES:
         if phase in median:
             report.add(f"{what}: {phase}", median[phase], "s")
+    if "prefill_s" in line:
+        report.add(f"{what}: prefill of the same tokens", line["prefill_s"], "s")
     if "gap_largest" in line:
-        report.add(
-            f"{what}: longest gap of a stream", line["gap_largest"], "s", GAP_S if "kept" in what else None, "<="
-        )
+        goal = GAP_S + line.get("prefill_s", 0.0)
+        report.add(f"{what}: longest gap of a stream", line["gap_largest"], "s", goal if goals else None, "<=")
     for side in ("engine", "trainer") if "held" in line else ():
         first, last = (held[side] for held in line["held"].values())
         grown = (last["gpu_bytes"] - first["gpu_bytes"]) / 2**20
@@ -60,12 +64,14 @@ def main() -> int:
     report = Report(f"Direct push, {args.layers} layers, {args.gpus} GPU(s)")
     with tempfile.TemporaryDirectory(prefix="artd-bench-") as scratch:
         out = args.out or Path(os.environ.get("OUT", scratch))
-        for line in lines(args.layers, args.gpus, args.rounds, out):
-            if "median" in line:
-                add(report, line, goals=args.layers == 48)
-            elif "failed" in line:
-                raise SystemExit(f"{line['item']}: {line['failed']}")
-    return report.finish(args.json)
+        found = lines(args.layers, args.gpus, args.rounds, out)
+    for line in found:
+        if "median" in line:
+            add(report, line, goals=args.layers == 48)
+    met = report.finish(args.json)
+    failed = [f"{line['item']}: {line['failed']}" for line in found if "failed" in line]
+    print(*failed, sep="\n", file=sys.stderr)
+    return int(met != 0 or bool(failed))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,10 @@ METHODS: dict[str, tuple[tuple[str, ...], Callable[[Adapter, Bench, Deadline], A
         ("artd_load_merged", "artd_finish"),
         lambda a, b, d: a.load_merged(FENCE, b.weights(0).tensors, b.disk(0), d),
     ),
-    "finish": (("/update_weight_version", "/reset_prefix_cache"), lambda a, b, d: a.finish("toy@0", d)),
+    "finish": (
+        ("/update_weight_version", "artd_label", "/reset_prefix_cache"),
+        lambda a, b, d: a.finish("toy@0", d),
+    ),
     "load_adapter": (("/v1/load_lora_adapter",), lambda a, b, d: a.load_adapter("x", Path("/x"), d)),
     "unload_adapter": (("/v1/unload_lora_adapter",), lambda a, b, d: a.unload_adapter("x", d)),
     "in_flight": (("/metrics",), lambda a, b, d: a.in_flight("x", d)),

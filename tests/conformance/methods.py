@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from artd_schema import worker as w
+from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.base import VLLM, Deadline, EngineError, Fence
+from artd_workers.engines.base import VLLM, Adapter, Deadline, EngineError, Fence
 from artd_workers.engines.vllm import guard
 from tests.engine.daemon import INSTANCE
 
@@ -24,6 +26,7 @@ from .bench import Bench, fence_of
 from .spawn import Spawn, manifest, refused
 
 Case = Callable[[Bench], None]
+KEEPS: tuple[InFlight, ...] = ("keep", "recompute")
 
 
 class Request(threading.Thread):
@@ -109,6 +112,20 @@ def pause_without_drain_aborts_at_once(bench: Bench) -> None:
     adapter.resume(soon(bench))
 
 
+def pause_lets_requests_go_on(bench: Bench) -> None:
+    """With the cache that they have or without; they end as if there had been no pause."""
+    spawn = ready(bench)
+    adapter = spawn.adapter()
+    for in_flight in KEEPS:
+        request = Request(spawn, spawn.name(0), bench.kind.tokens)
+        assert adapter.pause(0.0, soon(bench), in_flight) is not adapter.capabilities.keeps
+        assert paused(spawn) and request.is_alive() is adapter.capabilities.keeps
+        adapter.finish("toy@0", soon(bench))
+        adapter.resume(soon(bench))
+        assert request.end() == ("length" if adapter.capabilities.keeps else "abort")
+    again(bench)
+
+
 def abort_all_ends_requests(bench: Bench) -> None:
     spawn = ready(bench)
     adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens)
@@ -173,6 +190,51 @@ def load_merged_brings_a_checkpoint(bench: Bench) -> None:
     if adapter.capabilities.weight_version:
         assert spawn.ask("/weight_info", method="GET")["weight_version"] == "toy@2"
     again(bench)
+
+
+def who_sampled_each_token_is_known(bench: Bench) -> None:
+    """Of requests that went on over a change of label, with two choices; of one that waited for its end, and of one that had
+    ended before. As the engine's own spans say where it has them; and whose the cache is."""
+    if not bench.kind.workers:
+        return
+    spawn = ready(bench)
+    adapter = spawn.adapter()
+    for in_flight in KEEPS:
+        old, new = f"toy@{in_flight}1", f"toy@{in_flight}2"
+        _relabel(adapter, bench, old, "drain")
+        spawn.generate("early", 4)
+        with ThreadPoolExecutor(2) as pool:
+            kept = pool.submit(spawn.generate, "kept", bench.kind.tokens, n=2)
+            while spawn.running() < 2:
+                assert not kept.done(), "too short for this engine"
+                time.sleep(0.02)
+            time.sleep(0.2)
+            adapter.pause(0.0, soon(bench), in_flight)
+            late = pool.submit(spawn.generate, "late", 4)
+            time.sleep(0.2)
+            assert not kept.done() and not late.done()
+            adapter.finish(new, soon(bench))
+            adapter.resume(soon(bench))
+            found = {"late#0": late.result()[0], "kept#0": kept.result()[0], "kept#1": kept.result()[1]}
+        told = spawn.sampled("early#0", "never#0", *found)
+        assert told.pop("early#0") == {"policy": [[0, old]], "cache": [[0, old]]}
+        assert told.pop("late#0") == {"policy": [[0, new]], "cache": [[0, new]]}
+        assert told.keys() == found.keys() - {"late#0"}
+        for key, one in told.items():
+            (first, _), (at, _) = one["policy"]
+            assert one["policy"] == [[0, old], [at, new]] and first < at < bench.kind.tokens
+            # The last token before the pause is the first input after it.
+            assert one["cache"] == ([[0, old], [at - 1, new]] if in_flight == "keep" else [[0, new]])
+            if adapter.capabilities.weight_version:
+                assert one["policy"] == [[span["start"], span["version"]] for span in found[key]["weight_versions"]]
+        assert spawn.sampled(*found) == {}
+    again(bench)
+
+
+def _relabel(adapter: Adapter, bench: Bench, name: str, in_flight: InFlight) -> None:
+    adapter.pause(0.0, soon(bench), in_flight)
+    adapter.finish(name, soon(bench))
+    adapter.resume(soon(bench))
 
 
 def live_pushes_are_served(bench: Bench) -> None:
@@ -246,6 +308,9 @@ def the_servers_own_routes_obey_their_owner(bench: Bench) -> None:
         for name in GUARDED if other.capabilities.abort_route else GUARDED[:-1]:
             with refused(why):
                 METHODS[name][1](other, bench, soon(bench))
+        with refused(why):
+            label = {"owner": owner, "name": "another", "cleared": True}
+            spawn.ask("/collective_rpc", {"method": "artd_label", "args": [], "kwargs": label})
         assert not paused(spawn)
     assert request.end() == "length"
     assert spawn.serves(0)
@@ -322,7 +387,7 @@ COMMON: tuple[Case, ...] = (
     versions_that_are_unknown_are_refused, the_servers_own_routes_obey_their_owner,
 )  # fmt: skip
 MERGED: tuple[Case, ...] = (
-    *COMMON, live_pushes_are_served, begin_refuses_other_fences, load_merged_brings_a_checkpoint,
+    *COMMON, pause_lets_requests_go_on, who_sampled_each_token_is_known, live_pushes_are_served, begin_refuses_other_fences, load_merged_brings_a_checkpoint,
     an_unknown_version_never_gets_ready, an_update_that_failed_keeps_the_gate_shut,
 )  # fmt: skip
 GLOO: tuple[Case, ...] = (join_happens_once_for_each_file,)

@@ -28,11 +28,14 @@ from .spawn import Flaw, Kind, Spawn, manifest, reference
 END_S = 7.0
 """Seconds between the failure of a call and the end of every process (the harness gives a group 5 s to die)."""
 
+BEFORE = ("fence", "open", "stage")
+"""Phases of a merged push before the engine asks for the hold."""
+
 CALLS: dict[str, dict[str, tuple[str, ...]]] = {
     "disk": {
         "pause": ("/pause",),
         "transfer": ("artd_begin", "artd_finish", "artd_load_merged"),
-        "load": ("/update_weight_version", "/reset_prefix_cache"),
+        "load": ("/update_weight_version", "artd_label", "/reset_prefix_cache"),
         "resume": ("/resume",),
         "verify": ("/v1/completions",),
     },
@@ -63,7 +66,7 @@ has in common with a push from disk stands there."""
 @dataclass(frozen=True)
 class Failure:
     """way: of the push; phase: in which the harness must say that it failed; at: the call that goes wrong; how: how
-    (`spoiled` has the words; a death strikes the server, or its workers); flaw: of the trainer's side instead; damage: of the checkpoint's files instead."""
+    (`spoiled` has the words; a death strikes the server, or its workers; silence: the daemon's, that the gateway holds); flaw: of the trainer's side instead; damage: of the checkpoint's files instead."""
 
     way: str
     phase: str
@@ -95,7 +98,9 @@ def failures(way: str, every: bool = False) -> Iterator[Failure]:
         yield Failure(way, "stage", "artd_direct_staged", "never done")
     if way == "disk":
         yield Failure(way, "load", "/reset_prefix_cache", "held")
-        yield Failure(way, "pause", how="death in fence")
+        yield Failure(way, "hold", how="silence")
+        yield Failure(way, "hold", how="death in fence")
+        yield Failure(way, "hold", how="death in hold")
         yield from (Failure(way, phase, CALLS[way][phase][-1], "workers' death") for phase in ("transfer", "verify"))
 
 
@@ -125,6 +130,8 @@ def fails(bench: Bench, failure: Failure) -> None:
             spawn.daemon.send(push)
             strike(spawn, failure, seen)
             unknown(spawn, push, failure.phase)
+            if failure.phase in (*BEFORE, "hold"):
+                assert "/pause" not in [call["route"] for call in spawn.calls()[seen:]]
             took = time.monotonic() - began
     finally:
         if feed is not None:
@@ -138,7 +145,7 @@ def fails(bench: Bench, failure: Failure) -> None:
 def hangs(failure: Failure) -> bool:
     """Whether it may take until the push's deadline. A trainer's side that dies is seen at once by some ways only."""
     return (
-        failure.how in ("hang", "never done")
+        failure.how in ("hang", "never done", "silence")
         or failure.flaw in ("dies", "stalls", "absent")
         or (failure.flaw == "short" and failure.way in ("gloo", "stock"))
     )
@@ -152,7 +159,8 @@ def unknown(spawn: Spawn, push: w.Push, phase: str) -> None:
     assert failed.error
     assert daemon.wait(END_S) == 1
     mine = [message for message in daemon.received if getattr(message, "fence", 0) == push.fence]
-    assert mine == [failed], mine
+    asked = w.Pausing(push=push.push, fence=push.fence)
+    assert mine == ([failed] if push.mode == "lora" or phase in BEFORE else [asked, failed]), mine
     assert [type(message) for message in daemon.received[-1:]] == [w.Down]
     assert spawn.living() == []
     assert not Path(spawn.daemon.config.dir).exists()
@@ -163,12 +171,13 @@ def unknown(spawn: Spawn, push: w.Push, phase: str) -> None:
 
 @contextmanager
 def spoiled(bench: Bench, spawn: Spawn, failure: Failure) -> Iterator[None]:
-    """The relay's part of the failure. A wrong score is one just beyond the canary's bound."""
+    """The relay's and the daemon's part of the failure. A wrong score is one just beyond the canary's bound."""
     bound = manifest(bench.kind.checkpoint(0)).canary.max_abs
     hold = {"hold": str(spawn.root / "go")}
     faults = {"error": 500, "hang": "hang", "death": hold, "workers' death": hold, "held": "false",
               "wrong": {"shift": 2 * bound},
               "never done": "fine"}  # fmt: skip
+    spawn.daemon.holds = failure.phase != "hold"
     if failure.how == "death in fence":
         (spawn.root / "engine.fenced").write_text("stop")
     with spawn.faults({failure.at: faults[failure.how]} if failure.at else {}):
@@ -182,6 +191,9 @@ def strike(spawn: Spawn, failure: Failure, seen: int) -> None:
         until(lambda: procfs.read_stat(spawn.daemon.process.pid).state == "T", spawn, failure)
         spawn.kill_server()
         os.kill(spawn.daemon.process.pid, signal.SIGCONT)
+    elif failure.how == "death in hold":
+        until(lambda: isinstance(spawn.daemon.received[-1], w.Pausing), spawn, failure)
+        spawn.kill_server()
     elif failure.how.endswith("death"):
         until(lambda: failure.at in [one["route"] for one in spawn.calls()[seen:]], spawn, failure)
         if failure.how == "death":
@@ -195,7 +207,7 @@ def until(condition: Callable[[], bool], spawn: Spawn, failure: Failure) -> None
     end = time.monotonic() + spawn.kind.patience_s
     while not condition():
         assert time.monotonic() < end, f"{failure}: the push did not come there; {spawn.daemon.received[-3:]}"
-        time.sleep(0.01)
+        spawn.daemon.hear(0.01)
 
 
 @contextmanager

@@ -169,6 +169,18 @@ class Spawn:
                 "prompt_logprobs": None}  # fmt: skip
         return str(self.ask("/v1/completions", body)["choices"][0]["finish_reason"])
 
+    def generate(self, request: str, tokens: int, **sampling: Any) -> list[dict[str, Any]]:
+        """The choices of a request by tokens, under this name, of so many tokens each."""
+        body = {"model": self.name(0), "token_ids": [5, 6, 7, 8, 9], "request_id": request, "cache_salt": request,
+                "sampling_params": {"logprobs": 0, "max_tokens": tokens, "ignore_eos": True, **sampling}}  # fmt: skip
+        choices = self.ask("/inference/v1/generate", body)["choices"]
+        return sorted(choices, key=lambda choice: choice["index"])
+
+    def sampled(self, *choices: str) -> dict[str, Any]:
+        """What the worker saw of who sampled these, `REQUEST#CHOICE`."""
+        body = {"method": "artd_take_sampled", "args": [], "kwargs": {"choices": list(choices)}}
+        return self.ask("/collective_rpc", body)["results"][0]
+
     def prefix_hits(self) -> float:
         """Tokens (or prompts) that were found in its prefix cache so far."""
         return self._metric("vllm:prefix_cache_hits_total")

@@ -31,6 +31,7 @@ FAKED = {
     "train.committed": "tests/trainer/test_worker.py",
     "engine.started": "tests/engine/test_harness.py",
     "engine.fenced": "tests/engine/test_harness.py",
+    "engine.pausing": "tests/engine/test_harness.py",
     "engine.paused": "tests/engine/test_harness.py",
     "engine.updated": "tests/engine/test_harness.py",
     "engine.resumed": "tests/engine/test_harness.py",

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]  # 15 s each when t
 
 CHAINS: dict[str, tuple[tuple[str, ...], ...]] = {
     "in": (
-        ("schema.created", "run.created", "spawn.started", "reap.done", "recover.adopted", "recover.interrupted"),
+        ("schema.created", "run.created", "spawn.started", "reap.done", "recover.adopted", "recover.interrupted",
+         "engine.pausing"),
         ("submit.inserted", "submit.committed", "exchange.committed", "file.written",
          "gateway.generated", "train.accepted", "engine.started"),
         ("file.renamed", "writer.commit", "writer.committed", "gateway.recorded", "train.stepped", "engine.fenced"),

@@ -81,14 +81,14 @@ async def test_a_daemon_that_was_stopped_itself_ends_nobody(rig: Rig):
 
 
 async def test_workers_that_cannot_be_killed_change_nothing_when_they_wake(rig: Rig):
-    rig.script.write(http=1, sign=1, hold__train__1=[1], hold__push__1=[2])
+    rig.script.write(http=1, sign=1, hold__train__1=[1], hold__verify__1=[2])
     rig.start(under=REMOTE)
     async with rig.run() as (_, run):
         await run.wait(0, timeout=20)
         await fill(run, 1)
         rig.reached("train:1 1")
         trainer = stop(rig, "trainer")
-        rig.reached("push:1 2")  # another trainer did it
+        rig.reached("verify:1 2")  # another trainer did it
         engine = stop(rig, "engine")
         assert (await run.wait(1, timeout=20)).step == 1  # in another engine
         before = folders(rig)

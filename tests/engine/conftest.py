@@ -84,7 +84,7 @@ class Bench:
         with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, process_group=0) as process:
             try:
                 adapter = _adapter(socket)
-                yield Pusher(adapter, self.config.spec, "toy", self.root / "adapters", INSTANCE, SPAWN)
+                yield Pusher(adapter, self.config.spec, "toy", self.root / "adapters", INSTANCE, SPAWN, lambda *_: None)
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
 

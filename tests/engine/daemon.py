@@ -20,7 +20,8 @@ INSTANCE, SPAWN = "test-instance", 7
 
 
 class FakeDaemon:
-    """Starts `python -m artd_workers.engines` and talks to it. Use as a context manager: it leaves no process."""
+    """Starts `python -m artd_workers.engines` and talks to it. Use as a context manager: it leaves no process. holds: whether
+    it says `Proceed` to a push that wants to pause; it does so while it hears."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class FakeDaemon:
     ) -> None:
         self.config = config
         self.received: list[w.FromWorker] = []
+        self.holds = True
         self._codec: Codec[w.FromWorker] = Codec(w.FromWorker)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -73,6 +75,12 @@ class FakeDaemon:
         """The engine's socket, once it says Ready."""
         return self.expect(w.Ready, timeout_s).socket
 
+    def hear(self, seconds: float) -> None:
+        """Take what comes in this time."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._next(left)
+
     def wait(self, timeout_s: float = 20.0) -> int:
         """Exit code of the harness."""
         end = time.monotonic() + timeout_s
@@ -90,6 +98,8 @@ class FakeDaemon:
         message, _ = self._codec.decode(frames)
         if isinstance(message, w.Hello):
             self.send(w.Welcome(worker=message.name, heartbeat_s=0.5, max_message=1 << 26, engine=self.config))
+        if isinstance(message, w.Pausing) and self.holds:
+            self.send(w.Proceed(push=message.push, fence=message.fence))
         if not isinstance(message, w.Beat):
             self.received.append(message)
         return message

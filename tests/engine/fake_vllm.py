@@ -3,7 +3,8 @@
 The file named by FAKE_VLLM holds its script (JSON): {"calls": PATH, "faults": {ROUTE: FAULT}, "start": HOW, "term": HOW,
 "version": V, "shape": [LAYERS, TOPK, EXPERTS], "bytes": LOADED, "table": `EngineTable`, "room": BOOL}. FAULT: an integer status, "hang", or a path: wait until that file is there (what
 else can go wrong: tests/conformance/relay.py). start: a last log line before exit 1. term: "hang" ignores SIGTERM. Every call
-is appended to `calls`. A token of a completion takes 10 ms.
+is appended to `calls`. A token of a completion takes 10 ms; a
+paused server ends none, and one that keeps requests gives up no blocks of theirs unless it is told to.
 Updates pass the real fence of artd's extension, for the instance and spawn in its environment. A live one reads the tensors
 from the trainer's side at the Unix socket `rendezvous` (`Wire`; a stock one is told it in place of NCCL's id), one from disk reads them from the checkpoint; its scores are a
 function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
@@ -82,6 +83,7 @@ class ServerState:
     polls: int = 0
     adapters: dict[str, str] = field(default_factory=dict)
     paused: bool = False
+    holding: bool = True
     running: dict[threading.Event, str] = field(default_factory=dict)
     cached: set[tuple[int, ...]] = field(default_factory=set)
     hits: int = 0
@@ -134,10 +136,15 @@ class Handler(BaseHTTPRequestHandler):
                 if query["mode"] == ["wait"]:
                     for request in list(STATE.running):
                         request.wait()
-                abort()
+                if query["mode"] != ["keep"]:
+                    abort()
                 STATE.paused = True
+                if query["clear_cache"] == ["true"]:
+                    STATE.cached.clear()
+                    STATE.holding = False
             case "/resume":
                 STATE.paused = False
+                STATE.holding = True
             case "/is_paused":
                 return 200, {"is_paused": STATE.paused}
             case "/abort_requests":
@@ -178,8 +185,15 @@ class Handler(BaseHTTPRequestHandler):
             case "/weight_info":
                 return 200, {"weight_version": STATE.label}
             case "/reset_prefix_cache":
+                if STATE.running and STATE.holding:
+                    return 200, {"success": False}
                 STATE.cached.clear()
                 return 200, {"success": True}
+            case "artd_label":
+                if body["kwargs"]["owner"] != guard.own():
+                    raise FenceError(f"this engine belongs to {guard.own()}")
+                assert STATE.paused
+                return 200, {"results": [{}]}
             case "/v1/load_lora_adapter":
                 STATE.adapters[body["lora_name"]] = seed_of_adapter(Path(body["lora_path"]))
                 return 200, "Success"
@@ -298,6 +312,8 @@ def busy(seconds: float, model: str) -> str:
     done = threading.Event()
     STATE.running[done] = model
     aborted = done.wait(seconds)
+    while STATE.paused and not (aborted := done.is_set()):
+        time.sleep(TOKEN_S / 10)
     del STATE.running[done]
     done.set()
     return "abort" if aborted else "length"

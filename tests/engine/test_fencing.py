@@ -84,6 +84,7 @@ def test_a_harness_that_wakes_after_its_replacement(bench: Bench, newer: Bench, 
         own = Path(old.ready())
         # Its fence is the greater one, as that of another instance may be.
         old.send(bench.push(0, fence=100, drain_s=30.0, **source))
+        old.expect(w.Pausing)
         until(lambda: at in bench.routes(), at)
         ticks = process_ticks(old.process.pid)
         old.process.send_signal(signal.SIGSTOP)

@@ -24,6 +24,7 @@ MERGED_CALLS = [
     "artd_load_merged",
     "artd_finish",
     "/update_weight_version",
+    "artd_label",
     "/reset_prefix_cache",
     "/resume",
 ]
@@ -64,7 +65,7 @@ def live(daemon: FakeDaemon, push: w.Push) -> w.Live:
     return daemon.expect(w.Live, where=lambda message: message.fence == push.fence)
 
 
-PUSHED = ["engine.fenced", "engine.paused", "engine.updated", "engine.resumed", "engine.verified"]
+PUSHED = ["engine.fenced", "engine.pausing", "engine.paused", "engine.updated", "engine.resumed", "engine.verified"]
 
 
 def test_merged_push_goes_through_the_phases_in_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def test_merged_push_goes_through_the_phases_in_order(bench: Bench, monkeypatch:
         live(daemon, bench.push(1))
         daemon.send(w.Exit(grace_s=5))
         assert daemon.wait() == 0
-    assert set(first.seconds) == {"pause", "transfer", "load", "resume", "verify"}
+    assert set(first.seconds) == {"hold", "pause", "transfer", "load", "resume", "verify"}
     assert first.max_abs == 0.0
     routes = bench.routes()
     one = ["/pause", *MERGED_CALLS, "/v1/completions"]
@@ -165,12 +166,71 @@ def test_an_older_fence_is_refused_and_changes_nothing(bench: Bench) -> None:
         live(daemon, bench.push(2))
 
 
+def asked(daemon: FakeDaemon, push: w.Push) -> None:
+    """The push is sent, and waits for the gateway's hold."""
+    daemon.holds = False
+    daemon.send(push)
+    assert daemon.expect(w.Pausing) == w.Pausing(push=push.push, fence=push.fence)
+
+
+def test_an_engine_is_paused_only_after_the_daemon_said_so(bench: Bench) -> None:
+    with bench.start() as daemon:
+        socket = daemon.ready()
+        push = bench.push(0)
+        asked(daemon, push)
+        thread, ended = request(socket, 0.2)
+        thread.join()
+        assert ended == ["length"], "requests go on meanwhile"
+        for other in ({"fence": push.fence - 1}, {"fence": push.fence + 1}, {"push": push.push + 1}):
+            daemon.send(w.Proceed(**{"push": push.push, "fence": push.fence} | other))
+        daemon.hear(0.5)
+        assert bench.routes() == ["/version", "/v1/completions"]
+        daemon.send(w.Proceed(push=push.push, fence=push.fence))
+        assert daemon.expect(w.Live).seconds["hold"] >= 0.5
+        daemon.send(w.Proceed(push=push.push, fence=push.fence))  # twice: it must not count for the next
+        asked(daemon, bench.push(1))
+        daemon.hear(0.3)
+        assert bench.routes().count("/pause") == 1
+
+
+def test_a_push_that_is_not_told_to_go_on_ends_at_its_deadline(bench: Bench) -> None:
+    with bench.start() as daemon:
+        daemon.ready()
+        asked(daemon, bench.push(0, deadline_s=0.5))
+        failed = daemon.expect(w.PushFailed)
+        assert (failed.fence, failed.phase) == (1, "hold") and "gateway" in failed.error
+        assert daemon.wait() == 1
+    assert bench.routes() == ["/version"]
+    gone(bench)
+
+
+def test_an_engine_that_dies_while_it_waits_is_told_at_once(bench: Bench) -> None:
+    with bench.start() as daemon:
+        daemon.ready()
+        asked(daemon, bench.push(0, deadline_s=60.0))
+        os.kill(int(Path(bench.config.log).read_text().split()[2]), signal.SIGKILL)
+        failed = daemon.expect(w.PushFailed, 4)
+        assert (failed.phase, failed.fence) == ("hold", 1)
+        assert "signal 9" in daemon.expect(w.Down).error
+        assert daemon.wait() == 1
+    gone(bench)
+
+
+def test_exit_while_a_push_waits_for_the_hold(bench: Bench) -> None:
+    with bench.start() as daemon:
+        daemon.ready()
+        asked(daemon, bench.push(0, deadline_s=60.0))
+        daemon.send(w.Exit(grace_s=1.0))
+        assert daemon.wait(8) == 0
+    gone(bench)
+
+
 def test_a_newer_push_ends_one_that_waits_for_its_trainer(bench: Bench) -> None:
     bench.script = {"faults": {"/init_weight_transfer_engine": "hang"}}
     with bench.start() as daemon:
         daemon.ready()
         daemon.send(bench.push(0, source="live", rendezvous="r", deadline_s=60.0))
-        time.sleep(0.5)
+        daemon.hear(0.5)
         daemon.send(bench.push(0))
         assert daemon.expect(w.PushFailed, 15).fence == 1
         assert "replaced" in daemon.expect(w.Down).error
@@ -185,6 +245,7 @@ def test_lora_push_loads_under_its_name_and_unloads_after_the_last_request(bench
         assert set(done.seconds) == {"transfer", "load", "verify"}
         thread, _ = request(socket, 1.5, model="toy@1")
         live(daemon, bench.push(2))
+        assert not [message for message in daemon.received if isinstance(message, w.Pausing)]
         daemon.send(w.Unload(name="toy@1"))
         time.sleep(1.0)
         assert "/v1/unload_lora_adapter" not in bench.routes()
@@ -274,7 +335,7 @@ def test_exit_during_a_push_does_not_wait_for_it(bench: Bench) -> None:
     with bench.start() as daemon:
         daemon.ready()
         daemon.send(bench.push(0, deadline_s=60.0))
-        time.sleep(0.5)
+        daemon.hear(0.5)
         daemon.send(w.Exit(grace_s=1.0))
         assert daemon.wait(8) == 0
     gone(bench)

@@ -13,15 +13,16 @@ import pytest
 from artd_schema import worker as w
 from artd_schema.direct import OFFER, TABLE, EngineTable, EngineTensor, Obstacle
 from artd_schema.spec import EngineSpec, RunSpec
-from artd_workers.engines.base import Deadline, EngineError, Fence
+from artd_workers.engines.base import VLLM, Deadline, EngineError, Fence, capabilities
 from artd_workers.engines.push import Pusher, PushError, Stale
 from artd_workers.engines.transfers import transfers_of
+from artd_workers.engines.vllm import guard
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN
 
 OPEN = ["artd_direct_open", "artd_direct_expect"]
 STAGE = ["artd_direct_stage", "artd_direct_staged", "artd_direct_staged"]
-AFTER = ["/update_weight_version", "/reset_prefix_cache", "/resume", "/v1/completions"]
+AFTER = ["/update_weight_version", "artd_label", "/reset_prefix_cache", "/resume", "/v1/completions"]
 
 
 def direct(bench: Bench, step: int, trainer: int = 1, offered: bool = True, **changes: Any) -> w.Push:
@@ -41,17 +42,21 @@ def direct(bench: Bench, step: int, trainer: int = 1, offered: bool = True, **ch
         ("auto", False, ["artd_direct_room", "/pause", "artd_direct_pull"]),
         ("auto", True, ["artd_direct_room", *STAGE, "/pause", "artd_direct_swap"]),
         ("staged", False, [*STAGE, "/pause", "artd_direct_swap"]),
+        ("nccl", False, ["artd_direct_room", "/pause", "artd_direct_pull"]),
+        ("nccl", True, ["artd_direct_room", *STAGE, "/pause", "artd_direct_swap"]),
     ],
 )
 def test_calls_and_phases_in_order(bench: Bench, transfer: str, room: bool, calls: list[str]) -> None:
     bench.engine, bench.script = {"transfer": transfer}, {"room": room}
     with bench.serve() as pusher:
-        live = pusher.run(direct(bench, 0))
-        again = pusher.run(direct(bench, 1))
+        way = "nccl" if transfer == "nccl" else "direct"
+        live = pusher.run(direct(bench, 0, transfer=way))
+        again = pusher.run(direct(bench, 1, transfer=way))
     assert bench.routes() == ["/version", *OPEN, *calls, *AFTER, OPEN[1], *calls, *AFTER]
     phases = [
         "open",
         *(["stage"] if calls[-1].endswith("swap") else []),
+        "hold",
         "pause",
         "transfer",
         "load",
@@ -68,12 +73,33 @@ def test_calls_and_phases_in_order(bench: Bench, transfer: str, room: bool, call
     assert waited and all(0 < seconds <= 30.0 for seconds in waited), "a call that waits takes its own time-out"
 
 
+@pytest.mark.parametrize(
+    ("version", "way", "kept"),
+    [("0.25.1", "direct", True), ("0.25.1", "nccl", True), ("0.25.1", "disk", False), ("0.22.1", "direct", False)],
+)
+def test_a_canary_does_not_wait_beside_requests_that_went_on(bench: Bench, version: str, way: str, kept: bool) -> None:
+    """Their push is verified by its checksums; the gateway would wait with the canary."""
+    bench.engine, bench.script = {"transfer": "in_place", "in_flight": "keep"}, {"version": version}
+    changes = {"source": "disk"} if way == "disk" else {"transfer": way}
+    with bench.serve() as pusher:
+        live = pusher.run(direct(bench, 0, **changes))
+    assert ("/v1/completions" in bench.routes(), "verify" in live.seconds) == (not kept, not kept)
+    assert (live.max_abs, live.mean_abs) == ((None, None) if kept else (0.0, 0.0))
+
+
 def test_an_offer_is_opened_once_for_each_pair(bench: Bench) -> None:
     with bench.serve() as pusher:
         for trainer in (1, 1, 2, 2, 1):
             pusher.run(direct(bench, 0, trainer))
     opened = [Path(call["body"]["kwargs"]["offer"]) for call in bench.calls() if call["route"] == OPEN[0]]
     assert [path.parent.name for path in opened] == ["direct-1", "direct-2", "direct-1"]
+
+
+def test_what_has_no_fence_says_whose_it_is(bench: Bench) -> None:
+    with bench.serve() as pusher:
+        pusher.run(direct(bench, 0))
+    owners = {call["route"]: call["body"]["kwargs"]["owner"] for call in bench.calls() if call["route"] in OPEN}
+    assert owners == dict.fromkeys(OPEN, guard.owner(INSTANCE, SPAWN))
 
 
 def test_pushes_from_disk_and_directly_take_turns(bench: Bench) -> None:
@@ -90,6 +116,7 @@ def test_pushes_from_disk_and_directly_take_turns(bench: Bench) -> None:
         ("direct_expect", "open"),
         ("direct_room", "open"),
         ("direct_stage", "stage"),
+        ("hold", "hold"),
         ("pause", "pause"),
         ("direct_swap", "transfer"),
         ("direct_pull", "transfer"),
@@ -101,7 +128,7 @@ def test_pushes_from_disk_and_directly_take_turns(bench: Bench) -> None:
 def test_every_call_can_fail(bench: Bench, route: str, phase: str) -> None:
     bench.prepare()
     adapter = Failing(route, room=route != "direct_pull")
-    pusher = Pusher(adapter, bench.config.spec, "toy", bench.root, "i", 1)  # type: ignore[arg-type]
+    pusher = Pusher(adapter, bench.config.spec, "toy", bench.root, "i", 1, adapter.hold)  # type: ignore[arg-type]
     with pytest.raises(PushError, match="no such luck") as failed:
         pusher.run(direct(bench, 0))
     assert failed.value.phase == phase
@@ -113,6 +140,7 @@ class Failing:
 
     def __init__(self, route: str, room: bool) -> None:
         self._route, self._room = route, room
+        self.capabilities = capabilities(VLLM, "0.25.1")
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -174,8 +202,9 @@ ODD = msgspec.structs.replace(PLAIN, obstacles=(Obstacle("model.layers.3", "MLA"
 @pytest.mark.parametrize(
     ("device", "transfer", "table", "ways", "obstacle"),
     [
-        ("cuda", "auto", PLAIN, ("direct", "stock"), ""),
-        ("cuda", "in_place", PLAIN, ("direct", "stock"), ""),
+        ("cuda", "auto", PLAIN, ("direct", "nccl", "stock"), ""),
+        ("cuda", "in_place", PLAIN, ("direct", "nccl", "stock"), ""),
+        ("cuda", "nccl", PLAIN, ("nccl", "stock"), ""),
         ("cuda", "stock", PLAIN, ("stock",), ""),
         ("cuda", "auto", ODD, ("stock",), "model.layers.3: MLA (and 1 more)"),
         ("cpu", "auto", PLAIN, ("gloo",), ""),
@@ -198,7 +227,7 @@ def test_a_harness_says_how_it_can_be_pushed_to(bench: Bench) -> None:
     bench.engine, bench.script = {"device": "cuda"}, {"version": "0.25.1", "table": msgspec.to_builtins(PLAIN)}
     with bench.start() as daemon:
         ready = daemon.expect(w.Ready)
-        assert (ready.transfers, ready.obstacle) == (("direct", "stock"), "")
+        assert (ready.transfers, ready.obstacle) == (("direct", "nccl", "stock"), "")
         assert (Path(bench.config.dir) / TABLE).is_file()
         daemon.send(direct(bench, 0))
         assert daemon.expect(w.Live).fence == 1

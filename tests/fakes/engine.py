@@ -2,7 +2,7 @@
 
 Run by a stand-in for the vllm runtime's interpreter. Faults (see script.py): `dead:N` spawns that report Down at their
 start, `bad:STEP` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gates: `push:STEP` before
-its weights change, `verify:STEP` when they have. Mark: `live:SHA FENCE` before it says Live. With `http` in the script it also
+the gateway is asked to hold, `verify:STEP` when they have. Mark: `live:SHA FENCE` before it says Live. With `http` in the script it also
 serves the OpenAI fake of tests/gateway on its socket, which captures routed experts when the daemon wants them. With `sign`
 besides it says nothing but which weights it holds.
 """
@@ -64,6 +64,8 @@ def push(link: Link, script: Script, message: w.Push, served: Served) -> bool:
     reach("engine.fenced")
     assert (Path(message.checkpoint.dir) / "manifest.json").is_file(), "the checkpoint is not there"
     script.gate(f"push:{step}", message.fence)
+    if message.mode == "merged" and not held(link, message):
+        return False
     if script.wants(f"crash:{step}", message.fence):
         os.kill(os.getpid(), signal.SIGKILL)
     if script.wants(f"bad:{step}", message.fence):
@@ -76,6 +78,21 @@ def push(link: Link, script: Script, message: w.Push, served: Served) -> bool:
     script.mark(f"live:{message.checkpoint.sha}", message.fence)
     link.send(w.Live(push=message.push, fence=message.fence, max_abs=1e-6, mean_abs=1e-7, seconds={"load": 0.01}))
     return True
+
+
+def held(link: Link, push: w.Push) -> bool:
+    """Ask for the hold and wait for it; False when told to exit instead."""
+    link.send(w.Pausing(push=push.push, fence=push.fence))
+    reach("engine.pausing")
+    while True:
+        received = link.receive(1.0)
+        match received[0] if received else None:
+            case w.Proceed() as answer:
+                assert (answer.push, answer.fence) == (push.push, push.fence), answer
+                return True
+            case w.Exit():
+                link.close()
+                return False
 
 
 class Served:

@@ -26,8 +26,9 @@ from artd.runs import _insert
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_schema import client_api as api
+from artd_schema import worker as w
 from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.trajectory import ExchangeRef, RouteShape, Sampling, Turn
 
 from .staging import stage  # noqa: F401 - part of this toolbox
 
@@ -147,6 +148,23 @@ async def submit(ingest: Ingest, group: str = "g", reward: float = 1.0, key: str
     """One trajectory by value; the body depends on the key, so that keys alone tell trajectories apart."""
     turns = changes.pop("turns", (turn(raw=key.encode()),))
     return await ingest.submit(api.Submit(run="r", group=group, reward=reward, key=key, **changes), [body(*turns)])
+
+
+async def exchange(
+    ingest: Ingest, response_id: str = "resp-1", split: str = "train", turns: Sequence[Turn] = (), **changes: Any
+) -> w.ExchangeAck:
+    """The gateway's word of one response, of one choice unless `turns` says otherwise."""
+    turns = turns or [turn(policy_epoch=((0, 0),), response_id=response_id)]
+    fields = {
+        "response_id": response_id, "run": "r", "model": "r@0", "split": split, "sampling": Sampling(),
+        "choices": len(turns), "prompt_tokens": 2, "completion_tokens": 2, "seconds": 0.1,
+    }  # fmt: skip
+    return await ingest.exchange(w.Exchange(**(fields | changes)), [msgspec.msgpack.encode(t) for t in turns])
+
+
+def by_reference(*refs: tuple[Any, ...], group: str = "g", reward: float = 1.0, **changes: Any) -> api.Submit:
+    """A submit of responses: (id, choice), or (id,) for the first choice."""
+    return api.Submit(run="r", group=group, reward=reward, refs=tuple(ExchangeRef(*ref) for ref in refs), **changes)
 
 
 async def add_worker(store: Store, name: str, spawn: int = 1, state: str = "ready", address: str = "") -> None:

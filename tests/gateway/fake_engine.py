@@ -2,6 +2,7 @@
 
 What it says is scripted by attributes; what it was asked is in `calls`. Its JSON has the form seen on the real server.
 With `routes` it captures routed experts as artd's worker extension does: `captured` is what nobody took or dropped yet.
+`sampled` is what that extension tells of the weights that sampled the tokens, a choice each; None: it does not know.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class FakeEngine:
         self.routes: RouteShape | None = None
         self.captured: dict[str, Json] = {}
         self.damage: Any = None
+        self.sampled: list[Json | None] = []
         self.says: Any = None
         self.server = QuietServer(uvicorn.Config(self._app(), uds=socket, log_level="critical", lifespan="off"))
 
@@ -226,6 +228,9 @@ class FakeEngine:
             self.captured[f"{body['request_id']}#{index}"] = found
 
     async def _rpc(self, request: Request, body: Json) -> Any:
+        if body["method"] == "artd_take_sampled":
+            told = {key: self._sampled(key) for key in body["kwargs"]["choices"]}
+            return {"results": [{key: one for key, one in told.items() if one is not None}]}
         asked = set(body["kwargs"]["request_ids"])
         names = [name for name in self.captured if name.partition("#")[0] in asked]
         found = {name: self.captured.pop(name) for name in names}
@@ -237,6 +242,10 @@ class FakeEngine:
                 self.damage(told)
             told["routes"] = base64.b64encode(told["routes"]).decode()
         return {"results": [found]}
+
+    def _sampled(self, key: str) -> Json | None:
+        index = int(key.partition("#")[2])
+        return self.sampled[index] if index < len(self.sampled) else None
 
     # ---- derender ---------------------------------------------------------------------------------------------------
 

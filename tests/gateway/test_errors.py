@@ -108,7 +108,7 @@ async def test_a_reply_that_is_no_json_is_a_502(rig: Rig, engine: FakeEngine) ->
 
 
 async def in_flight(rig: Rig) -> int:
-    await rig.daemon.say(w.Hold(push=1, engine="e0"))
+    await rig.daemon.say(w.Hold(push=1, fence=1, engine="e0"))
     return rig.daemon.of(w.Held)[-1].in_flight
 
 

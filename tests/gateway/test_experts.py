@@ -113,11 +113,7 @@ async def test_rows_after_a_stop_string_are_cut_off(rig: Rig, engine: FakeEngine
     """The engine computes on until its API server has found the string in the text and says so."""
     engine.texts = ["abcSTOP"]
     size = PROMPT + 7
-    further = {
-        "routes": rows_of(SHAPE, 0, size + 4),
-        "rows": size + 4,
-        "recomputed": [[2, size + 2], [size + 3, size + 4]],
-    }
+    further = {"routes": rows_of(SHAPE, 0, size + 4), "rows": size + 4}
     engine.damage = lambda told: told.update(further)
     refused(rig, await rig.chat(), f"{size + 4} rows from token 0")
     assert (await rig.chat(stop=["STOP"])).status_code == 200
@@ -211,8 +207,6 @@ BAD = [
     ({"routes": put(SHAPE, GOOD, 11, 2, 1, 8)}, "token 11: MoE layer 2: expert id 8, but there are 8"),
     ({"routes": put(SHAPE, GOOD, 4, 1, 0, GOOD[4 * 6 + 3])}, "token 4: MoE layer 1: expert ids"),
     ({"routes": bytes(len(GOOD))}, "captured nothing"),
-    ({"recomputed": [[3, 3]]}, "recomputed tokens"),
-    ({"recomputed": [[3, N + 1]]}, "recomputed tokens"),
     ({"rows": "many"}, "another form"),
 ]
 
@@ -316,7 +310,7 @@ async def test_a_client_that_goes_leaves_nothing_behind(rig: Rig, engine: FakeEn
         await asyncio.gather(*gone, return_exceptions=True)
     await until(lambda: engine.cancelled == 30 and not engine.captured)
     assert methods(engine) == ["artd_drop_routes"] * 30 and rig.daemon.ledger == []
-    await rig.daemon.say(w.Hold(push=1, engine="e0"))
+    await rig.daemon.say(w.Hold(push=1, fence=1, engine="e0"))
     assert rig.daemon.of(w.Held)[0].in_flight == 0
 
 
@@ -493,34 +487,3 @@ async def test_alternatives_come_with_their_ids(rig: Rig, engine: FakeEngine) ->
     )
     assert len(choice["generation_top_log_probs"]) == 6
     assert "generation_top_log_probs" not in (await rig.complete(return_token_ids=True)).json()["choices"][0]
-
-
-# ---- epochs of the cache -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recomputed", "epochs"),
-    [
-        ([], ((0, 4),)),
-        ([[0, PROMPT]], ((0, 4),)),
-        ([[0, PROMPT + 2]], ((0, 6), (2, 4))),
-        ([[PROMPT + 1, PROMPT + 3]], ((0, 4), (1, 6), (3, 4))),
-        ([[PROMPT + 3, PROMPT + 4], [0, PROMPT + 1]], ((0, 6), (1, 4), (3, 6), (4, 4))),
-        ([[2, PROMPT + 2], [PROMPT + 1, PROMPT + 4]], ((0, 6), (4, 4))),
-        ([[0, PROMPT + 5]], ((0, 6), (5, 4))),
-    ],
-)
-async def test_what_was_computed_again_has_the_newest_epoch_in_the_cache(
-    rig: Rig, engine: FakeEngine, recomputed: list[list[int]], epochs: Any
-) -> None:
-    await rig.daemon.route(merged(engine, 4, 6))
-    engine.versions = [("pol@3", 0.5), ("pol@4", 1.0)]
-    engine.damage = lambda told: told.update(recomputed=recomputed)
-    assert (await rig.chat()).status_code == 200
-    assert the_turn(rig).policy_epoch == ((0, 4), (3, 6)) and the_turn(rig).kv_cache_epoch == epochs
-
-
-async def test_within_one_epoch_a_recomputed_cache_changes_nothing(rig: Rig, engine: FakeEngine) -> None:
-    engine.damage = lambda told: told.update(recomputed=[[0, PROMPT + 3]])
-    await rig.chat()
-    assert the_turn(rig).kv_cache_epoch == ((0, 4),)

@@ -142,7 +142,7 @@ def test_it_says_hello_serves_and_ends_in_order(folder: str) -> None:
         assert models.json()["data"] == []
         router.send(w.Route(seq=1, runs=("pol",), engines=()))
         assert router.until(w.RouteTaken)[0].seq == 1
-        router.send(w.Hold(push=2, engine="e0"))
+        router.send(w.Hold(push=2, fence=1, engine="e0"))
         assert router.until(w.Held)[0].in_flight == 0
         assert router.until(w.Beat)[0].rss > 0
         router.send(w.Exit(grace_s=2.0))

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.asyncio
 
 
 async def hold(rig: Rig, engine: str = "e0", push: int = 7) -> w.Held:
-    await rig.daemon.say(w.Hold(push=push, engine=engine))
+    await rig.daemon.say(w.Hold(push=push, fence=1, engine=engine))
     held = rig.daemon.of(w.Held)[-1]
-    assert (held.push, held.engine) == (push, engine)
+    assert (held.push, held.fence, held.engine) == (push, 1, engine)
     return held
 
 

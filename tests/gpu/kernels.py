@@ -102,7 +102,7 @@ def merge(tiny: bool) -> Iterator[Line]:
             for name, shape in zip(peft_names(part), ((RANK, width), (rows, RANK)), strict=True):
                 adapter[name] = flat[at : (at := at + shape[0] * shape[1])].view(shape)
         size = rows * width
-        turn = [Fill(Piece(0, 0, i, 0, 0, i * size, size), i * size) for i in range(count)]
+        turn = [Fill(Piece(0, 0, i, 0, 0, 0, i * size, size), i * size) for i in range(count)]
         out = torch.empty(count * size, dtype=dtype, device=device)
         checked = range(0, count, max(1, count // 4))
         wanted = {

@@ -1,8 +1,9 @@
 """artd itself on GPUs, end to end: `python -m tests.gpu.loop [--layers 4] [--steps 3] [--gpus 2] [--out DIR] [--tiny]`.
+`--transfer nccl`, `--in-flight keep`, `--tensor-parallel 2` (with `--gpus 3`) go into the run's spec.
 
 Purpose: daemon, gateway, trainer and a stock vLLM server on a model of real layer shape whose weights are drawn: rollouts
 through the OpenAI API, expert replay, train steps, pushes in merged mode. One JSON line for each thing seen, appended to
-DIR/loop.jsonl as soon as it is known. `--tiny`: the same on a CPU, with the installed runtimes.
+DIR/loop.jsonl as soon as it is known; a `phase` line has the seconds since the one before it. `--tiny`: the same on a CPU, with the installed runtimes.
 Owner of: a data folder, a base model and, with --stack, a virtual environment, all in a temporary folder. What was served is
 told by the replies; that nothing is left behind, by /proc.
 """
@@ -19,6 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from site import getsitepackages
 from typing import Any
@@ -30,8 +34,13 @@ sys.path[:0] = [part for part in CODE if part not in sys.path]
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
+def passed(args: argparse.Namespace) -> float:
+    """Seconds since the start."""
+    return time.monotonic() - args.began
+
+
 def say(args: argparse.Namespace, what: str, **values: Any) -> None:
-    line = {"what": what, "at": round(time.monotonic() - args.began, 2), **values}
+    line = {"what": what, "at": round(passed(args), 2), **values}
     print(json.dumps(line), flush=True)
     with (args.out / "loop.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -73,7 +82,7 @@ def settings(args: argparse.Namespace) -> list[str]:
     config = args.folder / "artd.toml"
     trainer = [f"{args.stack}/te", f"{args.stack}/megatron"]
     config.write_text(
-        f"[gpus]\ntrainer = [0]\nengine = [{args.gpus - 1}]\n"
+        f"[gpus]\ntrainer = {list(range(args.tensor_parallel))}\nengine = [{args.gpus - 1}]\n"
         f'[runtimes.trainer]\npython = "{sys.executable}"\npythonpath = {json.dumps(trainer)}\n'
         f'[runtimes.engine]\npython = "{sys.executable}"\npythonpath = ["{args.stack}/vllm"]\n'
     )
@@ -84,11 +93,11 @@ def spec(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     engine: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "kv_cache_mib": 64 if args.tiny else 4096}
     common = {"model": str(model), "rollout_weights_mode": "merged", "expert_replay": True, "group_size": args.group,
               "groups_per_step": args.groups, "row_length": 1024, "optimizer": {"lr": 1e-4}, "keep_checkpoints": 2}  # fmt: skip
-    if args.tiny:
-        return common | {"engine": engine}
-    trainer = {"device": "cuda", "dtype": "bfloat16", "recompute": "full" if args.layers > 8 else "none"}
-    more = {"dtype": "bfloat16", "device": "cuda", "transfer": args.transfer}
-    return common | {"engine": engine | more, "trainer": trainer}
+    engine["in_flight"], trainer = args.in_flight, {"tensor_parallel": args.tensor_parallel}
+    if not args.tiny:
+        trainer |= {"device": "cuda", "dtype": "bfloat16", "recompute": "full" if args.layers > 8 else "none"}
+        engine |= {"dtype": "bfloat16", "device": "cuda", "transfer": args.transfer}
+    return common | {"engine": engine, "trainer": trainer}
 
 
 # ---- what a user does -------------------------------------------------------------------------------------------------
@@ -112,9 +121,9 @@ async def train(args: argparse.Namespace, model: Path) -> None:
     from artd_client import Client
 
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    async with Client(data_dir=args.folder / "data", timeout=300) as art:
+    async with Client(data_dir=args.folder / "data", timeout=300) as art, following(args, art):
         run = await art.run("run", **spec(args, model))
-        await run.wait(0, timeout=420)
+        await run.wait(0, timeout=args.limit)
         say(args, "served", step=0)
         openai = run.openai(timeout=300)
         for step in range(1, args.steps + 1):
@@ -122,11 +131,27 @@ async def train(args: argparse.Namespace, model: Path) -> None:
             names = [f"{step}-{index}" for index in range(args.groups)]
             answered = await asyncio.gather(*(group(args, run, openai, name, vocab) for name in names))
             sampled = time.monotonic() - began
-            info = await run.wait(step, timeout=420)
+            say(args, "phase", phase="all rollouts submitted", step=step, seconds=round(sampled, 2))
+            info = await run.wait(step, timeout=args.limit)
             say(args, "step", step=step, answered_by=sorted(set().union(*answered)), rollouts_s=round(sampled, 3),
                 step_s=round(time.monotonic() - began, 3), seconds=info.seconds, metrics=info.metrics)  # fmt: skip
         answered = await group(args, run, openai, "last", vocab)
         say(args, "answer after the last step", answered_by=sorted(answered))
+
+
+@asynccontextmanager
+async def following(args: argparse.Namespace, art: Any) -> AsyncIterator[None]:
+    """Inside, what the daemon does is told as it happens."""
+    from tests.gpu.phases import follow
+
+    task = asyncio.create_task(follow(art, partial(say, args)))
+    try:
+        yield
+    finally:
+        task.cancel()
+        (ended,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(ended, Exception):
+            say(args, "phase", phase="no more are told", error=repr(ended))
 
 
 def await_ready(args: argparse.Namespace, daemon: subprocess.Popen[bytes], seconds: float = 60) -> None:
@@ -175,6 +200,7 @@ def main(args: argparse.Namespace) -> int:
     os.environ["XDG_RUNTIME_DIR"] = str(args.folder / "r")
     (args.folder / "r").mkdir(mode=0o700)
     model = base_model(args)
+    say(args, "phase", phase="base model written", seconds=round(passed(args), 2))
     python, flags = daemon_python(args), settings(args)
     log = (args.out / "artd.log").open("w")
     daemon = subprocess.Popen(
@@ -184,7 +210,8 @@ def main(args: argparse.Namespace) -> int:
     code = 1
     try:
         await_ready(args, daemon)
-        asyncio.run(asyncio.wait_for(train(args, model), args.limit))
+        say(args, "phase", phase="daemon ready")
+        asyncio.run(asyncio.wait_for(train(args, model), args.limit - passed(args)))
         code = 0
     except Exception as error:
         say(args, "failed", error=f"{type(error).__name__}: {error}")
@@ -216,12 +243,20 @@ if __name__ == "__main__":
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--answer", type=int, default=64, help="tokens")
-    parser.add_argument("--transfer", default="auto")
-    parser.add_argument("--limit", type=float, default=500, help="seconds")
+    parser.add_argument("--transfer", default="auto", help="engine.transfer")
+    parser.add_argument("--in-flight", default="drain", help="engine.in_flight")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="trainer.tensor_parallel: GPUs from the first on"
+    )
+    parser.add_argument("--limit", type=float, default=500, help="seconds from the start, after which the end is told")
     parser.add_argument("--stack", default="", help="folder with the unpacked te, megatron and vllm")
     parser.add_argument("--out", type=Path, default=Path("gpu-out"))
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
+    if not given.tiny and given.tensor_parallel > given.gpus:
+        parser.error(
+            f"--tensor-parallel {given.tensor_parallel} needs as many --gpus, and one more for the engine alone"
+        )
     given.began = time.monotonic()
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="artd-gpu-") as made:

@@ -3,7 +3,8 @@
 Purpose: this process is the trainer (Megatron's layout, rank-16 adapter on attention and every expert), a stock vLLM server
 with our worker extension the engine, on the same GPU or on the next one. One JSON line for each item, appended to
 DIR/push.jsonl as soon as it is known, the most valuable first. `--tiny`: the same items in one process on a CPU, with
-plain memory for the GPU's and modules with vLLM's names for the engine, to try the script.
+plain memory for the GPU's and modules with vLLM's names for the engine, to try the script. With `sleep` among the items the
+engine's weights lie in the pool of vLLM's sleep mode from the start.
 Needs vLLM 0.25.1 and this repository's packages on PYTHONPATH.
 """
 
@@ -31,7 +32,7 @@ from tests.gpu import push_items, shape  # noqa: E402
 from tests.gpu.push_rig import Rig  # noqa: E402
 from tests.gpu.push_trainer import Trainer  # noqa: E402
 
-DEFAULT = "table,in_place,staged,stock_road,refusals,repeat,streams"
+DEFAULT = "table,in_place,staged,truth,stock_road,refusals,repeat,streams,gap"
 
 
 def machine() -> dict[str, Any]:
@@ -57,7 +58,8 @@ def rig(args: argparse.Namespace, folder: Path) -> Rig:
     from artd_workers.engines.direct.device import Cuda
     from tests.gpu.push_server import Server, model_folder
 
-    server = Server(model_folder(folder / "model", config), args.gpus - 1, args.share, args.out / "vllm.log")
+    model, sleeps = model_folder(folder / "model", config), "sleep" in args.items.split(",")
+    server = Server(model, args.gpus - 1, args.share, args.out / "vllm.log", sleeps)
     try:
         began = time.perf_counter()
         trainer = Trainer(config, "cuda:0")

@@ -1,8 +1,10 @@
-"""In the engine's worker, for `tests.gpu.push` alone: spoil the weights, load them by vLLM's own road, count what is held."""
+"""In the engine's worker, for `tests.gpu.push` alone: spoil the weights, load them by vLLM's own road, watch its steps, warm its
+kernels, count what is held."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,49 @@ from artd_workers.engines.direct.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters
 
 
+class Watched:
+    """Steps of the worker and Triton kernels made ready (compiled, or read from Triton's cache), by this machine's one clock.
+
+    Owner of: both lists. The worker's `execute_model` and Triton's hook are wrapped for good.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        from triton import knobs
+
+        self.steps: list[tuple[float, float, int, int]] = []
+        self.kernels: list[tuple[float, str]] = []
+        execute, after = worker.execute_model, knobs.runtime.jit_post_compile_hook
+
+        def step(scheduled: Any) -> Any:
+            began = time.perf_counter()
+            found = execute(scheduled)
+            tokens = scheduled.total_num_scheduled_tokens
+            if tokens:
+                self.steps.append((began, time.perf_counter() - began, tokens, len(scheduled.num_scheduled_tokens)))
+            return found
+
+        def compiled(**words: Any) -> Any:
+            self.kernels.append((time.perf_counter(), getattr(words.get("fn"), "name", "?")))
+            return after(**words) if after is not None else None
+
+        worker.execute_model, knobs.runtime.jit_post_compile_hook = step, compiled
+
+    def take(self) -> dict[str, Any]:
+        found = {"steps": self.steps[:], "kernels": self.kernels[:]}
+        self.steps.clear()
+        self.kernels.clear()
+        return found
+
+
+GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+"""Token counts for which vLLM has tuned tiles of the MoE kernel; a step takes the nearest one's."""
+
+
 class ProbeCalls:
     """Beside artd's extension; `self` is vLLM's worker."""
 
     _artd_session: Session | None
+    _watched: Watched | None = None
 
     def probe_spoil(self) -> dict[str, Any]:
         """NaN into every tensor that the kernels read."""
@@ -42,6 +83,38 @@ class ProbeCalls:
         assert self._artd_session is not None
         self._artd_session._gate._open = None
         return {}
+
+    def probe_watch(self) -> dict[str, Any]:
+        """What was seen since the last call: `steps` (clock, seconds in the call, tokens, requests), `kernels` (clock, name).
+        The first call begins."""
+        self._watched = self._watched or Watched(self)
+        return self._watched.take()
+
+    def probe_warm(self) -> dict[str, Any]:
+        """A forward pass of every count at which the MoE kernel is another: each of the grid, and one more, because Triton
+        compiles odd numbers of tokens apart from even ones."""
+        from vllm.config import CUDAGraphMode
+
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        began = time.perf_counter()
+        sizes = sorted({size for each in GRID for size in (each, each + 1)} - {1})
+        for size in (size for size in sizes if size <= runner.max_num_tokens):
+            runner._dummy_run(size, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
+        torch.cuda.synchronize()
+        return {"sizes": len(sizes), "seconds": time.perf_counter() - began}
+
+    def probe_pool(self) -> dict[str, int]:
+        """How many of the tensors lie in vLLM's sleep-mode pool, by the pool's tag; "" for those that do not."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        held = CuMemAllocator.get_instance().pointer_to_data
+        areas = [(begin, begin + data.handle[1], data.tag) for begin, data in held.items()]
+        found: dict[str, int] = {}
+        for tensor in parameters(self.model_runner.get_model()).values():  # type: ignore[attr-defined]
+            at = tensor.data_ptr()
+            tag = next((tag for begin, end, tag in areas if begin <= at < end), "")
+            found[tag] = found.get(tag, 0) + 1
+        return found
 
     def probe_held(self) -> dict[str, int]:
         """Bytes of the GPU in use, descriptors, mappings."""

@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -22,9 +21,12 @@ from artd_workers.engines.vllm.adapter import rows
 from artd_workers.models.codec import peft_names
 from artd_workers.trainer.merge import merge
 
+from .push_gap import gap, streams
 from .push_refusals import refusals
-from .push_rig import Line, Rig
+from .push_rig import Line, Rig, apart, over
+from .push_sleep import sleep
 from .push_trainer import SCALE
+from .push_truth import truth
 
 
 def opened(rig: Rig, _rounds: int) -> Iterator[Line]:
@@ -90,8 +92,8 @@ def in_place(rig: Rig, _rounds: int) -> Iterator[Line]:
     rig.push()
     back = rig.engine.logprobs(rig.prompts)
     yield {
-        "what": "logprobs of 128 greedy tokens, largest difference", "same_weights_twice": _gap(before, again),
-        "after_nan": _gap(before, after), "other_adapter": _gap(before, other), "back": _gap(before, back),
+        "what": "logprobs of 128 greedy tokens, largest difference", "same_weights_twice": apart(before, again),
+        "after_nan": apart(before, after), "other_adapter": apart(before, other), "back": apart(before, back),
         "addresses_stay": at == rig.engine.rpc("probe_addresses"),
     }  # fmt: skip
 
@@ -121,7 +123,7 @@ def stock_road(rig: Rig, _rounds: int) -> Iterator[Line]:
     rig.push()
     yield {
         "what": "logprobs, direct push against stock load",
-        "largest_difference": _gap(stock, rig.engine.logprobs(rig.prompts)),
+        "largest_difference": apart(stock, rig.engine.logprobs(rig.prompts)),
     }
 
 
@@ -147,45 +149,14 @@ def repeat(rig: Rig, rounds: int) -> Iterator[Line]:
             if number in (5, rounds):
                 held[number] = {"engine": rig.engine.rpc("probe_held"), "trainer": own_held()}
         yield {
-            "what": "staged" if way else "in place", "rounds": rounds, "median": _over(lines, statistics.median),
-            "largest": _over(lines, max), "smallest": _over(lines, min), "held": held,
+            "what": "staged" if way else "in place", "rounds": rounds, "median": over(lines, statistics.median),
+            "largest": over(lines, max), "smallest": over(lines, min), "held": held,
         }  # fmt: skip
-
-
-def streams(rig: Rig, rounds: int) -> Iterator[Line]:
-    """The same while 32 streams decode, 1,024 tokens of context each; the gap between a stream's tokens across a push."""
-    if rig.tiny:
-        yield {"what": "needs a server"}
-        return
-    from .push_server import Stream
-
-    vocab, count = rig.trainer.config["vocab_size"], max(rounds // 4, 4)
-    for way, kept in ((False, True), (True, True), (False, False)):
-        prompts = [[(11 * i + 17 * j) % (vocab - 10) + 5 for j in range(1024)] for i in range(32)]
-        running = [Stream(rig.engine.port, prompt, 2500) for prompt in prompts]
-        while not all(len(stream.at) > 4 for stream in running):
-            time.sleep(0.05)
-        lines, marks = [], []
-        for _ in range(count):
-            rig.prepare()
-            begin = time.perf_counter()
-            lines.append(rig.push(staged=way, keep_kv=kept))
-            marks.append((begin, time.perf_counter()))
-            time.sleep(0.8 if kept else 2.0)
-        gaps = [_gap_across(running, begin, end) for begin, end in marks]
-        every = sorted(b - a for s in running for a, b in zip(s.at, s.at[1:], strict=False))
-        yield {
-            "what": f"{'staged' if way else 'in place'}, 32 streams, KV {'kept' if kept else 'computed again'}", "rounds": count, "median": _over(lines, statistics.median),
-            "largest": _over(lines, max), "gap_median": statistics.median(gaps), "gap_largest": max(gaps),
-            "gaps": [round(gap, 3) for gap in gaps], "between_tokens": statistics.median(every), "alive": sum(s.is_alive() for s in running),
-        }  # fmt: skip
-        for stream in running:
-            stream.stop()
 
 
 ITEMS: dict[str, Callable[[Rig, int], Iterator[Line]]] = {
     "open": opened, "table": table, "in_place": in_place, "staged": staged, "stock_road": stock_road, "refusals": refusals,
-    "repeat": repeat, "streams": streams,
+    "repeat": repeat, "streams": streams, "gap": gap, "truth": truth, "sleep": sleep,
 }  # fmt: skip
 
 
@@ -196,18 +167,3 @@ def own_held() -> Line:
         used = {"gpu_bytes": total - free}
     maps = Path("/proc/self/maps").read_text().count("\n")
     return used | {"descriptors": len(os.listdir("/proc/self/fd")), "mappings": maps}
-
-
-def _over(lines: list[Line], of: Callable[[list[float]], float]) -> Line:
-    return {name: round(of([line[name] for line in lines]), 5) for name in lines[0]}
-
-
-def _gap(a: list[float], b: list[float]) -> float:
-    gap = max(abs(x - y) for x, y in zip(a, b, strict=True))
-    return gap if all(x == x and y == y for x, y in zip(a, b, strict=True)) else float("nan")
-
-
-def _gap_across(running: list[Any], begin: float, end: float) -> float:
-    return max(
-        (b - a for s in running for a, b in zip(s.at, s.at[1:], strict=False) if b > begin and a < end), default=0.0
-    )

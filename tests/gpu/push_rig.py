@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,14 @@ class Rig:
         began = time.perf_counter()
         self.engine.logprobs(self.prompts[:1], 1)
         return time.perf_counter() - began
+
+
+def over(lines: Sequence[Line], of: Callable[[list[float]], float]) -> Line:
+    """Of each value of lines of one kind."""
+    return {name: round(of([line[name] for line in lines]), 5) for name in lines[0]}
+
+
+def apart(a: Sequence[float], b: Sequence[float]) -> float:
+    """The largest difference; NaN when there is one in either."""
+    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return max(gaps) if all(gap == gap for gap in gaps) else float("nan")

@@ -35,10 +35,17 @@ def model_folder(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-class Server:
-    """Started at once; `ready` waits. gpu: its index; share: of the GPU's memory for weights and KV cache."""
+def visible(gpu: int) -> str:
+    """The GPU of this number among those that this process sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return seen.split(",")[gpu] if seen else str(gpu)
 
-    def __init__(self, model: Path, gpu: int, share: float, log: Path) -> None:
+
+class Server:
+    """Started at once; `ready` waits. gpu: its index; share: of the GPU's memory for weights and KV cache; sleeps: weights and KV
+    cache lie in the pool of vLLM's sleep mode."""
+
+    def __init__(self, model: Path, gpu: int, share: float, log: Path, sleeps: bool = False) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -46,7 +53,7 @@ class Server:
             [*(str(ROOT / part) for part in ("", "workers", "schema")), os.environ.get("PYTHONPATH", "")]
         )
         env = os.environ | {
-            "CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "CUDA_VISIBLE_DEVICES": visible(gpu), "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "ARTD_INSTANCE": "i", "ARTD_SPAWN": "1", "PYTHONPATH": path,
             "ARTD_HARNESS_PID": str(os.getpid()), "ARTD_HARNESS_START": str(process_ticks(os.getpid())),
         }  # fmt: skip
@@ -63,6 +70,7 @@ class Server:
             "-m",
             "vllm.entrypoints.openai.api_server",
             *(str(w) for pair in options.items() for w in pair),
+            *(["--enable-sleep-mode"] if sleeps else []),
         ]
         with log.open("w") as file:
             self._process = subprocess.Popen(
@@ -108,6 +116,27 @@ class Server:
                     "cache_salt": str(time.time_ns())}  # fmt: skip
             out += self.call("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
         return out
+
+    def scored(self, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], list[float]]]:
+        """Each prompt with an answer of so many tokens, drawn with a seed; the logprob of every token but the first."""
+        out = []
+        for seed, prompt in enumerate(prompts):
+            body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 1.0, "seed": seed, "logprobs": 0,
+                    "prompt_logprobs": 0, "ignore_eos": True, "return_token_ids": True, "cache_salt": str(time.time_ns())}  # fmt: skip
+            (choice,) = self.call("/v1/completions", body)["choices"]
+            rows = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+            read = [row[str(token)]["logprob"] for row, token in rows]
+            out.append((prompt + choice["token_ids"], read + choice["logprobs"]["token_logprobs"]))
+        return out
+
+    def stream(self, prompt: list[int], tokens: int) -> Stream:
+        return Stream(self.port, prompt, tokens)
+
+    def sleep(self, level: int) -> None:
+        self.call(f"/sleep?level={level}", {})
+
+    def wake(self) -> None:
+        self.call("/wake_up", {})
 
     def stop(self) -> None:
         try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from artd_workers.engines.direct.session import Session
 from artd_workers.engines.fence import Gate
@@ -15,12 +20,20 @@ from artd_workers.engines.vllm.direct.extension import DirectExtension
 from artd_workers.engines.vllm.direct.survey import parameters
 from tests.direct_rig import MemoryPort, engine_model, engine_table
 from tests.gpu.push_engine import ProbeCalls
+from tests.gpu.push_truth import logprobs
+
+_EXPERTS = re.compile(r"routed_experts\.(\w+)$")
+_STACKED = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 
 
 class TinyEngine(ProbeCalls, DirectExtension):
-    """It generates nothing: `logprobs` are sums over its weights. Its "stock loader" fuses by hand."""
+    """`logprobs` are sums over its weights; `scored` is Hugging Face's model; streams have tokens while it is not paused. Its
+    "stock loader" fuses by hand."""
 
     def __init__(self, config: dict[str, Any]) -> None:
+        self._config, self._awake = config, threading.Event()
+        self._awake.set()
+        self._steps: list[tuple[float, float, int, int]] = []
         self._model = engine_model(config, torch.bfloat16)
         self._table = engine_table(self._model)
         found = parameters(self._model)
@@ -40,10 +53,11 @@ class TinyEngine(ProbeCalls, DirectExtension):
         return getattr(self, method)(*args)
 
     def pause(self, keep_kv: bool = False) -> None:
-        return
+        self._awake.clear()
 
     def resume(self) -> None:
-        return
+        self._awake.set()
+        self._steps.append((time.perf_counter(), 0.001, 4, 4))
 
     def stop(self) -> None:
         assert self._artd_session is not None
@@ -51,6 +65,37 @@ class TinyEngine(ProbeCalls, DirectExtension):
 
     def logprobs(self, prompts: list[list[int]], tokens: int = 16) -> list[float]:
         return [float(tensor.double().sum()) for tensor in parameters(self._model).values()]
+
+    def scored(self, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], list[float]]]:
+        """What Hugging Face's model computes with the engine's tensors, an answer being the likeliest tokens."""
+        model, out = hugging_face(self._config, parameters(self._model)), []
+        for prompt in prompts:
+            ids = list(prompt)
+            for _ in range(tokens):
+                with torch.no_grad():
+                    ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            out.append((ids, logprobs(model, ids)))
+        return out
+
+    def stream(self, prompt: list[int], tokens: int) -> TinyStream:
+        return TinyStream(self._awake, tokens)
+
+    def sleep(self, level: int) -> None:
+        if level == 2:
+            self.probe_spoil()
+
+    def wake(self) -> None:
+        return
+
+    def probe_watch(self) -> dict[str, Any]:
+        steps, self._steps = self._steps, []
+        return {"steps": steps, "kernels": []}
+
+    def probe_warm(self) -> dict[str, Any]:
+        return {}
+
+    def probe_pool(self) -> dict[str, int]:
+        return {"": len(self._table.tensors)}
 
     def probe_held(self) -> dict[str, int]:
         return {}
@@ -68,3 +113,42 @@ class TinyEngine(ProbeCalls, DirectExtension):
             else:
                 tensor.copy_(hf[name])
         return {"loaded": len(hf)}
+
+
+class TinyStream(threading.Thread):
+    """A token every two milliseconds; `at`: clock readings of them."""
+
+    def __init__(self, awake: threading.Event, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._awake, self._tokens, self._ended = awake, tokens, threading.Event()
+        self.at: list[float] = []
+        self.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join(30)
+
+    def run(self) -> None:
+        while len(self.at) < self._tokens and not self._ended.wait(0.002):
+            self._awake.wait(30)
+            self.at.append(time.perf_counter())
+
+
+def hugging_face(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """transformers' model with an engine's tensors, unfused by hand. Raises KeyError for one that it does not know."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    made = Qwen3MoeConfig(**config, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval()
+    own, head = dict(model.named_parameters()), config["head_dim"]
+    sizes = [head * config[f"num_{kind}_heads"] for kind in ("attention", "key_value", "key_value")]
+    for name, tensor in tensors.items():
+        if "qkv_proj" in name:
+            parts = zip("qkv", tensor.split(sizes), strict=True)
+            one = {name.replace("qkv_proj", f"{x}_proj"): part for x, part in parts}
+        else:
+            one = {_EXPERTS.sub(lambda found: _STACKED[found[1]], name): tensor}
+        for key, part in one.items():
+            own.pop(key).data.copy_(part)
+    assert not own, f"the engine has nothing for {list(own)[:3]}"
+    return model

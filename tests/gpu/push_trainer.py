@@ -6,6 +6,7 @@ adapter, one flat buffer of fp32 masters, and what serves both.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -133,7 +134,8 @@ class Trainer:
         return out
 
     def export(self, folder: Path) -> None:
-        """`merged` as a Hugging Face checkpoint's safetensors files."""
+        """`merged` as a Hugging Face checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config | {"torch_dtype": "bfloat16"}))
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.merged().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -13,10 +13,10 @@ import torch
 
 from artd_schema.manifest import WeightEntry
 from artd_workers.engines.base import Deadline
+from artd_workers.engines.nccl import Library
 from artd_workers.engines.stock import await_id, chunks, size_of
 from artd_workers.engines.vllm.adapter import rows
 from artd_workers.engines.vllm.hashing import entries
-from artd_workers.trainer.nccl import Library
 from tests.compiled import library
 
 FAKE = Path(__file__).parents[1] / "fakes" / "nccl.c"

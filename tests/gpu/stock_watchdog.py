@@ -21,8 +21,8 @@ from torch import Tensor
 
 from artd_schema.manifest import WeightEntry
 from artd_workers.engines.base import Deadline, EngineError
+from artd_workers.engines.nccl import NcclError
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.nccl import NcclError
 from artd_workers.trainer.stock import Sender
 from tests.gpu import shape
 from tests.gpu.stock_rig import Engine, Line, engines, gpu_mib, meet, push

@@ -160,11 +160,12 @@ class Closer(Operator):
     """After the storm: sees that the run goes on, and asks for everything that was acknowledged."""
 
     async def run(self) -> None:
-        """Two more steps; then every acknowledged submit again."""
+        """Two more steps, and a request that is answered; then every acknowledged submit again."""
         mending = asyncio.ensure_future(self._keep_mending())
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await self._two_steps()
+                await self._answered()
         except TimeoutError:
             self.world.history.broken(f"the run does not go on by itself within {PATIENCE_S:.0f} s")
         finally:
@@ -182,6 +183,11 @@ class Closer(Operator):
         while True:
             await self.mend()
             await asyncio.sleep(5.0)
+
+    async def _answered(self) -> None:
+        """Nothing is held for ever."""
+        while self.world.gateway is None or not await self.world.gateway.respond(RUN):
+            await asyncio.sleep(0.5)
 
     async def _two_steps(self) -> None:
         info = await self.ask(api.CreateRun(name=RUN, spec=self.world.spec))

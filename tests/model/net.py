@@ -17,6 +17,7 @@ from artd_schema import worker as w
 from artd_schema.codec import Codec
 
 ORDERED_S = 1e-5
+SETTLED_S = 1.0  # what hangs on a message that came late has been said and done
 Handler = Callable[[bytes, Any, list[bytes]], None]
 
 
@@ -90,6 +91,7 @@ class Net:
         self._rng = rng
         self._log = log
         self._last: dict[bytes, float] = {}
+        self._late_until = 0.0
         self.weather = Weather()
         self.workers = Side(self, w.FromWorker, w.ToWorker)
         self.clients = Side(self, api.Request, api.Reply)
@@ -104,6 +106,7 @@ class Net:
             at = loop.time() + rng.uniform(0.0001, 0.002)
             if rng.random() < weather.late:
                 at += rng.uniform(0.0, weather.late_s)
+                self._late_until = max(self._late_until, at + SETTLED_S)
             else:
                 at = self._last[way] = max(at, self._last.get(way, 0.0) + ORDERED_S)
             loop.call_at(at, self._arrive, what, arrive)
@@ -111,6 +114,11 @@ class Net:
     def _arrive(self, what: str, arrive: Callable[[], None]) -> None:
         self._log(what)
         arrive()
+
+    @property
+    def ordered(self) -> bool:
+        """Whether what was sent of late has come in its order, as over a socket."""
+        return asyncio.get_running_loop().time() > self._late_until
 
     def close(self) -> None:
         """The daemon is gone."""

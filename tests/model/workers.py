@@ -1,21 +1,18 @@
 """Workers without processes: a trainer, an engine and a gateway that speak the real messages over a simulated wire.
 
 Owner of: what each of them holds in memory; it ends with its process. Invariants: whatever goes wrong is drawn from the
-world's chance; a process that was killed does nothing more.
+world's chance; an engine is paused for a push only after its `Proceed`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from artd.supervise import procfs
-from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.manifest import BatchManifest
 from artd_schema.trajectory import Sampling
@@ -23,141 +20,12 @@ from tests.fakes.rows import turn
 from tests.fakes.staging import stage
 
 from .history import Result
+from .process import Process, Worker
 
 if TYPE_CHECKING:
     from .world import World
 
-HELLO_S = 20.0
 LEDGER_S = 10.0
-BEAT_S = 7.0
-HANG_S = 90.0
-
-
-class Process:
-    """What the supervisor takes for a guardian with its subtree. reported: (job, fence) of jobs that it reported."""
-
-    def __init__(self, world: World, env: Mapping[str, str], woken: Callable[[], None]) -> None:
-        self.name, self.spawn, self.instance = env["ARTD_WORKER"], int(env["ARTD_SPAWN"]), env["ARTD_INSTANCE"]
-        self.who = procfs.Identity("simulated", 1000 + self.spawn, 1)
-        self.session = self.who.pid
-        self.code: int | None = None
-        self.reported: set[tuple[int, int]] = set()
-        self._world = world
-        self._life = world.life
-        self._woken = woken
-        self._tasks: list[asyncio.Task[Any]] = []
-        self.worker = WORKERS[self.name](world, self)
-        self.do(self._main())
-
-    @property
-    def ended(self) -> bool:
-        return self.code is not None
-
-    exited = ended
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Something that this process does beside the rest."""
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(self._look)
-        self._tasks.append(task)
-
-    def _look(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._world.history.broken(f"the simulated {self.name} failed: {error!r}")
-
-    async def _main(self) -> None:
-        self.end(await self.worker.run())
-
-    def end(self, code: int) -> None:
-        """The process is gone."""
-        if self.ended:
-            return
-        self.code = code
-        self._world.log(f"process  {self.name}:{self.spawn} ends with {code}")
-        self.worker.leave()
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
-        self._woken()
-
-    def die(self) -> NoReturn:
-        """End in the middle of one's own work."""
-        self.end(139)
-        raise asyncio.CancelledError
-
-    def tail(self, lines: int = 0) -> str:
-        return ""
-
-    def terminate(self) -> None:
-        asyncio.get_running_loop().call_later(self._world.rng.uniform(0.0, 1.0), self.end, 143)
-
-    async def kill(self, within_s: float = 0.0) -> int:
-        if self._life.crashed.is_set():
-            return 137  # a dead daemon kills nobody; the guardians do, see World
-        if not self.ended:
-            await asyncio.sleep(self._world.rng.uniform(0.0, 0.1))
-            self.end(137)
-        assert self.code is not None
-        return self.code
-
-
-class Worker:
-    """One end of the wire. `serve` is the worker's own work."""
-
-    kind: w.WorkerKind
-
-    def __init__(self, world: World, process: Process) -> None:
-        self.world, self.process = world, process
-        self.peer = f"{process.name}:{process.spawn}".encode()
-        self.inbox: asyncio.Queue[w.ToWorker] = asyncio.Queue()
-        self.hung = False
-        world.net.workers.join(self.peer, lambda _, message, bulk: self.inbox.put_nowait(message))
-
-    def leave(self) -> None:
-        self.world.net.workers.leave(self.peer)
-
-    def tell(self, message: w.FromWorker, bulk: list[bytes] | None = None) -> None:
-        self.world.net.workers.tell(self.peer, message, bulk or [])
-
-    async def run(self) -> int:
-        """Exit status."""
-        await asyncio.sleep(self.world.rng.uniform(0.01, 1.0))
-        if self.world.unlucky("start"):
-            return 1
-        process = self.process
-        self.tell(
-            w.Hello(
-                kind=self.kind, name=process.name, protocol=PROTOCOL, spawn=process.spawn, instance=process.instance,
-                pid=process.who.pid, build="",
-            )
-        )  # fmt: skip
-        try:
-            async with asyncio.timeout(HELLO_S):
-                while not isinstance(welcome := await self.inbox.get(), w.Welcome):
-                    if isinstance(welcome, w.Reject):
-                        return 1
-        except TimeoutError:
-            return 1
-        self.process.do(self._beat())
-        return await self.serve(welcome)
-
-    async def _beat(self) -> None:
-        while True:
-            if not self.hung:
-                self.tell(w.Beat(job=self.job))
-            await asyncio.sleep(BEAT_S)
-
-    job = 0
-
-    async def hang(self) -> None:
-        """Nothing at all for a while, as a stopped process."""
-        self.hung = True
-        await asyncio.sleep(HANG_S)
-        self.hung = False
-
-    async def serve(self, welcome: w.Welcome) -> int:
-        raise NotImplementedError
 
 
 class Trainer(Worker):
@@ -291,6 +159,11 @@ class Engine(Worker):
         if world.unlucky("hang"):
             await self.hang()
         if push.mode == "merged":
+            if (answer := await self._hold(push)) is None:
+                return False
+            if isinstance(answer, w.Exit):
+                self.inbox.put_nowait(answer)
+                return True
             self._paused = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(push.drain_s):
@@ -316,9 +189,26 @@ class Engine(Worker):
         self.tell(w.Live(push=push.push, fence=push.fence, max_abs=1e-6, mean_abs=1e-7))
         return True
 
+    async def _hold(self, push: w.Push) -> w.Proceed | w.Exit | None:
+        """Ask for the hold, and serve on until the answer; None at the deadline: it, or the question, was lost."""
+        self.tell(w.Pausing(push=push.push, fence=push.fence))
+        go_on = w.Proceed(push=push.push, fence=push.fence)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(push.deadline_s):
+                while not isinstance(answer := await self.inbox.get(), w.Exit) and answer != go_on:
+                    pass
+                return answer if isinstance(answer, w.Exit) else go_on
+        self.tell(w.PushFailed(push=push.push, fence=push.fence, phase="hold", error="nobody said Proceed"))
+        await asyncio.sleep(0.1)
+        return None
+
     async def generate(self, mode: str, name: str) -> str:
         """Digest of the weights that a response came from; "" when there is none."""
         before = self._held(mode, name)
+        if self._paused and self.world.net.ordered:
+            self.world.history.broken(
+                f"a request was admitted to {self.process.name}:{self.process.spawn}, which is paused"
+            )
         if self._paused or not before:
             return ""
         self._in_flight += 1
@@ -356,9 +246,9 @@ class Gateway(Worker):
                         self._route = route
                         self._held = {engine.engine for engine in route.engines if engine.hold}
                     self.tell(w.RouteTaken(seq=self._route.seq))
-                case w.Hold(push=push, engine=engine):
+                case w.Hold(push=push, fence=fence, engine=engine):
                     self._held.add(engine)
-                    self.tell(w.Held(push=push, engine=engine, in_flight=0))
+                    self.tell(w.Held(push=push, fence=fence, engine=engine, in_flight=0))
                 case w.ExchangeAck(response_id=name, error=error) if name in self._acks:
                     if not self._acks[name].done():
                         self._acks[name].set_result(error)

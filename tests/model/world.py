@@ -31,8 +31,9 @@ from tests.fakes.rows import VOCAB, data_dir
 from .clients import Closer, Operator, Rollout, Watcher
 from .history import History
 from .net import Net, Weather
+from .process import Process
 from .virtual import Crashed, InlineReader, InlineWriter, VirtualClock
-from .workers import Engine, Gateway, Process
+from .workers import WORKERS, Engine, Gateway
 
 NOWHERE = Interpreter(python="/bin/false")
 YEAR_S = 365 * 86400.0
@@ -109,7 +110,7 @@ class World:
     # ---- what the services stand on -----------------------------------------------------------------------------------------
 
     def spawn(self, name: str, argv: Any, env: dict[str, str], log: Path, *, cwd: Path, woken: Any) -> Process:
-        process = Process(self, env, woken)
+        process = Process(self, env, woken, WORKERS)
         self._processes.append(process)
         self.log(f"process  {name}:{process.spawn} starts")
         return process

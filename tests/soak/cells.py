@@ -25,8 +25,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     "stage": ("stage.files", "stage.manifest"),
     "commit": ("result.verified", "publish.renamed", "result.published", "result.committed", "train.committed"),
     "push": (
-        "push.claimed", "gateway.held", "push.held", "engine.fenced", "engine.paused", "engine.updated", "engine.resumed",
-        "engine.verified", "push.live", "push.served",
+        "push.claimed", "engine.fenced", "engine.pausing", "gateway.held", "push.held", "engine.paused", "engine.updated",
+        "engine.resumed", "engine.verified", "push.live", "push.served",
     ),
     "recover": (*RECOVERY, "spawn.started", "engine.started"),
     "idle": (),

@@ -191,10 +191,10 @@ def test_a_trainer_that_fails_or_is_silent_ends_the_pull(ready: Pair) -> None:
     fence = ready.fence()
     with pytest.raises(PullError, match="0.05 s passed"):
         ready.session.pull(fence, 0.05)
-    ready.source.page.begin(7)
-    ready.source.page.fail()
+    ready.source.outlet.begin(7)
+    ready.source.outlet.fail()
     with pytest.raises(PullError, match="failed to fill"):
-        ready.session._puller.run(7, Deadline(5.0), None)
+        ready.session._link.pull.run(7, Deadline(5.0), None)
 
 
 def test_nothing_is_copied_before_the_trainer_feeds_this_fence(ready: Pair) -> None:
@@ -222,7 +222,7 @@ def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
     feed = threading.Thread(target=lambda: (one.feed(fence.fence, 20.0), ended.set()))
     feed.start()
     turns = sum(unit.turn >= 0 for unit in one.source.offer().feeds[0].units)
-    while one.source.page.ready < turns:
+    while one.source.outlet.ready < turns:
         pass
     assert turns <= 3 and not ended.wait(0.05)
     one.session.pull(fence, 20.0)
@@ -233,7 +233,7 @@ def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
 def test_a_feed_nobody_takes_ends(ready: Pair) -> None:
     with pytest.raises(TimeoutError, match="0 of"):
         ready.feed(9, 0.05)
-    assert ready.source.page.failed
+    assert ready.source.outlet.failed
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------------

@@ -53,7 +53,9 @@ def ready(tmp_path: Path, other: subprocess.Popen[bytes]) -> Iterator[Pair]:
 
 
 def offered_by(one: Pair, pid: int, ticks: int) -> Offer:
-    return msgspec.structs.replace(one.source.offer(), pid=pid, ticks=ticks)
+    offer = one.source.offer()
+    feeds = tuple(msgspec.structs.replace(feed, pid=pid, ticks=ticks) for feed in offer.feeds)
+    return msgspec.structs.replace(offer, feeds=feeds)
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -113,14 +115,14 @@ def test_no_mapping_is_closed_under_a_copy(
 
     monkeypatch.setattr(MemoryQueue, "copy", slow)
     fence = ready.fence()
-    watch = ready.session._watch
-    assert watch is not None
+    link = ready.session._link
+    assert link is not None
     with feeding(ready, fence.fence, SOON_S):
         pull = threading.Thread(target=_quietly, args=(lambda: ready.session.pull(fence, SOON_S),))
         pull.start()
         assert began.wait(SOON_S)
         other.kill()
-        assert watch.gone.wait(SOON_S)
+        until(link.gone)
         time.sleep(0.05)  # what closes them would have come by now
         go.set()
         pull.join()
@@ -150,7 +152,7 @@ def test_an_offer_of_a_process_that_is_gone_is_not_opened(tmp_path: Path) -> Non
 def test_the_end_of_a_trainer_before_leaves_the_next_ones_offer_open(
     ready: Pair, other: subprocess.Popen[bytes]
 ) -> None:
-    first = ready.session._watch
+    first = ready.session._link
     assert first is not None
     ready.session.open(ready.source.offer())
     ready.session.expect(ready.stage())

@@ -17,10 +17,12 @@ import torch
 
 from artd_schema import crashpoint
 from artd_schema import worker as w
+from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_workers.engines.direct.device import Port
-from artd_workers.trainer import canary
+from artd_workers.trainer import canary, trainer
 from artd_workers.trainer.checkpoint import Staging
+from artd_workers.trainer.ranks import Ranks
 from artd_workers.trainer.step import Cancelled
 from artd_workers.trainer.trainer import Trainer
 from artd_workers.trainer.ways import Gloo
@@ -37,9 +39,9 @@ KINDS = [("llama", "lora"), ("tied", "full"), pytest.param(("moe", "full"), mark
 class Desk:
     """A trainer in this process; orders and commits as the daemon makes them."""
 
-    def __init__(self, root: Path, spec: RunSpec, port: Port | None = None) -> None:
+    def __init__(self, root: Path, spec: RunSpec, port: Port | None = None, ranks: Ranks | None = None) -> None:
         self.root = root
-        self.trainer = Trainer(w.TrainerConfig(run="r", spec=spec, base_digest="base"), {}, port=port)
+        self.trainer = Trainer(w.TrainerConfig(run="r", spec=spec, base_digest="base"), {}, ranks, port)
         self._orders = 0
 
     def order(self, step: int, parent: w.CheckpointRef | None) -> w.Run:
@@ -325,3 +327,14 @@ def test_a_kill_at_every_point_of_a_job_leaves_nothing(
             assert files(daemon.commit(2, first, two)) == expected, point
     finally:
         daemon.close()
+
+
+def test_a_metric_without_a_value_is_left_out(
+    undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has no word for it, and the step is a good one."""
+    monkeypatch.setattr(trainer, "_rewards", lambda _: {"reward_mean": float("nan"), "reward_std": 0.5})
+    desk = Desk(tmp_path, undisturbed.spec)
+    made = desk.commit(1, desk.commit(0, None))
+    metrics = msgspec.json.decode((Path(made.dir) / "manifest.json").read_bytes(), type=CheckpointManifest).metrics
+    assert "reward_mean" not in metrics and metrics["reward_std"] == 0.5

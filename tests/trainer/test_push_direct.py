@@ -21,7 +21,7 @@ from artd_schema.direct import EngineTable, Obstacle, Offer
 from artd_schema.spec import EngineSpec, RunSpec, TrainerSpec
 from artd_workers.engines.base import Deadline, Fence
 from artd_workers.engines.direct import checksum
-from artd_workers.engines.direct.device import DeviceError
+from artd_workers.engines.direct.device import DeviceError, Port
 from artd_workers.engines.direct.pull import PullError
 from artd_workers.engines.direct.session import Session
 from artd_workers.engines.fence import Gate
@@ -46,7 +46,9 @@ WAIT_S = 20.0
 class Engine:
     """One spawn of an engine: its folder, with its table in it, and its session."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], dtype: torch.dtype, turned: bool = False) -> None:
+    def __init__(
+        self, folder: Path, config: dict[str, Any], dtype: torch.dtype, turned: bool = False, port: Port | None = None
+    ) -> None:
         """turned: its table has another order."""
         folder.mkdir()
         self.model, self._meeting = engine_model(config, dtype), folder / "direct-1"
@@ -56,7 +58,7 @@ class Engine:
         self.write(table)
         tensors = parameters(self.model)
         names = [tensor.name for tensor in table.tensors]
-        self.session = Session(Gate("i", 1), MemoryPort(), names, [tensors[name] for name in names])
+        self.session = Session(Gate("i", 1), port or MemoryPort(), names, [tensors[name] for name in names])
         self._opened = False
 
     @property
@@ -242,7 +244,7 @@ def test_an_end_that_is_told_before_the_trainer_has_seen_the_last_copy_leaves_th
 
     def late(source: Source, *rest: Any) -> None:
         wait(source, *rest)
-        if source.page.ready == len(source._lane.turns):
+        if source.outlet.ready == len(source._lane.turns):
             assert told.wait(WAIT_S)  # the engine takes the last buffer meanwhile
 
     zero = bench.desk.commit(0, None)
@@ -289,6 +291,23 @@ def test_a_snapshot_of_before_is_refused(tmp_path: Path, toy_folders: dict[str, 
     assert "trained these weights further" in bench.refused(1).reason
 
 
+def test_a_trainer_of_several_processes_is_pulled_from_or_sends_copies(
+    toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no whole tensors on a GPU: for a way that wants them it keeps copies from the start."""
+    spec = spec_for(toy_folders["qwen3"], trainer=TrainerSpec(tensor_parallel=2))
+    assert serving.transfers(spec, MemoryPort()) == ("direct", "stock")
+    monkeypatch.setattr(placement, "device_of", lambda spec: "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(serving, "Cuda", lambda index: f"gpu {index}")
+    ways = {
+        way: msgspec.structs.replace(spec, engine=EngineSpec(transfer=way))
+        for way in ("auto", "staged", "in_place", "stock", "nccl")
+    }
+    assert [way for way, one in ways.items() if serving.port_of(one) == "gpu 1"] == ["auto", "staged", "in_place"]
+    assert serving.transfers(ways["stock"], serving.port_of(ways["stock"])) == ("stock",)
+
+
 def test_what_cannot_be_planned_is_refused_by_name(
     tmp_path: Path, toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,11 +331,11 @@ def test_what_cannot_be_planned_is_refused_by_name(
     def share(port: MemoryPort, tensor: Tensor) -> Any:
         raise DeviceError("memory of expandable segments cannot be shared")
 
-    assert bench.desk.trainer.transfers() == ("direct", "stock")
+    assert bench.desk.trainer.transfers() == ("direct", "nccl", "stock")
     with monkeypatch.context() as patch:
         patch.setattr(MemoryPort, "share", share)
         refused("d", "expandable segments")
-        assert bench.desk.trainer.transfers() == ("stock",)
+        assert bench.desk.trainer.transfers() == ("nccl", "stock")
     gone = bench.engine("e")
     (gone.meeting.parent / "table").unlink()
     assert "table is missing" in bench.refused(bench.push(zero, gone)).reason
@@ -335,9 +354,9 @@ def test_a_trainer_that_rounds_its_base_offers_no_direct_push(toy_folders: dict[
     stored_in_fp32 = RunSpec(model=str(toy_folders["qwen3"]), trainer=TrainerSpec(dtype="bfloat16"))
     assert serving.transfers(stored_in_fp32, MemoryPort()) == ("stock",)
     exact = msgspec.structs.replace(stored_in_fp32, trainer=TrainerSpec(dtype="float32"))
-    assert serving.transfers(exact, MemoryPort()) == ("direct", "stock")
+    assert serving.transfers(exact, MemoryPort()) == ("direct", "nccl", "stock")
     every_weight = msgspec.structs.replace(stored_in_fp32, parameters="full")
-    assert serving.transfers(every_weight, MemoryPort()) == ("direct", "stock")
+    assert serving.transfers(every_weight, MemoryPort()) == ("direct", "nccl", "stock")
 
 
 def test_the_copy_has_one_reader_at_a_time() -> None:

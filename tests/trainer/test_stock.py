@@ -27,9 +27,9 @@ from artd_schema import worker as w
 from artd_schema.manifest import WeightEntry
 from artd_workers.engines import stock as wire
 from artd_workers.engines.direct import checksum, sums
+from artd_workers.engines.nccl import Library, NcclError
 from artd_workers.engines.vllm import stock as vllm
 from artd_workers.trainer import stock
-from artd_workers.trainer.nccl import Library, NcclError
 from artd_workers.trainer.push import Pusher
 from artd_workers.trainer.snapshot import Snapshot
 from tests.compiled import library

@@ -49,12 +49,51 @@ def test_copied_and_summed(data):
     assert torch.equal(there, data) and sums.tolist() == [sum_of(data[:41]), sum_of(data[41:])]
 
 
-def test_both_kernels_are_compiled_with_the_table(data, monkeypatch):
+def test_all_kernels_are_compiled_with_the_table(data, monkeypatch):
     asked = []
     monkeypatch.setattr(
         kernels.Table,
         "_launch",
-        lambda self, skip, count, words, sums, copy: asked.append((count, int(words.sum()), copy)),
+        lambda self, skip, count, words, sums, copy, rows: asked.append((count, int(words.sum()), copy, rows)),
     )
     kernels.Table(Blocks.cut(spans(data), "cpu"))
-    assert asked == [(1, 0, False), (1, 0, True)]
+    plain = [(1, 0, False, False), (1, 0, True, False)]
+    assert asked == plain
+    kernels.Table(Blocks.cut([*spans(data), Span(data.data_ptr(), 0, 4, 0, 0, 2, 3)], "cpu"))
+    assert asked == [*plain, *plain, (1, 0, False, True), (1, 0, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("widths", "together"), [((5, 3, 9), False), ((1, 16), True), ((2048, 4099), True), ((BLOCK + 3, 2), False)]
+)
+def test_columns_make_up_the_whole(widths, together):
+    """Each column in memory of its own, its rows together, or in the whole tensor; one span, longer than a block."""
+    pitch, rows = sum(widths), 3 + 2 * BLOCK // sum(widths)
+    whole = torch.randint(-(2**62), 2**62, (rows, pitch), generator=torch.Generator().manual_seed(pitch))
+    columns, spans, left = [], [], 0
+    for width in widths:
+        columns.append(whole[:, left : left + width].contiguous())
+        at = columns[-1].data_ptr() if together else whole.data_ptr() + left * WORD
+        spans.append(Span(at, 7 + left, rows * width, 0, 0, width, pitch, 0 if together else pitch))
+        left += width
+    spans.append(Span(whole.data_ptr(), 0, whole.numel(), 1))
+    table, sums = kernels.Table(Blocks.cut(spans, "cpu")), torch.zeros(2, dtype=torch.int64)
+    table.sum(sums, (0, len(spans)))
+    assert sums.tolist() == [sum_of(whole, 7), sum_of(whole)]
+    table.sum(sums.zero_(), (len(spans) - 1, len(spans)))
+    assert sums.tolist() == [0, sum_of(whole)]
+
+
+def test_columns_copied_and_summed():
+    whole = torch.randint(-(2**62), 2**62, (37, 11), generator=torch.Generator().manual_seed(5))
+    there = torch.zeros_like(whole)
+    cuts = ((0, 4), (4, 11))
+    spans = [
+        Span(there.data_ptr() + a * WORD, a, 37 * (b - a), 0, whole.data_ptr() + a * WORD, b - a, 11, 11)
+        for a, b in cuts
+    ]
+    table, sums = kernels.Table(Blocks.cut(spans, "cpu")), torch.zeros(1, dtype=torch.int64)
+    table.sum(sums, (0, 1), copy=True)
+    assert torch.equal(there[:, :4], whole[:, :4]) and not there[:, 4:].any()
+    table.sum(sums, (1, 2), copy=True)
+    assert torch.equal(there, whole) and sums.tolist() == [sum_of(whole)]

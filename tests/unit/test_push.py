@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from artd.push import HELD_S, MAX_ATTEMPTS
+from artd.push import MAX_ATTEMPTS
 from artd.runs import set_run_state
 from artd_schema import worker as w
 from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store, settle
@@ -242,34 +242,6 @@ async def test_a_refusal_or_the_trainers_death_restarts_the_engine(tmp_path, clo
         assert [name for name, _ in it.kills] == ["engine", "engine"] and "not resident" in it.kills[0][1]
 
 
-async def test_the_gateway_holds_before_the_engine_is_touched(tmp_path, clock):
-    async with open_store(tmp_path, clock) as store:
-        it = await make(store, tmp_path, clock)
-        it.wire.connected["gateway"] = 1
-        sending = asyncio.ensure_future(it.pusher._send_due())
-        while not it.wire.of(w.Hold):
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
-        assert not it.wire.of(w.Push)
-        (hold,) = it.wire.of(w.Hold)
-        it.pusher.held(w.Held(push=hold.push + 1, engine="engine", in_flight=0))
-        await asyncio.sleep(0.05)
-        assert not it.wire.of(w.Push)
-        it.pusher.held(w.Held(push=hold.push, engine="engine", in_flight=2))
-        await asyncio.wait_for(sending, 5)
-        assert it.wire.of(w.Push)
-
-
-async def test_a_gateway_that_does_not_hold_is_ended(tmp_path, clock, monkeypatch):
-    assert HELD_S >= 5
-    monkeypatch.setattr("artd.push.HELD_S", 0.05)
-    async with open_store(tmp_path, clock) as store:
-        it = await make(store, tmp_path, clock)
-        it.wire.connected["gateway"] = 1
-        assert await it.send() is not None
-        assert it.kills[0][0] == "gateway"
-
-
 async def test_a_push_past_its_deadline_ends_the_engine(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
@@ -330,6 +302,8 @@ async def served_once(it):
         (("direct", "stock"), ("direct", "stock"), "direct"),
         (("direct", "stock"), ("stock",), "stock"),
         (("stock",), ("direct", "stock"), "stock"),
+        (("nccl", "stock"), ("direct", "nccl", "stock"), "nccl"),
+        (("direct", "nccl", "stock"), ("nccl", "stock"), "nccl"),
         (("gloo",), ("direct", "stock"), None),
     ],
 )
@@ -354,7 +328,7 @@ async def test_a_way_that_a_trainer_refused_is_not_taken_again_by_this_spawn(tmp
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
         for name in ("trainer", "engine"):
-            it.pusher.transfers.able(name, 1, ("direct", "stock"))
+            it.pusher.transfers.able(name, 1, ("direct", "nccl", "stock"))
         await served_once(it)
         push = await it.send()
         refusal = {"push": push.push, "fence": push.fence, "reason": "layer 3 is not covered"}
@@ -362,5 +336,9 @@ async def test_a_way_that_a_trainer_refused_is_not_taken_again_by_this_spawn(tmp
         assert it.kills[-1][0] == "engine" and "layer 3" in it.kills[-1][1]
         ways = it.pusher.transfers
         assert ways.choose(("trainer", 1), ("engine", 1)) == "stock"
-        ways.able("trainer", 2, ("direct", "stock"))
+        ways.able("trainer", 2, ("direct", "nccl", "stock"))
         assert ways.choose(("trainer", 2), ("engine", 1)) == "direct"
+        ways.able("trainer", 3, ("nccl", "stock"))
+        assert ways.choose(("trainer", 3), ("engine", 1)) == "nccl"
+        ways.refused(3, "nccl")  # one GPU for both, or another NCCL
+        assert ways.choose(("trainer", 3), ("engine", 1)) == "stock"

@@ -131,6 +131,7 @@ CREATE TABLE job (
   CHECK ((state IN ('succeeded', 'cancelled')) = (ended IS NOT NULL)),
   CHECK (discard <= cancel)
 ) STRICT;
+CREATE INDEX job_batch ON job (batch_id) WHERE batch_id IS NOT NULL;
 CREATE INDEX job_active ON job (run_id, id) WHERE state IN ('queued', 'running');
 
 CREATE TABLE attempt (
@@ -173,7 +174,7 @@ CREATE TABLE push (
   checkpoint_id INTEGER NOT NULL REFERENCES checkpoint,
   mode TEXT NOT NULL CHECK (mode IN ('merged', 'lora')),
   source TEXT CHECK (source IN ('live', 'disk')),
-  transfer TEXT CHECK (transfer IN ('gloo', 'stock', 'direct')),
+  transfer TEXT CHECK (transfer IN ('gloo', 'stock', 'direct', 'nccl')),
   state TEXT NOT NULL CHECK (state IN ('prepared', 'sending', 'live', 'superseded', 'failed')),
   fence INTEGER NOT NULL DEFAULT 0,
   attempts INTEGER NOT NULL DEFAULT 0,

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightEntry
+from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Transfer
 
@@ -61,14 +62,21 @@ class Capabilities:
     weight_version: bool
     abort_route: bool
     scale_out_flag: bool
+    keeps: bool
     routes: Routes
 
 
 VLLM: tuple[Capabilities, ...] = (
-    Capabilities("0.32", "run", weight_version=True, abort_route=True, scale_out_flag=True, routes="hooks"),
-    Capabilities("0.25", "run", weight_version=False, abort_route=False, scale_out_flag=False, routes="field"),
-    Capabilities("0.22", "read", weight_version=False, abort_route=False, scale_out_flag=False, routes="field"),
-)
+    Capabilities(
+        "0.32", "run", weight_version=True, abort_route=True, scale_out_flag=True, keeps=True, routes="hooks",
+    ),
+    Capabilities(
+        "0.25", "run", weight_version=False, abort_route=False, scale_out_flag=False, keeps=True, routes="field",
+    ),
+    Capabilities(
+        "0.22", "read", weight_version=False, abort_route=False, scale_out_flag=False, keeps=False, routes="field",
+    ),
+)  # fmt: skip
 
 
 def capabilities(table: Sequence[Capabilities], version: str) -> Capabilities:
@@ -118,8 +126,10 @@ class Adapter(Protocol):
     def healthy(self, deadline: Deadline) -> bool:
         """Whether the server answers that it can serve."""
 
-    def pause(self, drain_s: float, deadline: Deadline) -> bool:
-        """Stop generating: wait drain_s for requests in flight, then abort them. Returns whether any were aborted."""
+    def pause(self, drain_s: float, deadline: Deadline, in_flight: InFlight = "drain") -> bool:
+        """Stop generating, and begin nothing. in_flight, of requests: `drain` waits drain_s for them, then aborts them; `keep`
+        and `recompute` stop them where they are until `resume`, the second dropping the KV cache, theirs included. An engine
+        that cannot (`Capabilities.keeps`) drains. Returns whether any were aborted."""
 
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""
@@ -163,7 +173,8 @@ class Adapter(Protocol):
         """Open an update, copy in what was staged, compare the checksums, close the update. Returns named seconds."""
 
     def finish(self, name: str, deadline: Deadline) -> None:
-        """Label the new weights and drop every cached prefix of the old ones."""
+        """Label the new weights, and drop every cached prefix of the old ones; but nothing after a pause that kept requests
+        with their cache: there a prefix of another epoch has another salt."""
 
     def load_adapter(self, name: str, folder: Path, deadline: Deadline) -> None:
         """Serve a LoRA adapter under a new name."""

@@ -1,12 +1,12 @@
 """The push state machine of one engine: a committed checkpoint in, verified or not at all.
 
-Purpose: phases of a merged push: fence, pause, transfer, load, resume, verify (the gateway is holding meanwhile: a paused
-engine answers no canary, so the engine resumes first and only `Live` releases the gateway). A direct push has two more before
-the pause, beside running requests: open, and stage where the weights are pulled into spare memory first. Of a lora push:
-load, verify, beside running requests.
+Purpose: phases of a merged push: fence, hold, pause, transfer, load, resume, verify (the gateway holds from the end of the
+second on: a paused engine answers no canary, so the engine resumes first and only `Live` releases the gateway). A direct push
+has two more before the hold, beside running requests: open, and stage where the weights are pulled into spare memory first.
+Of a lora push: load, verify, beside running requests.
 Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: an attempt that is older than
-one taken is refused before it touches the engine; any error after that leaves the engine unknown, and the caller ends it;
-one push at a time (the caller's thread).
+one taken is refused before it touches the engine; an engine is paused, and its weights are touched, only after the gateway
+holds; any error leaves the engine unknown, and the caller ends it; one push at a time (the caller's thread).
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from artd_schema.crashpoint import reach
 from artd_schema.direct import OFFER
 from artd_schema.spec import RunSpec
-from artd_schema.worker import Live, Push
+from artd_schema.worker import Live, Push, Transfer
 
 from . import canary, checkpoint
 from .base import Adapter, Deadline, DiskLoad, EngineError, Fence
 from .stock import size_of
+
+DIRECT: tuple[Transfer, ...] = ("direct", "nccl")
+"""What is verified before the engine resumes, so that requests in flight may go on across it."""
 
 
 class Stale(Exception):
@@ -49,11 +54,12 @@ class PushError(Exception):
 
 
 class Pusher:
-    """instance, spawn: of this engine; base_name: name of the base weights on the server; folder: for adapters' copies."""
+    """instance, spawn: of this engine; base_name: name of the base weights on the server; folder: for adapters' copies;
+    hold: returns when nothing more is admitted to the engine, or raises EngineError."""
 
     def __init__(
         self, adapter: Adapter, spec: RunSpec, base_name: str, folder: Path, instance: str, spawn: int,
-        log: Callable[[str], None] = lambda text: None,
+        hold: Callable[[Push, Deadline], None], log: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self._adapter = adapter
         self._spec = spec
@@ -61,6 +67,7 @@ class Pusher:
         self._folder = folder
         self._instance = instance
         self._spawn = spawn
+        self._hold = hold
         self._log = log
         self._seen = -1
         self._phase = "fence"
@@ -86,9 +93,10 @@ class Pusher:
         except EngineError as error:
             raise PushError(self._phase, str(error)) from error
         reach("engine.verified")
-        return Live(
-            push=push.push, fence=push.fence, max_abs=agreement.max_abs, mean_abs=agreement.mean_abs, seconds=seconds
-        )
+        live = Live(push=push.push, fence=push.fence, seconds=seconds)
+        if agreement is None:
+            return live
+        return replace(live, max_abs=agreement.max_abs, mean_abs=agreement.mean_abs)
 
     def unload(self, name: str) -> None:
         """Note an adapter to be unloaded by `tidy` when no request uses it. Any thread."""
@@ -109,15 +117,21 @@ class Pusher:
 
     # ---- merged -------------------------------------------------------------------------------------------------------
 
-    def _merged(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
+    def _merged(self, push: Push, seconds: dict[str, float]) -> canary.Agreement | None:
+        """None where requests go on across the push: every checksum was compared before they did, and a canary would have to
+        wait for room beside them, the gateway with it."""
         committed = self._open(push)
         fence = Fence(self._instance, self._spawn, push.push, push.fence)
-        direct = push.source == "live" and push.transfer == "direct"
-        staged = direct and self._prepare(push, fence, committed, seconds)
+        direct = push.source == "live" and push.transfer in DIRECT
+        in_flight = self._spec.engine.in_flight if direct and self._adapter.capabilities.keeps else "drain"
+        ahead = Deadline(push.deadline_s)
+        staged = direct and self._prepare(push, fence, committed, seconds, ahead)
+        with self._timed("hold", seconds):
+            self._hold(push, ahead)
         # Waiting for requests is the users' time, not the engine's: it does not count against the deadline.
         pause = Deadline(push.drain_s + push.deadline_s)
         with self._timed("pause", seconds):
-            self._adapter.pause(push.drain_s, pause)
+            self._adapter.pause(push.drain_s, pause, in_flight)
         reach("engine.paused")
         deadline = Deadline(push.deadline_s)
         if direct:
@@ -130,15 +144,19 @@ class Pusher:
         with self._timed("resume", seconds):
             self._adapter.resume(deadline)
         reach("engine.resumed")
+        if in_flight != "drain":
+            return None
         return self._verify(self._base_name, committed, seconds, deadline)
 
-    def _prepare(self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, seconds: dict[str, float]) -> bool:
+    def _prepare(
+        self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
+    ) -> bool:
         """What a direct push does beside the running engine; whether the weights are staged."""
-        deadline, wanted = Deadline(push.deadline_s), self._spec.engine.transfer
+        wanted = self._spec.engine.transfer
         with self._timed("open", seconds):
             self._adapter.direct_open(Path(push.rendezvous) / OFFER, deadline)
             self._adapter.direct_expect(committed.folder / checkpoint.WEIGHTS, deadline)
-            staged = wanted == "staged" or (wanted == "auto" and self._adapter.direct_room(deadline))
+            staged = wanted == "staged" or (wanted in ("auto", "nccl") and self._adapter.direct_room(deadline))
         if staged:
             with self._timed("stage", seconds):
                 self._adapter.direct_stage(fence, deadline)

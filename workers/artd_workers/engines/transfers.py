@@ -18,6 +18,8 @@ from .base import Adapter, Deadline
 from .whole import write_whole
 
 _ASK_S = 60.0
+_WAYS: dict[str, tuple[Transfer, ...]] = {"nccl": ("nccl", "stock"), "stock": ("stock",)}
+"""What `engine.transfer` leaves of the ways; every other value leaves all."""
 
 
 def transfers_of(
@@ -32,4 +34,4 @@ def transfers_of(
     if table.obstacles:
         first, others = table.obstacles[0], len(table.obstacles) - 1
         return ("stock",), f"{first.where}: {first.why}" + (f" (and {others} more)" if others else "")
-    return (("stock",) if spec.engine.transfer == "stock" else ("direct", "stock")), ""
+    return _WAYS.get(spec.engine.transfer, ("direct", "nccl", "stock")), ""

@@ -1,6 +1,6 @@
 """The engine worker's main loop: link on one side, server on the other.
 
-Purpose: start the server, say Ready, serve Push, Unload and Exit, and tell the daemon when the server is gone.
+Purpose: start the server, say Ready, serve Push, Proceed, Unload and Exit, and tell the daemon when the server is gone.
 Owner of: the server and the push thread. Invariants: the server is spawned, watched and ended in the main thread; pushes run
 in a thread of their own, one at a time; a failed push ends the engine, and a dead server ends the harness (`Down`): the
 daemon starts a new spawn, which is pushed the newest committed checkpoint before it serves. Never is an unknown engine
@@ -23,6 +23,7 @@ from artd_schema.crashpoint import reach
 
 from ..harness import Link, LinkClosed
 from .base import Deadline, EngineError
+from .hold import Hold
 from .push import Pusher, PushError, Stale
 from .transfers import transfers_of
 from .vllm.adapter import VllmAdapter
@@ -44,6 +45,7 @@ class EngineWorker:
         self._link = link
         self._config = config
         self._server = Server(config)
+        self._hold = Hold(link.send)
         self._pusher: Pusher | None = None
         self._pushes: queue.SimpleQueue[w.Push] = queue.SimpleQueue()
         self._current: w.Push | None = None
@@ -80,7 +82,7 @@ class EngineWorker:
         self._capture(adapter)
         spec = self._config.spec
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters",
-                              self._link.identity.instance, self._link.identity.spawn, log)  # fmt: skip
+                              self._link.identity.instance, self._link.identity.spawn, self._hold.wait, log)  # fmt: skip
         ways, obstacle = transfers_of(adapter, spec, device_of(spec.engine), self._server.folder)
         if obstacle:
             log(f"no direct push: {obstacle}")
@@ -118,6 +120,7 @@ class EngineWorker:
     def _end(self, error: str) -> int:
         if error:
             self._server.kill()
+            self._hold.abort()
             if self._current is not None:  # its calls fail now, and it knows in which phase
                 self._pushing.join(_TOLD_S)
             cause = self._server.first_error()
@@ -144,6 +147,8 @@ class EngineWorker:
         match message:
             case w.Push():
                 self._take(message)
+            case w.Proceed():
+                self._hold.proceed(message)
             case w.Unload() if self._pusher is not None:
                 self._pusher.unload(message.name)
             case w.Exit():

@@ -26,12 +26,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Capture:
-    """Routes of one choice, laid out as in `Turn.routes`: row j belongs to token start + j of prompt + sampled tokens.
-    recomputed: ranges [first, end) of these tokens whose cache was lost and computed again."""
+    """Routes of one choice, laid out as in `Turn.routes`: row j belongs to token start + j of prompt + sampled tokens. A token
+    whose cache was computed again has the row of the first time, by which the token after it was sampled: so both forms tell."""
 
     routes: bytes
     start: int
-    recomputed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Taken(Struct):
     routes: bytes
     start: int
     rows: int
-    recomputed: tuple[tuple[int, int], ...] = ()
 
 
 def captures_of(
@@ -84,7 +82,7 @@ def _capture(choice: Choice, taken: Taken | None, shape: RouteShape) -> Capture 
     elif taken is not None:
         if len(taken.routes) != taken.rows * shape.row_bytes:
             raise ValueError(f"{len(taken.routes)} bytes for {taken.rows} rows of {shape.row_bytes} bytes")
-        capture = _cut(Capture(taken.routes, taken.start, taken.recomputed), choice, shape)
+        capture = _cut(Capture(taken.routes, taken.start), choice, shape)
     else:
         return None
     _check(capture, len(choice.request["token_ids"]), len(choice.choice["token_ids"]), shape)
@@ -96,8 +94,7 @@ def _cut(capture: Capture, choice: Choice, shape: RouteShape) -> Capture:
     if not isinstance(choice.choice.get("stop_reason"), str):
         return capture
     end = len(choice.request["token_ids"]) + len(choice.choice["token_ids"])
-    spans = tuple((first, min(last, end)) for first, last in capture.recomputed if first < end)
-    return Capture(capture.routes[: max(end - capture.start, 0) * shape.row_bytes], capture.start, spans)
+    return Capture(capture.routes[: max(end - capture.start, 0) * shape.row_bytes], capture.start)
 
 
 def _check(capture: Capture, prompt: int, sampled: int, shape: RouteShape) -> None:
@@ -108,8 +105,6 @@ def _check(capture: Capture, prompt: int, sampled: int, shape: RouteShape) -> No
     end = capture.start + rows
     if not 0 <= capture.start < prompt or end not in (prompt + sampled, prompt + sampled - 1):
         raise ValueError(f"{rows} rows from token {capture.start}, for {prompt} + {sampled} tokens")
-    if any(not 0 <= first < last <= end for first, last in capture.recomputed):
-        raise ValueError(f"recomputed tokens {list(capture.recomputed)}, of {end}")
 
 
 def _moe_layers(field: Any, shape: RouteShape) -> bytes:

@@ -23,6 +23,7 @@ from .errors import EngineFailure, aborted
 from .kinds import Kind
 from .ledger import Ledger
 from .limits import Limits
+from .origins import Labels, Origin
 from .routing import Place, Table
 
 Json = dict[str, Any]
@@ -40,21 +41,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Generated:
-    """What came out of an engine; requests and replies have one element a prompt, captures one a choice, `shown` is the
-    derendered response."""
+    """What came out of an engine; requests and replies have one element a prompt, captures and origins one a choice, `shown` is
+    the derendered response."""
 
     job: Job
     place: Place
     requests: list[Json]
     replies: list[Json]
     captures: list[Capture | None]
+    origins: list[Origin | None]
     shown: Json
     seconds: float
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One choice. index: over the whole response; served: the newest weights it came from."""
+    """One choice. index: over the whole response; served: the newest weights it came from; epochs, cache: policy and cache
+    epochs over its tokens, empty when unknown."""
 
     index: int
     request: Json
@@ -63,6 +66,7 @@ class _Sample:
     capture: Capture | None
     served: Served
     epochs: turns.Epochs
+    cache: turns.Epochs
 
     @property
     def params(self) -> Json:
@@ -121,8 +125,8 @@ def _choices(made: Generated) -> list[tuple[int, Json, Json, Json]]:
 async def _sample(
     made: Generated, table: Table, limits: Limits, index: int, request: Json, answer: Json, choice: Json
 ) -> _Sample:
-    served, epochs = await _trace(made.place, choice, table, limits)
-    return _Sample(index, request, answer, choice, made.captures[index], served, epochs)
+    served, epochs, cache = await _trace(made.place, choice, made.origins[index], table, limits)
+    return _Sample(index, request, answer, choice, made.captures[index], served, epochs, cache)
 
 
 def _head(made: Generated, samples: list[_Sample], model: str) -> Json:
@@ -142,6 +146,7 @@ def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
         sample.choice,
         sampling=turns.effective_sampling(sample.params),
         epochs=sample.epochs,
+        cache=sample.cache,
         capture=sample.capture,
         response_id=made.job.response_id,
         index=sample.index,
@@ -149,25 +154,44 @@ def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
     )
 
 
-async def _trace(place: Place, choice: Json, table: Table, limits: Limits) -> tuple[Served, turns.Epochs]:
-    """The weights that a choice came from: (the newest of them, policy epochs over its tokens).
+async def _trace(
+    place: Place, choice: Json, origin: Origin | None, table: Table, limits: Limits
+) -> tuple[Served, turns.Epochs, turns.Epochs]:
+    """The weights that a choice came from: (the newest of them, policy epochs and cache epochs over its tokens).
 
-    lora: the adapter that was asked for. merged: the engine's version spans, whose label is the RUN@STEP of the push;
-    before the first push the engine has a label of its own, which stands for what the route said on entry.
+    lora: the adapter that was asked for. merged: by label, the RUN@STEP of the push: the engine's version spans, or what its
+    worker told; without either it is what the route said on entry, as no push came across. Before the first push the engine
+    has a label of its own, which stands for that too.
     """
     if place.engine.mode == "lora":
-        return place.served, ((0, place.served.epoch),)
-    pairs: list[tuple[int, Served]] = []
-    for span in turns.spans_of(place.engine.engine, choice):
-        pairs.append((span.start, await _served(place, span.version, table, limits)))
-    pairs = pairs or [(0, place.served)]
-    if place.pinned and any(served != place.served for _, served in pairs):
+        return place.served, *_whole(place.served)
+    spans = tuple((span.start, span.version) for span in turns.spans_of(place.engine.engine, choice))
+    if not spans and origin is None:
+        return place.served, *_whole(place.served)
+    policy = await _named(place, spans or (origin.policy if origin else ()), table, limits)
+    if place.pinned and (not policy or any(served != place.served for _, served in policy)):
         raise aborted(f"{place.served.name} was replaced while the request ran", limits.retry_after_s)
-    return pairs[-1][1], turns.run_lengths([(start, served.epoch) for start, served in pairs])
+    epochs = _epochs(policy)
+    newest = policy[-1][1] if policy else place.served
+    if len(epochs) == 1:
+        return newest, epochs, epochs
+    return newest, epochs, _epochs(await _named(place, origin.cache if origin else (), table, limits))
+
+
+async def _named(place: Place, runs: Labels, table: Table, limits: Limits) -> list[tuple[int, Served]]:
+    return [(start, await _served(place, label, table, limits)) for start, label in runs]
+
+
+def _epochs(runs: list[tuple[int, Served]]) -> turns.Epochs:
+    return turns.run_lengths([(start, served.epoch) for start, served in runs])
+
+
+def _whole(served: Served) -> tuple[turns.Epochs, turns.Epochs]:
+    return ((0, served.epoch),), ((0, served.epoch),)
 
 
 async def _served(place: Place, label: str, table: Table, limits: Limits) -> Served:
-    if "@" not in label:
+    if "@" not in label or label == place.served.name:
         return place.served
     served = await table.named(label, limits.label_s)
     if served is None or served.run != place.served.run:

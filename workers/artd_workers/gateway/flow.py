@@ -1,4 +1,4 @@
-"""One request from body to reply: place → render → generate → take routed experts → derender → ledger.
+"""One request from body to reply: place → render → generate → ask who sampled it, take routed experts → derender → ledger.
 
 Owner of no state. Invariants: an engine is entered only between `Table.enter` and `Table.leave`; a request whose
 tokens have come out of an engine is never generated again; the reply exists for the client only once the ledger has it.
@@ -11,7 +11,7 @@ import time
 
 from artd_schema.trajectory import Split
 
-from . import reply, turns
+from . import origins, reply, turns
 from .deliver import Generated, Job, Json, deliver
 from .engine import EngineClient, Engines
 from .errors import ApiError, EngineFailure, aborted
@@ -68,11 +68,12 @@ class Flow:
                 seconds = time.monotonic() - start
                 self._check(place, requests, replies)
                 needed = job.split == "train"
+                told = await self._origins(client, place, requests, replies, needed)
                 captures = await self._experts.take(client, place.engine.routes, requests, replies, needed)
             shown = await self._derender(job, client, upstream, requests, replies)
         finally:
             self._table.leave(place)
-        return Generated(job, place, requests, replies, captures, shown, seconds)
+        return Generated(job, place, requests, replies, captures, told, shown, seconds)
 
     async def _render(self, job: Job, place: Place) -> tuple[Json, list[Json]]:
         # By the base model's name: an adapter may be unloaded as soon as its last token is out.
@@ -128,6 +129,14 @@ class Flow:
             raise aborted(f"engine {engine} aborted the request for a push", self._limits.retry_after_s)
         if not all(choice.get("token_ids") for choice in choices):
             raise EngineFailure(engine, "generate answered with a choice without tokens", retriable=False)
+
+    async def _origins(
+        self, client: EngineClient, place: Place, requests: list[Json], replies: list[Json], needed: bool
+    ) -> list[origins.Origin | None]:
+        if place.engine.mode == "lora":
+            return [None] * sum(len(answer["choices"]) for answer in replies)
+        # Looked at when the replies are there: if nothing was held until then, no push came across them.
+        return await origins.ask(client, requests, replies, self._table.moved(place), needed)
 
     async def _derender(
         self, job: Job, client: EngineClient, upstream: Json, requests: list[Json], replies: list[Json]

@@ -120,23 +120,6 @@ def run_lengths(pairs: Sequence[tuple[int, int]]) -> Epochs:
     return tuple(runs)
 
 
-def cache_epochs(epochs: Epochs, prompt: int, count: int, recomputed: Sequence[tuple[int, int]]) -> Epochs:
-    """Epochs of the cache over `count` sampled tokens: the oldest of the response, as a push drops the cache or keeps it,
-    the gateway cannot see which, and after a drained push there is only one epoch; but the newest for what was computed
-    again. recomputed: ranges [first, end) of prompt + sampled tokens."""
-    if not epochs:
-        return ()
-    oldest, newest = min(epoch for _, epoch in epochs), max(epoch for _, epoch in epochs)
-    pairs: list[tuple[int, int]] = []
-    at = 0
-    for first, end in sorted(recomputed):
-        start, stop = max(first - prompt, at), min(end - prompt, count)
-        if start < stop:
-            pairs += [(at, oldest), (start, newest)] if start > at else [(start, newest)]
-            at = stop
-    return run_lengths(pairs + [(at, oldest)] if at < count else pairs)
-
-
 def build_turn(
     engine: str,
     prompt: Sequence[int],
@@ -144,20 +127,20 @@ def build_turn(
     *,
     sampling: Sampling,
     epochs: Epochs,
+    cache: Epochs,
     capture: Capture | None,
     response_id: str,
     index: int,
     raw: dict[str, Any],
 ) -> Turn:
     """One choice of a generate reply as a Turn. Errors: EngineFailure."""
-    count = len(choice["token_ids"])
     return Turn(
         prompt_ids=int_column(prompt),
         token_ids=int_column(choice["token_ids"]),
         logprobs=float_column(logprobs_of(engine, choice)),
         sampling=sampling,
         policy_epoch=epochs,
-        kv_cache_epoch=cache_epochs(epochs, len(prompt), count, capture.recomputed if capture else ()),
+        kv_cache_epoch=cache,
         routes=capture.routes if capture else b"",
         routes_start=capture.start if capture else 0,
         finish_reason=choice.get("finish_reason") or "",

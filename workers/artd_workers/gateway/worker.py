@@ -51,10 +51,10 @@ class Gateway:
                 seq = self.table.take(message)
                 await self.engines.keep(self.table.sockets)
                 self._send(w.RouteTaken(seq=seq), ())
-            case w.Hold(push=push, engine=engine):
+            case w.Hold(push=push, fence=fence, engine=engine):
                 in_flight = self.table.hold(engine)
                 reach("gateway.held")
-                self._send(w.Held(push=push, engine=engine, in_flight=in_flight), ())
+                self._send(w.Held(push=push, fence=fence, engine=engine, in_flight=in_flight), ())
             case w.ExchangeAck(response_id=response_id):
                 if not self.ledger.settle(message):
                     log.warning("acknowledgement of %s came after its request had ended", response_id)

@@ -7,7 +7,7 @@ Owner of: no state. Invariants: torch only (the engine's interpreter imports thi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +27,10 @@ class Slice:
     def of(self, fused: Tensor) -> Tensor:
         """fused [experts, rows, in] (a tensor or what safetensors' `get_slice` gives) -> [out, in], contiguous."""
         return fused[self.expert, self.rows].contiguous()
+
+    def size(self, shape: Sequence[int]) -> int:
+        """Elements of it. shape: of the fused tensor."""
+        return (self.rows.stop - self.rows.start) * shape[2]
 
 
 def parts(name: str, shape: Iterable[int]) -> Iterator[tuple[str, Slice]]:

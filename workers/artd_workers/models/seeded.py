@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ class SeededWeights(Mapping[str, Tensor]):
     def dtypes(self) -> set[torch.dtype]:
         """Those of the tensors; none is drawn for it."""
         return {torch.bfloat16}
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of each tensor; none is drawn for it."""
+        return {name: math.prod(size_of(name, self._config)) for name in self._names}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

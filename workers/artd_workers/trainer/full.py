@@ -29,6 +29,7 @@ class FullState:
 
     kind: Parameters = "full"
     file = checkpoint.MODEL
+    views = False
 
     def __init__(self, policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> None:
         """policy: its weights require gradients from now on; `initialise` or `load` sets them. Raises ValueError when the

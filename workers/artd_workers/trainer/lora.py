@@ -100,6 +100,8 @@ class LoraRowLinear(Adapted, RowParallelLinear):
 class Lora:
     """All adapters of a model. scale: alpha / rank."""
 
+    views = True
+
     def __init__(
         self, codec: Codec, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool = False
     ) -> None:

@@ -8,6 +8,7 @@ file too); the base is never mutated; no BLAS, no fused multiply-add, so the bit
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class _Place:
     part: Slice | None = None
 
 
-def open_base(folder: str | Path, device: str = "cpu") -> Mapping[str, Tensor]:
+def open_base(folder: str | Path, device: str = "cpu") -> BaseWeights | seeded.SeededWeights:
     """A base model's tensors by Hugging Face name, one by one, on a device: drawn (`models.seeded`), or read (`BaseWeights`).
     Raises ValueError for a folder that is neither."""
     path = Path(folder)
@@ -78,6 +79,14 @@ class BaseWeights(Mapping[str, Tensor]):
     def dtypes(self) -> set[torch.dtype]:
         """Those that the tensors are stored in; nothing is read for it but headers."""
         return {self._files[place.path].get_slice(place.stored)[:0].dtype for place in self._where.values()}
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of each tensor; nothing is read for it but headers."""
+        return {name: self._size(place) for name, place in self._where.items()}
+
+    def _size(self, place: _Place) -> int:
+        shape = self._files[place.path].get_slice(place.stored).get_shape()
+        return math.prod(shape) if place.part is None else place.part.size(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -1,7 +1,8 @@
 """Entry point of a trainer's other ranks: `python -m artd_workers.trainer.peer`, started by `launch` through torchrun.
 
-Purpose: hear what rank 0 tells, and do the same. Owner of: no state. Invariants: ends when its standard input does, which is
-rank 0's end, whatever it is waiting for; and at once when it is no longer in step with the others.
+Purpose: hear what rank 0 tells, and do the same; its part of a push is fed beside that (`direct.member`). Owner of: no state.
+Invariants: ends when its standard input does, which is rank 0's end, whatever it is waiting for; and at once when it is no longer
+in step with the others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main(folder: str, device: str, layout: str) -> int:
     from .parallel import Parallel
     from .ranks import joined
     from .trainer import Order, Trainer
+    from .worker import SWITCH_S
 
+    sys.setswitchinterval(SWITCH_S)
     # torchrun counts its own processes, and rank 0 is none of them.
     parallel = msgspec.json.decode(layout, type=Parallel)
     ranks = joined(parallel, int(os.environ["RANK"]) + 1, Path(folder), device == "cuda")

@@ -152,6 +152,10 @@ class Pusher:
 def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline) -> None:
     """Raises what `Way` raises, and Stale."""
     started = time.monotonic()
+    if snapshot.team is not None and message.transfer != "direct":
+        raise Unable(
+            f"the trainer's weights lie in several processes, which can only be pulled: not sent by {message.transfer}"
+        )
     try:
         pair.way.prepare(snapshot)
     except Unable:

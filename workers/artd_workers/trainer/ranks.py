@@ -1,7 +1,7 @@
 """The processes that train one model together: how they meet, hear what to do, and agree on what went wrong.
 
-Purpose: `joined` makes the process groups; `Ranks` carries rank 0's orders as msgspec bytes. Owner of: no state beside torch's
-and Megatron's groups. Invariants: nothing is pickled; what a method says to do "together" every rank does, in the same order.
+Purpose: `joined` makes the process groups; `Ranks` carries rank 0's orders as msgspec bytes, and makes the channels on which ranks speak
+beside their jobs. Owner of: no state beside torch's and Megatron's groups. Invariants: nothing is pickled; what a method says to do "together" every rank does, in the same order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from . import context, pipeline
+from .channel import Channel
 from .parallel import ALONE, Parallel
 
 FOREVER = timedelta(days=3650)
@@ -38,6 +39,7 @@ class Ranks:
     rank: int = 0
     broken: bool = False
     _orders: dist.ProcessGroup | None = field(default=None, repr=False)
+    _beside: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
     def alone(self) -> bool:
@@ -87,6 +89,36 @@ class Ranks:
         word = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(word, dist.ReduceOp.MIN, group=self._orders)
         return float(word)
+
+    def told(self, value: int) -> int:
+        """What it is on rank 0, together."""
+        if self.alone:
+            return value
+        word = torch.tensor(value)
+        dist.broadcast(word, 0, group=self._orders)
+        return int(word)
+
+    def added(self, numbers: torch.Tensor) -> torch.Tensor:
+        """int64 on the CPU, of one shape on all ranks -> their sum modulo 2^64, together."""
+        if not self.alone:
+            dist.all_reduce(numbers, group=self._orders)
+        return numbers
+
+    def shared(self, data: bytes) -> list[bytes]:
+        """What each rank says, by rank, together."""
+        if self.alone:
+            return [data]
+        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.parallel.world)]
+        dist.all_gather(sizes, torch.tensor(len(data)), group=self._orders)
+        longest = max(1, *(int(size) for size in sizes))
+        own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(found, own, group=self._orders)
+        return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+
+    def channel(self, other: int, take: Callable[[bytes | None], None]) -> Channel:
+        """One end of what rank 0 and another say beside their jobs; both make theirs, once. take: as of `Channel`."""
+        return Channel(self._beside, other, take)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -152,7 +184,8 @@ def grouped(parallel: Parallel, rank: int) -> Ranks:
     )
     pipeline.opened(parallel)
     context.opened(parallel)
-    return Ranks(parallel, rank, _orders=dist.new_group(backend="gloo", timeout=FOREVER))
+    orders, beside = (dist.new_group(backend="gloo", timeout=FOREVER) for _ in range(2))
+    return Ranks(parallel, rank, _orders=orders, _beside=beside)
 
 
 def _no_gpu() -> Any:

@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Transfer
 
+from ..engines.direct.checksum import WORD
+from ..engines.direct.cover import CoverError
 from ..engines.direct.device import Cuda, DeviceError, Port
+from ..models.codec import Codec
 from ..models.seeded import SeededWeights
 from . import checkpoint, placement
 from .direct.frozen import Frozen
 from .direct.holdings import Holdings
-from .direct.plan import PlanError
+from .direct.layout import Share, Spread
+from .direct.member import Member
+from .direct.plan import PlanError, whole
 from .direct.served import Served
+from .direct.team import Team
+from .given import given
 from .grouped import slots
 from .lora import Lora
 from .merge import BaseWeights, open_base
 from .model import Policy
 from .parameters import Trained
+from .ranks import Ranks
 from .snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -42,19 +52,21 @@ class Serving(Protocol):
         TimeoutError."""
 
     def stage(self) -> Snapshot:
-        """Of the parameters as they are now. Raises TimeoutError."""
+        """Of the parameters as they are now, together; only the first rank's is of use. Raises TimeoutError."""
 
 
 class OnHost:
     """Copies in this machine's memory, known by their sha256."""
 
-    def __init__(self, trained: Trained) -> None:
-        self._trained = trained
+    def __init__(self, trained: Trained, ranks: Ranks) -> None:
+        self._trained, self._ranks = trained, ranks
 
     def before(self) -> None:
         """Snapshots are copies."""
 
     def stage(self) -> Snapshot:
+        if not self._ranks.first:
+            return Snapshot((), ())
         tensors = tuple((checkpoint.entry_of(name, tensor), tensor) for name, tensor in self._trained.served())
         return Snapshot(tuple(entry for entry, _ in tensors), tensors)
 
@@ -63,48 +75,89 @@ def port_of(spec: RunSpec) -> Port | None:
     """The GPU that a run's weights are served from; None where copies are."""
     if spec.rollout_weights_mode != "merged" or placement.device_of(spec) != "cuda":
         return None
+    if spec.trainer.processes > 1 and spec.engine.transfer in ("nccl", "stock"):
+        return None  # whole tensors are wanted, of which each process has a part
     return Cuda(torch.cuda.current_device())
 
 
 def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
     """What a trainer can send by, best first. No direct push out of expandable segments, whose memory cannot be shared, nor of
-    base weights that are not the stored ones. Raises ValueError for a folder that is no base model."""
+    base weights that are not the stored ones, nor of tensors without checksums. Raises ValueError for a folder that is no base model."""
     cuda = placement.device_of(spec) == "cuda"
     if port is None:
         return ("stock",) if cuda else ("gloo",)
+    ways: tuple[Transfer, ...] = ("direct", "nccl", "stock") if spec.trainer.processes == 1 else ("direct", "stock")
     try:
         port.share(torch.empty(1, device="cuda" if cuda else "cpu"))
     except DeviceError as error:
-        log.warning("no direct push from this trainer: %s", error)
-        return ("stock",)
-    if spec.parameters == "lora" and (lost := rounded(open_base(spec.model), {getattr(torch, spec.trainer.dtype)})):
+        log.warning("no direct push from this trainer by CUDA IPC: %s", error)
+        ways = tuple(way for way in ways if way != "direct")
+    base = open_base(spec.model)
+    lost = rounded(base, {getattr(torch, spec.trainer.dtype)}) if spec.parameters == "lora" else ""
+    if lost := lost or uneven(base.sizes(), getattr(torch, spec.engine.dtype)):
         log.warning("no direct push from this trainer: %s", lost)
         return ("stock",)
-    return ("direct", "stock")
+    return ways
 
 
-def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | None) -> Serving:
-    """port: as `port_of` gives it."""
+def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | None, ranks: Ranks) -> Serving:
+    """Together. port: as `port_of` gives it, on each rank."""
     if port is None:
-        return OnHost(trained)
-    weights, codec = slots(policy.model), policy.plan.codec
+        return OnHost(trained, ranks)
+    weights = slots(policy.model)
+    codec, shares = given(policy.plan, ranks.parallel)
     held = {weights[row.megatron].dtype for row in codec.rows}
-    if trained.kind == "lora" and (lost := rounded(trained.base, held)):
-        return _on_host(trained, lost)
+    lost = rounded(trained.base, held) if trained.kind == "lora" else ""
+    if lost := next((one.decode() for one in ranks.shared(lost.encode()) if one), ""):
+        return _on_host(trained, ranks, lost)
     frozen = Frozen({}, device=policy.device)
     if isinstance(lora := trained.parameters, Lora):
         live = {name: parameter.detach() for name, parameter in lora.named()}
-        frozen = Frozen(live, lora.outward, lora.scale, policy.device)
-    dtype = getattr(torch, spec.engine.dtype)
+        frozen = Frozen(live, partial(Lora.outward, lora), lora.scale, policy.device)
+    spread = None if ranks.alone else _spread(codec, weights, shares, ranks)
+    holdings = Holdings(port, codec, weights, frozen, getattr(torch, spec.engine.dtype), spread=spread)
     try:
-        return Served(Holdings(port, codec, weights, frozen, dtype), tuple(trained.base))
-    except PlanError as error:
-        return _on_host(trained, str(error))
+        served = Served(holdings, tuple(trained.base), ranks)
+    except (PlanError, CoverError) as error:
+        return _on_host(trained, ranks, str(error))
+    served.team = team_of(holdings, ranks)
+    return served
 
 
-def _on_host(trained: Trained, why: str) -> Serving:
+def _spread(codec: Codec, weights: Mapping[str, Tensor], shares: Mapping[str, Share], ranks: Ranks) -> Spread:
+    """Together."""
+    own = whole(codec, {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}, shares)
+    told = (
+        msgspec.msgpack.decode(one, type=dict[str, tuple[int, ...]])
+        for one in ranks.shared(msgspec.msgpack.encode(own))
+    )
+    return Spread(shares, {name: shape for shapes in told for name, shape in shapes.items()})
+
+
+def team_of(holdings: Holdings, ranks: Ranks) -> Team | None:
+    """On the first rank of several: the others that give something. From now on they follow it, beside their jobs. Together."""
+    if ranks.alone:
+        return None
+    giving = [rank for rank, one in enumerate(ranks.shared(b"1" if holdings.weights else b"")) if one]
+    if ranks.first:
+        team = Team()
+        team.lines = {rank: ranks.channel(rank, partial(team.take, rank)) for rank in giving if rank}
+        return team if team.lines else None
+    if ranks.rank in giving:
+        member = Member(ranks.rank, holdings)
+        member.line = ranks.channel(0, member.take)
+    return None
+
+
+def _on_host(trained: Trained, ranks: Ranks, why: str) -> Serving:
     log.warning("weights are served from copies, and no push is direct: %s", why)
-    return OnHost(trained)
+    return OnHost(trained, ranks)
+
+
+def uneven(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
+    """Why tensors of these sizes have no 64-bit checksums in the dtype that is served; "" = they have."""
+    odd = [name for name, size in sizes.items() if size * dtype.itemsize % WORD]
+    return "".join(f"{name} of the base model is no whole number of {WORD}-byte words in {dtype}" for name in odd[:1])
 
 
 def rounded(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:

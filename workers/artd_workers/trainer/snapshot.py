@@ -19,18 +19,21 @@ from ..engines.base import Deadline
 
 if TYPE_CHECKING:
     from .direct.holdings import Holdings
+    from .direct.team import Team
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """entries: of weights.json, in its order; tensors: the same with each tensor, which is made when it is asked for where
-    they are not kept. device: where those lie; holdings, version: the weights on a GPU that they are made of."""
+    they are not kept. device: where those lie; holdings, version: the weights on a GPU that they are made of; team: other
+    processes that have parts of them, so that `tensors` cannot be had."""
 
     entries: tuple[WeightEntry, ...]
     tensors: Iterable[tuple[WeightEntry, Tensor]]
     device: str = "cpu"
     holdings: Holdings | None = None
     version: int = 0
+    team: Team | None = None
 
     def held(self, deadline: Deadline, abort: Callable[[], None]) -> AbstractContextManager[None]:
         """Inside, nothing of it changes. abort: called, from another thread, when it is held beyond the deadline and the

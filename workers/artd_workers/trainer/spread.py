@@ -38,6 +38,8 @@ class Cut:
 class SpreadLora(Lora):
     """All adapters of this rank's part of a model."""
 
+    views = False
+
     def __init__(
         self, plan: Plan, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool, parallel: Parallel
     ) -> None:  # fmt: skip
@@ -55,7 +57,7 @@ class SpreadLora(Lora):
 
     def _cut(self) -> Iterator[tuple[str, Cut]]:
         for path, adapter in self._adapters.items():
-            places = _places(".experts." in path)
+            here = places(".experts." in path)
             for name, parameter in adapter.named():
                 yield (
                     name,
@@ -63,7 +65,7 @@ class SpreadLora(Lora):
                         self._shapes[self._whole_names[name]],
                         parameter.shape,
                         isinstance(adapter, GroupedAdapter),
-                        places,
+                        here,
                     ),
                 )
 
@@ -120,7 +122,7 @@ def lora_of(
 
 
 @dataclass(frozen=True)
-class _Places:
+class Places:
     """tensor: tensor-parallel rank, expert: expert-parallel rank; same: group of the ranks that hold the same part of each
     split weight; split: group of those that hold its other parts."""
 
@@ -130,19 +132,20 @@ class _Places:
     split: dist.ProcessGroup
 
 
-def _places(expert: bool) -> _Places:
+def places(expert: bool) -> Places:
+    """Of this rank, for the experts' weights or for the others."""
     state = parallel_state
     number = state.get_expert_model_parallel_rank()
     if expert:
         same, split = state.get_expert_data_parallel_group(), state.get_expert_tensor_parallel_group()
-        return _Places(state.get_expert_tensor_parallel_rank(), number, same, split)
-    return _Places(
+        return Places(state.get_expert_tensor_parallel_rank(), number, same, split)
+    return Places(
         state.get_tensor_model_parallel_rank(), number, state.get_data_parallel_group(),
         state.get_tensor_model_parallel_group(),
     )  # fmt: skip
 
 
-def _cut(whole: torch.Size, own: torch.Size, by_expert: bool, places: _Places) -> Cut:
+def _cut(whole: torch.Size, own: torch.Size, by_expert: bool, places: Places) -> Cut:
     """by_expert: the first dimension counts experts."""
     at, split = [], False
     for dim, (size, part) in enumerate(zip(whole, own, strict=True)):

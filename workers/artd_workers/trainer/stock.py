@@ -8,11 +8,8 @@ failed once is dead for good, and its communicator is gone.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,101 +17,12 @@ from torch import Tensor
 
 from artd_schema.manifest import WeightEntry
 
+from ..engines.nccl import Communicator, Library
 from ..engines.stock import WORLD, chunks, leave_id, size_of
-from .nccl import Communicator, Library, NcclError
+from ..engines.stream import Stream
+from ..engines.watchdog import Watchdog
 
 _POLL_S = 0.0002
-_ABORT_S = 5.0
-
-
-class Watchdog:
-    """Calls `bite(reason)` once, in a thread of its own: when a deadline has passed, or at `bark`."""
-
-    def __init__(self, bite: Callable[[str], None]) -> None:
-        self._bite = bite
-        self._change = threading.Condition()
-        self._reason = ""
-        self._end: float | None = None
-        self._seconds = 0.0
-        self.bitten = threading.Event()
-        threading.Thread(target=self._run, name="artd-stock-watch", daemon=True).start()
-
-    @property
-    def reason(self) -> str:
-        """Why it has bitten or is about to; "" = it has not."""
-        return self._reason
-
-    @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """The body must end within `seconds` and not raise. Raises NcclError when it has bitten before."""
-        if self._reason:
-            raise NcclError(f"this pair was aborted: {self._reason}")
-        self._set(time.monotonic() + seconds, seconds)
-        try:
-            yield
-        except BaseException as error:
-            self.bark(f"{type(error).__name__}: {error}")
-            self.bitten.wait(_ABORT_S)
-            raise
-        self._set(None, 0.0)
-
-    def bark(self, reason: str) -> None:
-        with self._change:
-            self._reason = self._reason or reason
-            self._change.notify()
-
-    def _set(self, end: float | None, seconds: float) -> None:
-        with self._change:
-            self._end, self._seconds = end, seconds
-            self._change.notify()
-
-    def _run(self) -> None:
-        with self._change:
-            while not self._reason:
-                left = None if self._end is None else self._end - time.monotonic()
-                if left is not None and left <= 0:
-                    self._reason = f"it was not done within {self._seconds:.1f} s"
-                else:
-                    self._change.wait(left)
-        try:
-            self._bite(self._reason)
-        finally:
-            self.bitten.set()
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Ahead of training's. One for all pairs: the memory that torch keeps for a stream is the next pair's too."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
-class _Queue:
-    """What packs and sends in order: a stream of a GPU; on a CPU, whatever is called is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = _stream(device) if device.type == "cuda" else None
-
-    @property
-    def handle(self) -> int:
-        return 0 if self._stream is None else self._stream.cuda_stream
-
-    @contextlib.contextmanager
-    def use(self) -> Iterator[None]:
-        """What torch does in the body is queued here."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> Callable[[], bool]:
-        """Whether all that was queued before is done."""
-        if self._stream is None:
-            return lambda: True
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event.query
 
 
 class Sender:
@@ -125,7 +33,7 @@ class Sender:
         """Raises NcclError when torch has no NCCL."""
         self._rendezvous = rendezvous
         self._library = library or Library()
-        self._queue = _Queue(device)
+        self._queue = Stream(device)
         self._communicator = Communicator(self._library)
         self._watchdog = Watchdog(self._communicator.abort)
         self.joined = False
@@ -164,8 +72,8 @@ class Sender:
         self._watchdog.bark(reason)
 
     def _wait(self, what: str) -> None:
-        done = self._queue.mark()
-        while not done():
+        mark = self._queue.mark()
+        while not mark.done():
             self._communicator.settled(what)
             time.sleep(_POLL_S)
 

@@ -8,6 +8,7 @@ optimizer and RNG from its parent's folder on disk; a snapshot never changes whi
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -89,8 +90,7 @@ class Trainer:
         self._cuda = placement.device_of(self.spec) == "cuda"
         # On a GPU some kernels that a step needs have no such form.
         torch.use_deterministic_algorithms(not self._cuda)
-        # The weights that an engine could pull lie in several processes then.
-        self._port = port or (serving.port_of(self.spec) if self.ranks.alone else None)
+        self._port = port or serving.port_of(self.spec)
 
     # ---- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -114,8 +114,8 @@ class Trainer:
 
     def _do(self, job: Run, held: bool, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Staged:
         seconds: dict[str, float] = {}
+        policy = self._load_policy(seconds)
         with self.ranks.agreed():
-            policy = self._load_policy(seconds)
             self._serving.before()
             state = self._state if held else self._begin(job, seconds)
             batch = self._read_batch(policy, job, seconds) if job.parent is not None else None
@@ -139,7 +139,10 @@ class Trainer:
                 seconds["merge_loss"] = time.perf_counter() - started - seconds["canary"]
             self._trained.collect()
             moments = self._optimizer.state()
-        sha = self._stage(policy, job, state, metrics, seconds, probe, moments) if self.ranks.first else ""
+        started = time.perf_counter()
+        snapshot = self._serving.stage()
+        seconds["merge"] = time.perf_counter() - started
+        sha = self._stage(policy, job, state, metrics, seconds, probe, moments, snapshot) if self.ranks.first else ""
         self._trained.release()
         return Staged(sha, metrics, seconds)
 
@@ -170,10 +173,14 @@ class Trainer:
     # ---- parts --------------------------------------------------------------------------------------------------------
 
     def _load_policy(self, seconds: dict[str, float]) -> Policy:
+        """Together."""
         if self._policy is None:
             started = time.perf_counter()
-            self._policy, self._trained = open_model(self.spec, self.ranks.parallel)
-            self._serving = serving.serving_of(self._policy, self._trained, self.spec, self._port)
+            with self.ranks.agreed():
+                policy, self._trained = open_model(self.spec, self.ranks.parallel)
+            with self.ranks.in_step():
+                self._serving = serving.serving_of(policy, self._trained, self.spec, self._port, self.ranks)
+            self._policy = policy
             seconds["build"] = time.perf_counter() - started
         return self._policy
 
@@ -206,23 +213,20 @@ class Trainer:
 
     def _stage(
         self, policy: Policy, job: Run, state: State, metrics: dict[str, float], seconds: dict[str, float], probe: Canary,
-        moments: dict[str, Tensor],
+        moments: dict[str, Tensor], snapshot: Snapshot,
     ) -> str:  # fmt: skip
         started = time.perf_counter()
-        snapshot = self._serving.stage()
-        seconds["merge"] = time.perf_counter() - started
-        started = time.perf_counter()
-        staging = Staging(Path(job.dir))
-        self._trained.stage(staging)
-        staging.tensors(checkpoint.OPTIMIZER, moments)
-        staging.json(checkpoint.STATE, state)
-        staging.weights(self.spec.rollout_weights_mode, snapshot.entries)
-        sha = staging.finish(
-            run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,
-            parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,
-            spec_digest=digest(to_json(self.spec)), instance=job.instance, job=job.job, fence=job.fence,
-            canary=probe, parameters=self._trained.kind, metrics=metrics, environment=self._environment(),
-        )  # fmt: skip
+        with Staging(Path(job.dir)) as staging:
+            self._trained.stage(staging)
+            staging.tensors(checkpoint.OPTIMIZER, moments)
+            staging.json(checkpoint.STATE, state)
+            staging.weights(self.spec.rollout_weights_mode, snapshot.entries)
+            sha = staging.finish(
+                run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,
+                parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,
+                spec_digest=digest(to_json(self.spec)), instance=job.instance, job=job.job, fence=job.fence,
+                canary=probe, parameters=self._trained.kind, metrics=_finite(metrics), environment=self._environment(),
+            )  # fmt: skip
         seconds["stage"] = time.perf_counter() - started
         self._staged = sha, snapshot
         return sha
@@ -234,6 +238,11 @@ class Trainer:
             "machine": platform.machine(),
             "versions": self._versions,
         } | ({"gpu": torch.cuda.get_device_name()} if self._cuda else {})
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """JSON has no word for the others."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _rewards(batch: Batch) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """How a push's weights travel from the trainer.
 
 Purpose: `Way` is one (trainer spawn, engine spawn) pair by one transfer; `push.Pusher` runs it. `Gloo` is between CPUs, `Stock`
-by the engine's own calls between GPUs, `direct.pair.Direct` gives the engine the memory to pull. Owner of: what its pair has
-joined.
+by the engine's own calls between GPUs, `direct.pair.Direct` gives the engine the memory to pull, `direct.wired.Wired` sends it
+the same over NCCL. Owner of: what its pair has joined.
 Invariants: a way never says that a push has succeeded; after `abort`, which any thread may call at any time, whatever waits in
 it raises soon.
 """
@@ -94,7 +94,7 @@ class Stock:
             raise Unable(
                 f"the trainer's weights lie on {snapshot.device}, and there is no GPU that NCCL could send from"
             )
-        from .nccl import NcclError
+        from ..engines.nccl import NcclError
         from .stock import Sender
 
         try:
@@ -131,4 +131,8 @@ def open_way(transfer: Transfer, rendezvous: str) -> Way:
         from .direct.pair import Direct
 
         return Direct(rendezvous)
+    if transfer == "nccl":
+        from .direct.wired import Wired
+
+        return Wired(rendezvous)
     return Stock(rendezvous) if transfer == "stock" else Gloo(rendezvous)

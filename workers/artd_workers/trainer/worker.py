@@ -31,7 +31,7 @@ from .trainer import Trainer
 log = logging.getLogger(__name__)
 _TRACE = 4000
 _POLL_S = 0.5
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 """Between two threads of Python: a push that is fed beside a train step needs many short turns."""
 _BROKEN_S = 5.0
 """How long the daemon has to answer the report of a job whose failure left the ranks out of step, before all start afresh."""
@@ -53,7 +53,7 @@ class TrainerWorker:
 
     def run(self) -> int:
         """Serve; returns the exit status."""
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         self._link.on_message = self._take
         self._link.send(w.Ready(transfers=self._trainer.transfers()))
         while not self._link.closed.is_set() and not self._may_go():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -51,19 +52,30 @@ def sum_of(tensor: Tensor, first: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """Words that lie together. address: bytes; first: position of the first word in its tensor; part: whose sum they
-    belong to; other: a second address, where they are copied from (0: nowhere)."""
+    """Words of a tensor. address: bytes; first: position of the first word in its tensor; part: whose sum they belong to;
+    other: a second address, where they are copied from (0: nowhere), laid out as this one.
+
+    width: 0 = they lie together, at positions that follow each other; else they are rows of so many words, each row's positions
+    `pitch` behind the last one's. step: the same in memory, 0 = there the rows lie together.
+    """
 
     address: int
     first: int
     words: int
     part: int
     other: int = 0
+    width: int = 0
+    pitch: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Spans cut into blocks for a kernel, as int64 [blocks] each. Of span i they are ends[i - 1] .. ends[i]."""
+    """Spans cut into blocks for a kernel, as int64 [blocks] each. Of span i they are ends[i - 1] .. ends[i].
+
+    striped: how many of the first i spans have rows, [spans + 1]; rows: None when none has, else int64 [blocks, 4]: how many of its
+    span's words are in blocks before this one, width, pitch, step. A block of rows has its span's address and first position.
+    """
 
     address: Tensor
     other: Tensor
@@ -71,6 +83,8 @@ class Blocks:
     words: Tensor
     part: Tensor
     ends: tuple[int, ...]
+    striped: tuple[int, ...]
+    rows: Tensor | None
 
     @classmethod
     def cut(cls, spans: Sequence[Span], device: str | torch.device, size: int = BLOCK) -> Blocks:
@@ -81,17 +95,24 @@ class Blocks:
         counts = (words + size - 1) // size
         ends = counts.cumsum(0)
         number = torch.arange(int(counts.sum())) - torch.repeat_interleave(ends - counts, counts)
-        skip = number * size
+        before = number * size
 
         def spread(column: Tensor) -> Tensor:
-            return torch.repeat_interleave(column, counts)
+            return torch.repeat_interleave(column, counts, dim=0)
 
+        skip, rows = before, None
+        striped = tuple(accumulate((s.width > 0 for s in spans), initial=0))
+        if striped[-1]:
+            lines = spread(torch.tensor([(s.width, s.pitch, s.step or s.width) for s in spans]).view(-1, 3))
+            skip = torch.where(lines[:, 0] > 0, 0, before)
+            # What lies together is a single row, however long.
+            rows = torch.cat([(before - skip)[:, None], torch.where(lines[:, :1] > 0, lines, size)], 1).to(device)
         table = (
             spread(address) + skip * WORD, torch.where(spread(other) > 0, spread(other) + skip * WORD, 0),
-            spread(first) + skip, torch.minimum(spread(words) - skip, torch.tensor(size)), spread(part),
+            spread(first) + skip, torch.minimum(spread(words) - before, torch.tensor(size)), spread(part),
         )  # fmt: skip
         at, source, begin, count, owner = (column.to(device) for column in table)
-        return cls(at, source, begin, count, owner, tuple(ends.tolist()))
+        return cls(at, source, begin, count, owner, tuple(ends.tolist()), striped, rows)
 
 
 def wrong_parts(found: Tensor, wanted: Tensor, parts: Sequence[str]) -> list[str]:

@@ -1,29 +1,132 @@
-"""Whether pieces fill tensors exactly once. Owner of: no state; standard library only."""
+"""Whether pieces fill tensors exactly once. Owner of: no state; standard library only.
+
+Rows are told apart by rows and columns, never one by one: a tensor with rows is looked at as a table of lines as long as their
+pitch, in strips of lines over which nothing changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+Piece = tuple[int, int, int] | tuple[int, int, int, int, int]
+"""(tensor, first element, count), or (tensor, first element, count, width, pitch): rows of `width`, `pitch` apart; 0, 0 = none."""
 
 
 class CoverError(ValueError):
     """Some elements are in no piece, or in two; names the first."""
 
 
-def check(what: str, names: Sequence[str], sizes: Sequence[int], pieces: Iterable[tuple[int, int, int]]) -> None:
-    """pieces: (tensor, first element, count). what: says whose tensors these are. Raises CoverError."""
-    found: list[list[tuple[int, int]]] = [[] for _ in names]
-    for tensor, at, count in pieces:
-        found[tensor].append((at, at + count))
+class _Run(NamedTuple):
+    """Elements at .. stop - 1; in rows, those of them."""
+
+    at: int
+    stop: int
+    width: int = 0
+    pitch: int = 0
+
+
+class _Box(NamedTuple):
+    """Lines top .. bottom - 1, columns left .. right - 1."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+def check(what: str, names: Sequence[str], sizes: Sequence[int], pieces: Iterable[Piece]) -> None:
+    """sizes: elements of each tensor. what: says whose they are. Raises CoverError."""
+    found: list[list[_Run]] = [[] for _ in names]
+    for piece in pieces:
+        if not 0 <= piece[0] < len(names):
+            raise CoverError(f"{what} tensors are {len(names)}, and a piece is of number {piece[0]}")
+        run = _run(*piece[1:])
+        if run.stop <= run.at:
+            raise CoverError(f"{what} {names[piece[0]]}: {piece[1:]} are no elements, or no whole rows")
+        found[piece[0]].append(run)
     for name, size, runs in zip(names, sizes, found, strict=True):
-        end = 0
-        for at, stop in sorted(runs):
-            if at > end:
-                break
-            if at < end:
-                raise CoverError(f"{what} {name}: elements {at} to {min(end, stop) - 1} are in two pieces")
-            end = stop
-        if end != size:
-            following = min((at for at, _ in runs if at > end), default=size)
-            if end > size:
-                raise CoverError(f"{what} {name}: pieces reach to element {end - 1}, but it has {size}")
-            raise CoverError(f"{what} {name}: elements {end} to {following - 1} are in no piece")
+        fault = _rows(runs, size) if any(run.width for run in runs) else _tiled([run[:2] for run in runs], size)
+        if fault:
+            raise CoverError(f"{what} {name}: {fault}")
+
+
+def _run(at: int, count: int, width: int = 0, pitch: int = 0) -> _Run:
+    """Without elements for what is no piece."""
+    if not width:
+        return _Run(at, at + count)
+    if count % width or not 0 < width <= pitch:
+        return _Run(at, at)
+    return _Run(at, at + (count // width - 1) * pitch + width, width, pitch)
+
+
+def _tiled(intervals: Iterable[tuple[int, int]], size: int, at: int = 0) -> str:
+    """What is wrong with intervals that should be 0 .. size - 1; at: what is added to be said, where 0 is not the tensor's."""
+    end, runs = 0, sorted(intervals)
+    for first, stop in runs:
+        if first > end:
+            break
+        if first < end:
+            return f"elements {at + first} to {at + min(end, stop) - 1} are in two pieces"
+        end = stop
+    if end > size:
+        return f"pieces reach to element {at + end - 1}, but it has {size}"
+    if end < size:
+        following = min((first for first, _ in runs if first > end), default=size)
+        return f"elements {at + end} to {at + following - 1} are in no piece"
+    return ""
+
+
+def _rows(runs: Sequence[_Run], size: int) -> str:
+    """What is wrong with runs some of which are rows."""
+    low, high = min(run.at for run in runs), max(run.stop for run in runs)
+    if low < 0 or high > size:
+        return f"pieces reach to element {low if low < 0 else high - 1}, but it has {size}"
+    pitch = Counter(run.pitch for run in runs if run.width).most_common(1)[0][0]
+    lines = -(-size // pitch)
+    boxes = [box for run in runs for box in _boxes(run, pitch)]
+    boxes += _plain(size, lines * pitch, pitch)  # the last line is as long as the others
+    boxes.sort()
+    bounds, active, next_box = sorted({0, lines, *(b.top for b in boxes), *(b.bottom for b in boxes)}), list[_Box](), 0
+    for top, bottom in zip(bounds, bounds[1:], strict=False):
+        active = [box for box in active if box.bottom > top]
+        while next_box < len(boxes) and boxes[next_box].top == top:
+            active.append(boxes[next_box])
+            next_box += 1
+        if not active:
+            return f"elements {top * pitch} to {bottom * pitch - 1} are in no piece"
+        if fault := _tiled(((box.left, box.right) for box in active), pitch, top * pitch):
+            return fault
+    return ""
+
+
+def _boxes(run: _Run, pitch: int) -> Iterator[_Box]:
+    """A run in lines of `pitch`."""
+    if not run.width:
+        yield from _plain(run.at, run.stop, pitch)
+    elif run.pitch != pitch:
+        for at in range(run.at, run.stop, run.pitch):
+            yield from _plain(at, at + run.width, pitch)
+    else:
+        (top, left), rows = divmod(run.at, pitch), -(-(run.stop - run.at) // pitch)
+        right = left + run.width
+        yield _Box(top, top + rows, left, min(right, pitch))
+        if right > pitch:
+            yield _Box(top + 1, top + 1 + rows, 0, right - pitch)
+
+
+def _plain(at: int, stop: int, pitch: int) -> Iterator[_Box]:
+    """Elements at .. stop - 1 in lines of `pitch`: the end of a line, whole lines, the begin of one."""
+    (top, left), (bottom, right) = divmod(at, pitch), divmod(stop, pitch)
+    if top == bottom:
+        if left < right:
+            yield _Box(top, top + 1, left, right)
+        return
+    if left:
+        yield _Box(top, top + 1, left, pitch)
+        top += 1
+    if top < bottom:
+        yield _Box(top, bottom, 0, pitch)
+    if right:
+        yield _Box(bottom, bottom + 1, 0, right)

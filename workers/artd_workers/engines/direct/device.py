@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .checksum import Blocks, Span
+
+if TYPE_CHECKING:
+    from .wire import Wire
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -37,6 +40,9 @@ class Queue(Protocol):
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Copy `size` bytes between addresses."""
+
+    def copy2d(self, to: int, pitch: int, source: int, width: int, rows: int) -> None:
+        """Copy rows of `width` bytes that lie together to where each begins `pitch` bytes behind the one before."""
 
     def sum(self, table: Any, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
         """Add the checksums of spans i .. j - 1 of what `Port.sums` made to sums [parts] (int64); copy: each from its other
@@ -72,6 +78,9 @@ class Port(Protocol):
 
     def sums(self, spans: Sequence[Span]) -> Any:
         """Make spans ready for `Queue.sum`."""
+
+    def wire(self) -> Wire:
+        """One end of a new connection to another process's device. Raises NcclError where there can be none."""
 
 
 class _Handle(ctypes.Structure):
@@ -125,12 +134,25 @@ class Cuda:
 
         return Table(Blocks.cut(spans, self.device))
 
+    def wire(self) -> Wire:
+        from .nccl_wire import Nccl
+
+        return Nccl(self.device)
+
     def memcpy(self, to: int, source: int, size: int, stream: int) -> None:
         code = self._runtime.cudaMemcpyAsync(
             ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(size), _DEFAULT_KIND, ctypes.c_void_p(stream)
         )
         if code:
             self._check(code, f"cudaMemcpyAsync of {size} bytes")
+
+    def memcpy2d(self, to: int, pitch: int, source: int, width: int, rows: int, stream: int) -> None:
+        code = self._runtime.cudaMemcpy2DAsync(
+            ctypes.c_void_p(to), ctypes.c_size_t(pitch), ctypes.c_void_p(source), ctypes.c_size_t(width),
+            ctypes.c_size_t(width), ctypes.c_size_t(rows), _DEFAULT_KIND, ctypes.c_void_p(stream),
+        )  # fmt: skip
+        if code:
+            self._check(code, f"cudaMemcpy2DAsync of {rows} rows of {width} bytes, {pitch} apart")
 
     def _check(self, code: int, what: str) -> None:
         if code:
@@ -161,6 +183,9 @@ class CudaQueue:
 
     def copy(self, to: int, source: int, size: int) -> None:
         self._port.memcpy(to, source, size, self._stream.cuda_stream)
+
+    def copy2d(self, to: int, pitch: int, source: int, width: int, rows: int) -> None:
+        self._port.memcpy2d(to, pitch, source, width, rows, self._stream.cuda_stream)
 
     def sum(self, table: Any, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
         with torch.cuda.stream(self._stream):

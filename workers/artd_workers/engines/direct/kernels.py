@@ -26,8 +26,9 @@ def _mix(words, at, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr):
 
 @triton.jit(do_not_specialize=["skip"])
 def _sum_blocks(
-    anchor, offset, source, first, words, part, sums, skip,
+    anchor, offset, source, first, words, part, sums, skip, rows,
     P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) + skip
     # The hints (16 bytes) are what lets a thread load two words at once.
@@ -39,13 +40,22 @@ def _sum_blocks(
     for step in range(0, BLOCK, STEP):
         at = step + tl.arange(0, STEP)
         mask = at < count
+        place = at
+        if ROWS:
+            number = tl.load(rows + 4 * block).to(tl.int32) + at
+            width = tl.load(rows + 4 * block + 1).to(tl.int32)
+            row, column = number // width, number % width
+            place = row * tl.load(rows + 4 * block + 3) + column
+            position = begin + row * tl.load(rows + 4 * block + 2) + column
         if COPY:
-            tl.store(here + at, tl.load(there + at, mask=mask), mask=mask)
+            tl.store(here + place, tl.load(there + place, mask=mask), mask=mask)
             tl.debug_barrier()  # else the compiler may hash what it holds instead of what it has written
-            word = tl.load(here + at, mask=mask, other=0, cache_modifier=".cg")
+            word = tl.load(here + place, mask=mask, other=0, cache_modifier=".cg")
         else:
-            word = tl.load(here + at, mask=mask, other=0)
-        total += tl.where(mask, _mix(word, begin + at, P1, P2, P3), 0)
+            word = tl.load(here + place, mask=mask, other=0)
+        if not ROWS:
+            position = begin + at
+        total += tl.where(mask, _mix(word, position, P1, P2, P3), 0)
     tl.atomic_add(sums + tl.load(part + block), tl.sum(total, 0).to(tl.int64), sem="relaxed")
 
 
@@ -66,23 +76,26 @@ class Table:
     def sum(self, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
         """Add the sums of spans i .. j - 1 to `sums` [parts], on the current stream; copy: from the spans' other addresses,
         first."""
-        ends = self._blocks.ends
-        begin, end = (0 if i == 0 else ends[i - 1] for i in spans)
-        self._launch(begin, end - begin, self._blocks.words, sums, copy)
+        blocks = self._blocks
+        begin, end = (0 if i == 0 else blocks.ends[i - 1] for i in spans)
+        i, j = spans
+        self._launch(begin, end - begin, blocks.words, sums, copy, blocks.striped[j] > blocks.striped[i])
 
     def _warm(self) -> None:
-        """Have both kernels compiled now: the first push would wait for that with its engine paused."""
+        """Have the kernels compiled now: the first push would wait for that with its engine paused."""
         words, sums = torch.zeros_like(self._blocks.words[:1]), torch.zeros_like(self._anchor)
-        for copy in (False, True):
-            self._launch(0, len(words), words, sums, copy)
+        for rows in (False,) if self._blocks.rows is None else (False, True):
+            for copy in (False, True):
+                self._launch(0, len(words), words, sums, copy, rows)
 
-    def _launch(self, skip: int, count: int, words: Tensor, sums: Tensor, copy: bool) -> None:
-        """Of `count` blocks behind the first `skip`."""
+    def _launch(self, skip: int, count: int, words: Tensor, sums: Tensor, copy: bool, rows: bool) -> None:
+        """Of `count` blocks behind the first `skip`. rows: whether some of them are of rows."""
         if count == 0:
             return
         blocks = self._blocks
         # Whole tensors and a number: parts of them, begun anywhere, would be compiled for each alignment.
         _sum_blocks[(count,)](
             self._anchor, self._here, self._there, blocks.first, words, blocks.part, sums, skip,
-            P1, P2, P3, BLOCK, _STEP, copy, self._aligned, num_warps=8,
+            blocks.words if blocks.rows is None else blocks.rows,
+            P1, P2, P3, BLOCK, _STEP, copy, self._aligned, rows, num_warps=8,
         )  # fmt: skip

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
+
+from ..base import Deadline
 
 BYTES = 4096
 _FENCE, _READY, _DONE, _FAILED = range(4)
 
 
 class Intake(Protocol):
-    """What a pull sees of the ring. fence: of the push that is fed; ready: buffers filled so far; failed: the rest never comes;
-    done: buffers copied so far, set by the pull."""
+    """What a pull sees of the ring, within `take`. fence: of the push that is fed; ready: buffers filled so far; failed: the rest
+    never comes; done: buffers copied so far, set by the pull."""
 
     done: int
 
@@ -29,6 +32,8 @@ class Intake(Protocol):
     def ready(self) -> int: ...
     @property
     def failed(self) -> bool: ...
+    def take(self, fence: int, deadline: Deadline) -> AbstractContextManager[None]:
+        """The pull of the push with this fence is the body."""
 
 
 class Page:
@@ -56,6 +61,10 @@ class Page:
     def open(cls, path: Path) -> Page:
         """The trainer's page. Raises OSError when there is none."""
         return cls(path, os.O_RDWR)
+
+    def take(self, fence: int, deadline: Deadline) -> AbstractContextManager[None]:
+        """Nothing has to be asked for."""
+        return nullcontext()
 
     def begin(self, fence: int) -> None:
         """Trainer: from now on the buffers are those of the push with this fence. Call it only when no pull is under way."""

@@ -1,7 +1,8 @@
 """vLLM's control routes as an `Adapter`.
 
 Purpose: translate the contract of `base.py` to a vLLM server's HTTP; version differences come from its capability row.
-Owner of: which rendezvous file this engine has joined, and which offer it has opened. Invariants: no route is called without
+Owner of: which rendezvous file this engine has joined, which offer it has opened, and whether the last pause kept requests
+with their cache. Invariants: no route is called without
 a deadline, and a call that waits in vLLM's worker carries its own: the executor of vLLM 0.25 ignores that of /collective_rpc.
 """
 
@@ -18,6 +19,7 @@ import msgspec
 
 from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightEntry
+from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Transfer
 
@@ -45,6 +47,7 @@ class VllmAdapter:
         self._headers = {guard.HEADER: guard.own() if owner is None else owner}
         self._joined = ""
         self._opened: Path | None = None
+        self._kept = False
         reply = self._call("GET", "/version", deadline=deadline)
         if not isinstance(reply, dict) or "version" not in reply:
             raise EngineError(f"GET /version answered {reply!r}: this is no vLLM server")
@@ -58,14 +61,20 @@ class VllmAdapter:
             return False
         return True
 
-    def pause(self, drain_s: float, deadline: Deadline) -> bool:
+    def pause(self, drain_s: float, deadline: Deadline, in_flight: InFlight = "drain") -> bool:
+        stays = in_flight != "drain" and self.capabilities.keeps
+        self._kept = stays and in_flight == "keep"
+        if stays:
+            # vLLM's own text says that clear_cache has no effect here; its code takes the cache from running requests.
+            self._stop("keep", deadline, clear=not self._kept)
+            return False
         if drain_s > 0:
             try:
-                self._call("POST", "/pause", query={"mode": "wait", "clear_cache": "true"}, deadline=Deadline(drain_s))
+                self._stop("wait", Deadline(drain_s))
                 return False
             except EngineTimeout:
                 pass  # requests are still running after drain_s: abort them
-        self._call("POST", "/pause", query={"mode": "abort", "clear_cache": "true"}, deadline=deadline)
+        self._stop("abort", deadline)
         return True
 
     def resume(self, deadline: Deadline) -> None:
@@ -129,11 +138,12 @@ class VllmAdapter:
                 )
             time.sleep(_OFFER_POLL_S)
         self._opened = None
-        self._rpc("artd_direct_open", {"offer": str(offer)}, deadline)
+        arguments = {"offer": str(offer), "timeout_s": _INNER * deadline.left, "owner": self._headers[guard.HEADER]}
+        self._rpc("artd_direct_open", arguments, deadline)
         self._opened = offer
 
     def direct_expect(self, weights: Path, deadline: Deadline) -> None:
-        self._rpc("artd_direct_expect", {"weights": str(weights)}, deadline)
+        self._rpc("artd_direct_expect", {"weights": str(weights), "owner": self._headers[guard.HEADER]}, deadline)
 
     def direct_room(self, deadline: Deadline) -> bool:
         (found,) = self._rpc("artd_direct_room", {}, deadline)
@@ -157,6 +167,10 @@ class VllmAdapter:
     def finish(self, name: str, deadline: Deadline) -> None:
         if self.capabilities.weight_version:
             self._call("POST", "/update_weight_version", {"new_version": name}, deadline=deadline)
+        label = {"owner": self._headers[guard.HEADER], "name": name, "cleared": not self._kept}
+        self._rpc("artd_label", label, deadline)
+        if self._kept:
+            return
         for _ in range(_RESET_TRIES):
             reply = self._call("POST", "/reset_prefix_cache", deadline=deadline)
             if not isinstance(reply, dict) or reply.get("success") is not False:
@@ -179,7 +193,7 @@ class VllmAdapter:
         return name in active_adapters(page)
 
     def score(self, model: str, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
-        body = {
+        body = {  # vLLM looks up no cached prefix for a request that wants the prompt's logprobs
             "model": model,
             "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": 1,
@@ -203,6 +217,10 @@ class VllmAdapter:
     def abort_all(self, deadline: Deadline) -> None:
         if self.capabilities.abort_route:
             self._call("POST", "/abort_requests", {}, deadline=deadline)
+
+    def _stop(self, mode: str, deadline: Deadline, clear: bool = True) -> None:
+        query = {"mode": mode, "clear_cache": "true" if clear else "false"}
+        self._call("POST", "/pause", query=query, deadline=deadline)
 
     def _join_stock(self, rendezvous: Path, deadline: Deadline) -> None:
         dialect = stock.dialect(self.version)

@@ -30,6 +30,7 @@ from .routes import RouteBook, Rows
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 5.0
+_MARK = "artd_route_capture"
 
 
 class CaptureError(Exception):
@@ -54,6 +55,7 @@ class RouteCapture:
         for layer, (_, router) in enumerate(routers):
             router.set_capture_fn(partial(self._tell, layer))
         runner.execute_model = self._capture
+        setattr(runner, _MARK, self)
         threading.Thread(target=self._sweep, name="artd-route-sweep", daemon=True).start()
 
     def take(self, request_ids: Iterable[str]) -> dict[str, Any]:
@@ -117,7 +119,7 @@ class RouteCapture:
 
 
 def _check_runner(runner: Any) -> None:
-    if getattr(runner.execute_model, "__func__", None) is RouteCapture._capture:
+    if hasattr(runner, _MARK):  # not by its `execute_model`, which others wrap too
         raise CaptureError("routes are captured already")
     if not current_platform.is_cpu():
         raise CaptureError("routes are captured by hooks on the CPU only: set expert_replay=false")

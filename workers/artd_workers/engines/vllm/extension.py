@@ -1,9 +1,9 @@
-"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, direct push, routes, and death with
-the harness.
+"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, direct push, routes, who sampled each
+token, and death with the harness.
 
 Purpose: what the stock server cannot do. vLLM imports this module before it builds the model, and mixes `Extension` into
 its worker class, so its methods are reachable by /collective_rpc.
-Owner of: the worker's `Update` and its `RouteCapture`. Invariants: every write of weights passes the one gate of this process:
+Owner of: the worker's `Update`, its `RouteCapture` and its `SampleBook`. Invariants: every write of weights passes the one gate of this process:
 between `artd_begin` and `artd_finish`, or within a direct pull or swap; when the harness dies, however it dies, this process
 group dies. What only the CPU's vLLM 0.32 has is imported there alone.
 Why the thread is here: the API server dies with the harness by PR_SET_PDEATHSIG, but EngineCore and this worker would live
@@ -29,16 +29,20 @@ from artd_schema.trajectory import RouteShape
 
 from .. import group
 from ..base import Fence
-from ..fence import own_gate
+from ..fence import FenceError, own_gate
+from . import guard
 from .command import CPU_BACKEND, CUDA_BACKEND
 from .direct.extension import DirectExtension, table_of
 from .disk import served_tensors
 from .hashing import entries
 from .load import InPlace, Load, Update
 from .reload import Reload
+from .sampled import SampleBook, watch
 
 CAPTURES: list[Any] = []
 """The one capture of this worker, once it has begun."""
+BOOKS: list[SampleBook] = []
+"""The one sample-book of this worker, from its first label on: before that nothing is served."""
 UPDATE = Update(own_gate())
 
 
@@ -80,6 +84,21 @@ class Extension(DirectExtension):
             raise RuntimeError("the update loaded nothing")
         UPDATE.gate.finish()
         return dict(UPDATE.figures)
+
+    def artd_label(self, owner: str, name: str, cleared: bool) -> dict[str, Any]:
+        """The weights are `name` from the next step on, see `SampleBook.label`; called while the engine is paused, by its own
+        harness (see `guard`). Raises FenceError."""
+        if owner != guard.own():
+            raise FenceError(f"a label of {owner}, but this engine belongs to instance and spawn {guard.own()}")
+        if not BOOKS:
+            BOOKS.append(SampleBook())
+            watch(self.model_runner, BOOKS[0])  # type: ignore[attr-defined]
+        BOOKS[0].label(name, cleared)
+        return {}
+
+    def artd_take_sampled(self, choices: list[str]) -> dict[str, Any]:
+        """Who sampled each token of these choices (`REQUEST#CHOICE`), see `SampleBook.take`."""
+        return BOOKS[0].take(choices) if BOOKS else {}
 
     def artd_capture_routes(self, layers: int, topk: int, experts: int) -> dict[str, Any]:
         """From now on capture the experts of every token. Raises CaptureError when the model is of another shape."""

@@ -70,11 +70,11 @@ class Frozen:
                 self._reader = None
                 self._changed.notify_all()
 
-    def renew(self) -> int:
-        """Returns the next version when nobody reads any more: the caller changes what is served, then tells whom it wants.
-        Raises TimeoutError for a reader that ends neither at its deadline nor when it is aborted."""
+    def renew(self, version: int | None = None) -> int:
+        """Returns the next version, or the one that is given, when nobody reads any more: the caller changes what is served, then
+        tells whom it wants. Raises TimeoutError for a reader that ends neither at its deadline nor when it is aborted."""
         with self._changed:
-            self.version += 1
+            self.version = self.version + 1 if version is None else version
             self._changed.notify_all()
             reader = self._reader
             ended = reader is None or self._changed.wait_for(lambda: self._reader is None, reader.deadline.left)

@@ -13,13 +13,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from artd_schema.direct import Piece, Plan
+from artd_schema.direct import EngineTable, Piece, Plan
 
 from ...engines.direct.checksum import WORD, Span
 from ...engines.direct.device import Port
 from ...models.codec import Codec, peft_names
 from .fill import Filler, PlainFiller
 from .frozen import Frozen
+from .layout import Spread
+from .plan import alone, make_plan
 from .schedule import Fill, schedule
 
 BUFFERS = 4
@@ -27,19 +29,20 @@ BUFFER_BYTES = 256 << 20
 
 
 class Holdings:
-    """weights: by the codec's Megatron names (as `grouped.slots` gives them); dtype: as served; each: elements of a buffer."""
+    """codec: of what this process gives, which is all of the model unless there is a spread; weights: by its Megatron names (as
+    `grouped.slots` gives them); dtype: as served; each: elements of a buffer."""
 
     def __init__(
         self, port: Port, codec: Codec, weights: Mapping[str, Tensor], frozen: Frozen, dtype: torch.dtype,
-        buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES,
+        buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES, spread: Spread | None = None,
     ) -> None:  # fmt: skip
         """Raises KeyError for a weight that is not there, ValueError for one that is not contiguous."""
-        self.port, self.codec, self.frozen, self.dtype = port, codec, frozen, dtype
+        self.port, self.codec, self.frozen, self.dtype, self.spread = port, codec, frozen, dtype, spread
         self.weights = {row.megatron: weights[row.megatron].detach() for row in codec.rows}
         if odd := [name for name, tensor in self.weights.items() if not tensor.is_contiguous()]:
             raise ValueError(f"{odd[0]} is not contiguous: it cannot be pulled")
         self._count, self.each = buffers, buffer_bytes // dtype.itemsize
-        self.device = next(iter(self.weights.values())).device
+        self.device = next((tensor.device for tensor in self.weights.values()), frozen.flat.device)
 
     @property
     def dtype_name(self) -> str:
@@ -47,8 +50,17 @@ class Holdings:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What `plan.make_plan` asks of the trainer's tensors."""
+        """Of the trainer's tensors."""
         return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+
+    @cached_property
+    def model(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each whole Hugging Face tensor of the model."""
+        return (self.spread or alone(self.codec, self.shapes)).shapes
+
+    def plan(self, table: EngineTable) -> Plan:
+        """What this process gives to an engine. Raises PlanError, CoverError."""
+        return make_plan(table, self.codec, self.shapes, self.dtype.itemsize, self.spread)
 
     @cached_property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -63,15 +75,15 @@ class Holdings:
             return CudaFiller(turns, weights, plan.parts, self.frozen.adapter, self.frozen.flat, self.frozen.scale)
         return PlainFiller(turns, weights, plan.parts, self.frozen.adapter, self.frozen.scale)
 
-    def made(self, plan: Plan) -> dict[int, int]:
+    def made(self, plan: Plan, lying: bool = True) -> dict[int, int]:
         """Sources that pass the ring -> elements in a row: those with an adapter or of another dtype, and all that are trained
-        themselves, for only a buffer's end of use is known."""
+        themselves, for only a buffer's end of use is known. lying: others may be read as they lie; else all pass it."""
         adapter = self.frozen.adapter
         adapted = {piece.source for piece in plan.pieces if peft_names(plan.parts[piece.part])[0] in adapter}
         return {
             i: math.prod(tensor.shape[1:]) if tensor.ndim > 1 else tensor.numel()
             for i, tensor in enumerate(self.weights[name] for name in plan.sources)
-            if not adapter or i in adapted or tensor.dtype != self.dtype
+            if not (lying and adapter) or i in adapted or tensor.dtype != self.dtype
         }
 
     def settle(self) -> None:
@@ -81,11 +93,12 @@ class Holdings:
 
 
 class Lane:
-    """A plan's pieces: those that are read where they lie, and those that are made in the buffers, turn by turn."""
+    """A plan's pieces: those that are read where they lie, and those that are made in the buffers, turn by turn. lying: as for
+    `Holdings.made`."""
 
-    def __init__(self, holdings: Holdings, plan: Plan) -> None:
+    def __init__(self, holdings: Holdings, plan: Plan, lying: bool = True) -> None:
         self._holdings, self.plan = holdings, plan
-        found = schedule(plan, holdings.made(plan), holdings.each)
+        found = schedule(plan, holdings.made(plan, lying), holdings.each)
         self.lying, self.turns = found.lying, found.turns
         self._filler = holdings.filler(self.turns, plan)
         self.queue = holdings.port.queue()
@@ -115,4 +128,5 @@ def _spans(fills: Iterable[Fill], base: int, size: int) -> list[Span]:
 
 
 def _span(piece: Piece, address: int, size: int) -> Span:
-    return Span(address, piece.first * size // WORD, piece.count * size // WORD, piece.part)
+    words = [n * size // WORD for n in (piece.first, piece.count, piece.width, piece.pitch)]
+    return Span(address, words[0], words[1], piece.part, width=words[2], pitch=words[3])

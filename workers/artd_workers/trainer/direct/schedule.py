@@ -58,8 +58,9 @@ def _fragments(piece: Piece, width: int, free: int, buffer: int) -> Sequence[Pie
     out, skip, room = [], 0, free // width * width
     while skip < piece.count:
         count = min(room or buffer // width * width, piece.count - skip)
+        far = skip // piece.width * piece.pitch if piece.width else skip
         out.append(msgspec.structs.replace(
-            piece, at=piece.at + skip, first=piece.first + skip, own=piece.own + skip, begin=piece.begin + skip, count=count
+            piece, at=piece.at + far, first=piece.first + far, own=piece.own + skip, begin=piece.begin + skip, count=count
         ))  # fmt: skip
         skip, room = skip + count, 0
     return out

@@ -11,34 +11,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from artd_schema.direct import EngineTable, EngineTensor
+from artd_schema.direct import EngineTable, EngineTensor, Piece, Plan
 from artd_schema.manifest import WeightEntry
 
-from ...models.codec import Codec
+from ...engines.direct.cover import CoverError
 from ..snapshot import Snapshot
 from .fill import Filler
 from .holdings import Holdings, Lane
-from .layout import in_megatron
-from .plan import make_plan
+from .plan import PlanError, check_whole
 from .schedule import Fill
+from .together import ONE, Together
+
+if TYPE_CHECKING:
+    from .team import Team
+
+_Told = tuple[str, tuple[Piece, ...]]
+"""Of each process: what is wrong with its plan, and its pieces."""
 
 
 class Served:
-    """names: of every served tensor, in push order. Raises PlanError where a tensor's bytes are no whole words: it has no
-    checksum."""
+    """names: of every served tensor, in push order; ranks: the processes of which each gives a part. Raises PlanError (together)
+    where a tensor's bytes are no whole words: it has no checksum; CoverError where the parts are no whole."""
 
-    def __init__(self, holdings: Holdings, names: Sequence[str]) -> None:
-        self.holdings, self._names = holdings, tuple(names)
-        table = identity(holdings.codec, holdings.shapes, holdings.dtype_name)
-        self._shapes = {tensor.name: tensor.shape for tensor in table.tensors}
-        self._lane = Lane(holdings, make_plan(table, holdings.codec, holdings.shapes, holdings.dtype.itemsize))
+    def __init__(self, holdings: Holdings, names: Sequence[str], ranks: Together = ONE) -> None:
+        self.holdings, self.ranks, self._names = holdings, ranks, tuple(names)
+        self._shapes = holdings.model
+        table = identity(self._shapes, holdings.dtype_name)
+        self._lane = Lane(holdings, agreed_plan(holdings, table, ranks))
         spans, self._ends = self._lane.spans()
         self._spans = holdings.port.sums(spans)
+        self.team: Team | None = None
 
     def before(self) -> None:
         """Weights that are trained themselves are read as they lie: a push of them ends first."""
@@ -46,15 +55,31 @@ class Served:
             self.holdings.frozen.renew()
 
     def stage(self) -> Snapshot:
-        """From now on pushes are fed the parameters as they are now; waits for the push that is fed those before. Raises
-        TimeoutError."""
-        frozen = self.holdings.frozen
-        version = frozen.renew()
-        frozen.refill()
-        sums = self._sums()
+        """From now on pushes are fed the parameters as they are now, together; waits for the push that is fed those before.
+        Raises TimeoutError."""
+        version = self._renewed()
+        with self.ranks.agreed():
+            self.holdings.frozen.refill()
+            sums = self._sums()
+        total = self.ranks.added(sums).tolist()
+        by_name = dict(zip(self._lane.plan.parts, total, strict=True))
         name = self.holdings.dtype_name
-        entries = tuple(WeightEntry(one, name, self._shapes[one], sum64=sums[one]) for one in self._names)
-        return Snapshot(entries, Tensors(self, entries), self.holdings.device.type, self.holdings, version)
+        entries = tuple(WeightEntry(one, name, self._shapes[one], sum64=by_name[one]) for one in self._names)
+        tensors = Tensors(self, entries)
+        return Snapshot(entries, tensors, self.holdings.device.type, self.holdings, version, self.team)
+
+    def _renewed(self) -> int:
+        """The next version. The first rank's readers end when those of all do, and nobody is to be asked for a version that
+        another has left: so it goes ahead."""
+        frozen, version = self.holdings.frozen, 0
+        with self.ranks.agreed():
+            if self.ranks.first:
+                version = frozen.renew()
+        version = self.ranks.told(version)
+        with self.ranks.agreed():
+            if not self.ranks.first:
+                frozen.renew(version)
+        return version
 
     @cached_property
     def one_by_one(self) -> Filler:
@@ -66,16 +91,37 @@ class Served:
         return self.holdings.filler(list(pieces.values()), plan)
 
     @torch.no_grad()
-    def _sums(self) -> dict[str, int]:
+    def _sums(self) -> Tensor:
+        """What this process's pieces add to the checksum of each part, int64 on the CPU."""
         lane, ends = self._lane, self._ends
         sums = torch.zeros(len(lane.plan.parts), dtype=torch.int64, device=self.holdings.device)
+        if not lane.plan.pieces:
+            return sums.cpu()
         self.holdings.settle()
         lane.queue.sum(self._spans, sums, (0, ends[0]))
         for turn in range(len(lane.turns)):
             lane.fill(turn)
             lane.queue.sum(self._spans, sums, (ends[turn], ends[turn + 1]))
         lane.queue.settle()
-        return dict(zip(lane.plan.parts, sums.tolist(), strict=True))
+        return sums.cpu()
+
+
+def agreed_plan(holdings: Holdings, table: EngineTable, ranks: Together) -> Plan:
+    """What this process gives to the "engine" of `identity`, together. Raises what is wrong with any process's part, or with all
+    of them together, on each: PlanError, CoverError."""
+    if holdings.spread is None:
+        return holdings.plan(table)
+    plan, why = Plan(parts=(), sources=(), pieces=()), ""
+    try:
+        plan = holdings.plan(table)
+    except (PlanError, CoverError) as error:
+        why = str(error)
+    told = [msgspec.msgpack.decode(one, type=_Told) for one in ranks.shared(msgspec.msgpack.encode((why, plan.pieces)))]
+    if wrong := next((why for why, _ in told if why), ""):
+        raise PlanError(wrong)
+    sizes = [prod(shape) for shape in holdings.model.values()]
+    check_whole(table, plan.parts, sizes, [piece for _, pieces in told for piece in pieces])
+    return plan
 
 
 class Tensors:
@@ -104,14 +150,10 @@ class Current:
         return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
-def identity(codec: Codec, shapes: Mapping[str, Sequence[int]], dtype: str) -> EngineTable:
-    """The table of an engine that holds each Hugging Face tensor by itself. shapes: of the Megatron tensors."""
-    tensors: list[EngineTensor] = []
-    for row in codec.rows:
-        shape, sizes = shapes[row.megatron], dict.fromkeys(row.parts, 0)
-        for one in in_megatron(row, codec.shape, shape):
-            sizes[one.part] += one.count
-        for name, size in sizes.items():
-            own = (size // shape[-1], shape[-1]) if len(shape) == 2 else (size,)
-            tensors.append(EngineTensor(name, dtype, own, (*own[1:], 1), "", len(tensors), 0))
-    return EngineTable(engine="none", version="", moe_backend="", tensors=tuple(tensors))
+def identity(shapes: Mapping[str, Sequence[int]], dtype: str) -> EngineTable:
+    """The table of an engine that holds each Hugging Face tensor by itself. shapes: theirs."""
+    tensors = tuple(
+        EngineTensor(name, dtype, tuple(shape), (*shape[1:], 1), "", number, 0)
+        for number, (name, shape) in enumerate(shapes.items())
+    )
+    return EngineTable(engine="none", version="", moe_backend="", tensors=tensors)

@@ -2,7 +2,8 @@
 
 Purpose: `DirectExtension` gives `Session` to /collective_rpc; arguments and results are JSON, and documents come as paths.
 Owner of: the worker's `Session`, whose gate is the one of this process. Invariants: a call that raises leaves the update
-open, and the caller ends the engine. Imports no vLLM.
+open, and the caller ends the engine; what another spawn's harness sends, by a fence or as an owner, changes nothing. Imports no
+vLLM.
 Seen running with vLLM 0.25.1, tensor-parallel size 1. Its executor ignores time-outs of /collective_rpc, so every call that
 waits takes its own.
 """
@@ -20,8 +21,9 @@ from artd_schema.manifest import WeightTable
 
 from ...base import Fence
 from ...direct.device import Cuda
-from ...direct.session import Session
-from ...fence import own_gate
+from ...direct.session import OPEN_S, Session
+from ...fence import FenceError, own_gate
+from .. import guard
 from .survey import parameters, survey
 
 
@@ -33,17 +35,23 @@ class DirectExtension:
     """RPC methods; `self` is vLLM's worker."""
 
     _artd_session: Session | None = None
+    _artd_table: EngineTable | None = None
 
     def artd_direct_table(self) -> dict[str, Any]:
-        """The `EngineTable` of this worker."""
-        return msgspec.to_builtins(table_of(self))
+        """The `EngineTable` of this worker, as it is now."""
+        self._artd_table = table_of(self)
+        return msgspec.to_builtins(self._artd_table)
 
-    def artd_direct_open(self, offer: str) -> dict[str, float]:
-        """Open the `Offer` in the file `offer` (MessagePack). Raises NotDirect, CoverError, DeviceError, PullError."""
-        return _session(self).open(msgspec.msgpack.decode(Path(offer).read_bytes(), type=Offer))
+    def artd_direct_open(self, offer: str, timeout_s: float = OPEN_S, owner: str | None = None) -> dict[str, float]:
+        """Open the `Offer` in the file `offer` (MessagePack). owner: see `guard`; None = a script's. Raises NotDirect,
+        CoverError, DeviceError, PullError, FenceError."""
+        _check_owner(owner)
+        return _session(self).open(msgspec.msgpack.decode(Path(offer).read_bytes(), type=Offer), timeout_s)
 
-    def artd_direct_expect(self, weights: str) -> dict[str, Any]:
-        """The next push must bring the tensors of this weights.json, by their sum64. Raises NotDirect for a table without."""
+    def artd_direct_expect(self, weights: str, owner: str | None = None) -> dict[str, Any]:
+        """The next push must bring the tensors of this weights.json, by their sum64. Raises NotDirect for a table without,
+        FenceError."""
+        _check_owner(owner)
         table = msgspec.json.decode(Path(weights).read_bytes(), type=WeightTable)
         sums = {entry.name: entry.sum64 for entry in table.tensors if entry.sum64 is not None}
         if len(sums) < len(table.tensors):
@@ -108,9 +116,15 @@ def table_of(worker: Any) -> EngineTable:
     return survey(worker.model_runner.get_model(), settings_of(worker.vllm_config), version)
 
 
+def _check_owner(owner: str | None) -> None:
+    """A harness that was replaced could else end a push of this engine: close its feeds, or have it wait for other sums."""
+    if owner is not None and owner != guard.own():
+        raise FenceError(f"a call of {owner}, but this engine belongs to instance and spawn {guard.own()}")
+
+
 def _session(worker: Any) -> Session:
     if worker._artd_session is None:
-        if obstacles := table_of(worker).obstacles:
+        if obstacles := (worker._artd_table or table_of(worker)).obstacles:
             first = obstacles[0]
             raise NotDirect(
                 f"{first.where}: {first.why} (and {len(obstacles) - 1} more): use the engine's own transfer calls"

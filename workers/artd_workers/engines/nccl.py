@@ -1,7 +1,7 @@
-"""NCCL by ctypes, as rank 0 of a communicator whose other ranks torch knows nothing of.
+"""NCCL by ctypes, as one rank of a communicator that torch knows nothing of.
 
-Purpose: torch's own NCCL group cannot join ranks that were not made by torch; vLLM's transfer calls make such ranks. The
-library is the one that torch has loaded. Owner of: one communicator.
+Purpose: torch's own NCCL group cannot join ranks that were not made by torch (vLLM's transfer calls make such ranks), and does
+not end when it is aborted. The library is the one that torch has loaded. Owner of: one communicator.
 Invariants: the communicator is non-blocking, so each call comes back and its end is waited for here; after `abort`, every call
 and every wait raises, whatever the other side does.
 """
@@ -13,13 +13,13 @@ import threading
 import time
 from typing import Any
 
-from ..engines.stock import ID_BYTES, TRAINER
+from .stock import ID_BYTES, TRAINER
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _FLOAT32, _SUM = 1, 7, 0
 _CONFIG_MAGIC, _CONFIG_VERSION, _UNDEFINED = 0xCAFEBEEF, 21400, -(1 << 31)
 """The first layout of ncclConfig_t that knows non-blocking communicators; later libraries fill in what came after."""
-_POLL_S = 0.0002
+_POLL_S = 0.00005
 _LOCK_S = 0.5
 
 
@@ -48,7 +48,7 @@ class Library:
         try:
             self._calls = ctypes.CDLL(path)
         except OSError as error:
-            raise NcclError(f"{path} cannot be loaded ({error}): the trainer's torch is not built for CUDA") from None
+            raise NcclError(f"{path} cannot be loaded ({error}): torch is not built for CUDA") from None
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         arguments: dict[str, list[Any]] = {
             "ncclGetVersion": [pointer],
@@ -57,6 +57,8 @@ class Library:
             "ncclCommGetAsyncError": [pointer, pointer],
             "ncclAllReduce": [pointer, pointer, size, number, number, pointer, pointer],
             "ncclBroadcast": [pointer, pointer, size, number, number, pointer, pointer],
+            "ncclSend": [pointer, size, number, number, pointer, pointer],
+            "ncclRecv": [pointer, size, number, number, pointer, pointer],
             "ncclCommAbort": [pointer],
         }
         for name, types in arguments.items():
@@ -87,7 +89,7 @@ class Library:
 
 
 class Communicator:
-    """Rank 0 of `world` ranks, once joined. `abort` is for any one thread; all else is for one other, whose current CUDA device
+    """One of `world` ranks, once joined. `abort` is for any one thread; all else is for one other, whose current CUDA device
     is the communicator's."""
 
     def __init__(self, library: Library) -> None:
@@ -96,11 +98,11 @@ class Communicator:
         self._aborted = ""
         self._turn = threading.Lock()
 
-    def join(self, unique_id: bytes, world: int) -> None:
+    def join(self, unique_id: bytes, world: int, rank: int = TRAINER) -> None:
         """Wait until all ranks are there."""
         name = _UniqueId.from_buffer_copy(unique_id)
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED)
-        self._do("ncclCommInitRankConfig", ctypes.byref(self._handle), world, name, TRAINER, ctypes.byref(config))
+        self._do("ncclCommInitRankConfig", ctypes.byref(self._handle), world, name, rank, ctypes.byref(config))
 
     def all_reduce(self, address: int, stream: int) -> None:
         """Queue the sum of one float32 over all ranks, in place."""
@@ -109,6 +111,14 @@ class Communicator:
     def broadcast(self, address: int, size: int, stream: int) -> None:
         """Queue the broadcast of `size` bytes to all ranks."""
         self._do("ncclBroadcast", address, address, size, _UINT8, TRAINER, self._handle, stream)
+
+    def send(self, address: int, size: int, rank: int, stream: int) -> None:
+        """Queue the sending of `size` bytes to a rank, which must receive as many."""
+        self._do("ncclSend", address, size, _UINT8, rank, self._handle, stream)
+
+    def recv(self, address: int, size: int, rank: int, stream: int) -> None:
+        """Queue the receiving of `size` bytes from a rank."""
+        self._do("ncclRecv", address, size, _UINT8, rank, self._handle, stream)
 
     def settled(self, what: str) -> bool:
         """Whether the last call has come to its end. Raises NcclError when it failed, or what is under way did."""

@@ -1,0 +1,94 @@
+"""The direct push with CUDA IPC off, over NCCL: `python -m tests.gpu.wire [--layers 4,48] [--items ...] [--rounds 10] [--out DIR]`.
+
+Purpose: the trainer and the engine of `tests.gpu.push`, on two GPUs, and the same plan sent over a communicator of two: meeting,
+pushes in place and staged with their checksums, refusals, and the same pushes by CUDA IPC beside them. One JSON line for each
+result, appended to DIR/wire.jsonl as soon as it is known, the most valuable first; refusals with the first number of layers only.
+`--tiny`: the same in one process on a CPU, over a Unix socket.
+Needs two GPUs (NCCL takes none twice), vLLM 0.25.1 and this repository's packages on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from artd_workers.engines.stock import ENVIRONMENT
+
+os.environ |= ENVIRONMENT  # of both processes, before either has NCCL
+
+from tests.gpu import push, push_items, wire_items
+from tests.gpu.wire_rig import WireRig
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--items", default=",".join(wire_items.ITEMS), help="names with commas between them")
+    parser.add_argument("--layers", default="4,48")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--share", type=float, default=0.47, help="of the engine's GPU for its weights and KV cache")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    args.gpus = 2
+    return args
+
+
+def main() -> int:
+    args = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
+    every, failed = [2] if args.tiny else [int(number) for number in args.layers.split(",")], 0
+    for number in every:
+        args.layers = number
+        names = [name for name in args.items.split(",") if number == every[0] or name not in wire_items.REFUSALS]
+        folder = Path(tempfile.mkdtemp(prefix="artd-wire-"))
+        try:
+            one = WireRig(**vars(push.rig(args, folder)))
+            try:
+                failed += items(args, one, names)
+            finally:
+                one.engine.stop()
+                one.disconnect()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        del one
+        wire_items.emptied()
+    return int(failed > 0)
+
+
+def items(args: argparse.Namespace, rig: WireRig, names: list[str]) -> int:
+    """Returns how many failed."""
+    known, failed = wire_items.ITEMS | {"open": push_items.opened}, 0
+    what: dict[str, Any] = {"layers": args.layers} | ({} if args.tiny else push.machine())
+    for name in ["open", *names]:
+        began = time.perf_counter()
+        try:
+            for line in known[name](rig, args.rounds):
+                written(args.out, what | {"item": name} | line | {"at_s": round(time.perf_counter() - began, 2)})
+                what = {"layers": args.layers}
+        except Exception as error:
+            failed += 1
+            traceback.print_exc()
+            written(args.out, what | {"item": name, "failed": repr(error)[:900]})
+            if name == "open":
+                break
+    return failed
+
+
+def written(out: Path, line: dict[str, Any]) -> None:
+    text = json.dumps(line, default=lambda x: round(x, 6))
+    print(text, flush=True)
+    with (out / "wire.jsonl").open("a") as file:
+        print(text, file=file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The wait before an engine is paused: until the daemon says that nothing more is admitted to it.
+
+Owner of: the daemon's answers that were not waited for yet. Invariants: only a `Proceed` of the same push and fence ends the
+wait well; it outlasts neither its deadline nor the engine.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from artd_schema.crashpoint import reach
+from artd_schema.worker import FromWorker, Pausing, Proceed, Push
+
+from .base import Deadline, EngineError
+
+
+class Hold:
+    """send: to the daemon."""
+
+    def __init__(self, send: Callable[[FromWorker], None]) -> None:
+        self._send = send
+        self._answers: queue.SimpleQueue[Proceed | None] = queue.SimpleQueue()
+
+    def wait(self, push: Push, deadline: Deadline) -> None:
+        """Say that this push is about to pause the engine, and wait for its Proceed. Raises EngineError."""
+        self._send(Pausing(push=push.push, fence=push.fence))
+        reach("engine.pausing")
+        while (answer := self._next(push, deadline)) != Proceed(push=push.push, fence=push.fence):
+            if answer is None:
+                raise EngineError(f"the engine ended while push {push.push} waited for the gateway to hold")
+
+    def proceed(self, answer: Proceed) -> None:
+        """The daemon has answered. Any thread."""
+        self._answers.put(answer)
+
+    def abort(self) -> None:
+        """There is no engine left to be paused: end the wait. Any thread."""
+        self._answers.put(None)
+
+    def _next(self, push: Push, deadline: Deadline) -> Proceed | None:
+        try:
+            return self._answers.get(timeout=deadline.left)
+        except queue.Empty:
+            raise EngineError(
+                f"the daemon did not say within {deadline.seconds:.1f} s that the gateway holds for push {push.push}: see its log"
+            ) from None

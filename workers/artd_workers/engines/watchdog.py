@@ -1,0 +1,75 @@
+"""Ends what hangs in NCCL: a thread that aborts a communicator when a deadline has passed, or at anybody's word.
+
+Owner of: that thread, and why it has bitten. Invariants: it bites once, and what it has bitten is not used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from .nccl import NcclError
+
+_ABORT_S = 5.0
+
+
+class Watchdog:
+    """Calls `bite(reason)` once, in a thread of its own: when a deadline has passed, or at `bark`."""
+
+    def __init__(self, bite: Callable[[str], None]) -> None:
+        self._bite = bite
+        self._change = threading.Condition()
+        self._reason = ""
+        self._end: float | None = None
+        self._seconds = 0.0
+        self.bitten = threading.Event()
+        threading.Thread(target=self._run, name="artd-nccl-watch", daemon=True).start()
+
+    @property
+    def reason(self) -> str:
+        """Why it has bitten or is about to; "" = it has not."""
+        return self._reason
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """The body must end within `seconds` and not raise. Raises NcclError when it has bitten before."""
+        if self._reason:
+            raise NcclError(f"this pair was aborted: {self._reason}")
+        self._set(time.monotonic() + seconds, seconds)
+        try:
+            yield
+        except BaseException as error:
+            self.end(f"{type(error).__name__}: {error}")
+            raise
+        self._set(None, 0.0)
+
+    def bark(self, reason: str) -> None:
+        """Have it bite; returns at once."""
+        with self._change:
+            self._reason = self._reason or reason
+            self._change.notify()
+
+    def end(self, reason: str) -> None:
+        """Have it bite, and wait until it has."""
+        self.bark(reason)
+        self.bitten.wait(_ABORT_S)
+
+    def _set(self, end: float | None, seconds: float) -> None:
+        with self._change:
+            self._end, self._seconds = end, seconds
+            self._change.notify()
+
+    def _run(self) -> None:
+        with self._change:
+            while not self._reason:
+                left = None if self._end is None else self._end - time.monotonic()
+                if left is not None and left <= 0:
+                    self._reason = f"it was not done within {self._seconds:.1f} s"
+                else:
+                    self._change.wait(left)
+        try:
+            self._bite(self._reason)
+        finally:
+            self.bitten.set()
