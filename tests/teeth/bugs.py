@@ -101,7 +101,7 @@ BUGS = (
     ),
     Bug(
         "any-key-may-connect", "artd/keys.py",
-        "        return public.decode() in self.clients().values()\n", "        return True\n",
+        "                if _load(path)[0] == public:\n", "                if _load(path)[0]:\n",
         "tests/daemon/test_security.py::test_a_client_of_another_machine",
     ),
     Bug(
@@ -128,5 +128,35 @@ BUGS = (
         "a-neighbours-copy-is-a-leftover", "artd/supervise/code.py",
         "        fcntl.flock(handle, fcntl.LOCK_EX)\n", "",
         "tests/process/test_launch.py::test_a_copy_that_another_process_makes_is_not_a_leftover",
+    ),
+    Bug(
+        "goes-on-without-a-hold", "artd/push.py",
+        "            await self._hold(message, held)\n", "            pass\n",
+        "tests/unit/test_hold.py::test_hold_is_asked_when_the_engine_wants_to_pause_and_proceed_sent_when_it_is_confirmed",
+    ),
+    Bug(
+        "pauses-before-it-may", "workers/artd_workers/engines/push.py",
+        "            self._hold(push, ahead)\n", "            pass\n",
+        "tests/engine/test_harness.py::test_an_engine_is_paused_only_after_the_daemon_said_so",
+    ),
+    Bug(
+        "tokens-across-a-push-are-all-the-first-weights", "workers/artd_workers/engines/vllm/sampled.py",
+        "        _from(sequence.policy, sampled, self._name)\n", "",
+        "tests/engine/test_sampled.py::test_a_request_in_flight_breaks_where_the_push_met_it",
+    ),
+    Bug(
+        "another-fence-comes-over-nccl", "workers/artd_workers/engines/direct/wire.py",
+        "        if found != self._expected:\n", "        if False:\n",
+        "tests/trainer/test_wired.py::test_a_stale_trainers_header_is_refused_and_nothing_is_copied", torch=True,
+    ),
+    Bug(
+        "one-process-is-missing-from-the-offer", "workers/artd_workers/engines/direct/link.py",
+        '    cover.check("the engine\'s", names, [tensor.numel() for tensor in tensors], pieces)\n', "",
+        "tests/trainer/test_feeds.py::test_an_offer_that_is_not_whole_is_not_opened", torch=True,
+    ),
+    Bug(
+        "the-checkpoint-is-told-before-it-is-written", "workers/artd_workers/trainer/staging.py",
+        "        synced.result()\n        os.fsync(handle)\n", "        synced.result()\n",
+        "tests/trainer/test_checkpoint.py::test_every_file_is_durable_before_the_manifest_is_begun", torch=True,
     ),
 )  # fmt: skip
