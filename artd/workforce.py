@@ -307,9 +307,10 @@ class Workforce:
         self._downs[name] = Words(spawn, f"{message.error}\n{message.tail}".strip())
 
     def revive(self) -> None:
-        """The operator wants broken workers started again; their deaths are forgotten."""
+        """The operator wants broken workers started again; the deaths of all are forgotten, also that of one which is dying now: a
+        run is paused by a failed push before its engine's process has ended."""
         for name in self.supervisor.names():
-            if self.supervisor.state(name) == "broken":
+            if self.supervisor.state(name) not in ("stopped", "draining"):
                 self.supervisor.retry_broken(name)
 
     def holders(self) -> list[Holder]:

@@ -59,7 +59,8 @@ class Supervisor:
         self._of(name).start()
 
     def retry_broken(self, name: str) -> None:
-        """Start it now, past breaker and back-off; its deaths are forgotten."""
+        """Start it now, past breaker and back-off; its deaths are forgotten. One that lives is started again when it dies next,
+        however often it has died before."""
         self._of(name).retry()
 
     async def ready(self, name: str, spawn: int) -> bool:

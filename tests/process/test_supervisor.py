@@ -163,6 +163,20 @@ async def test_breaker_and_operator(rig: Make) -> None:
         assert each.supervisor.state("trainer") == "stopped"
 
 
+async def test_the_operators_word_counts_for_one_that_is_about_to_die(rig: Make) -> None:
+    async with rig(Policy(deaths=1)) as each:
+        each.add(helpers.SLEEP)
+        for spawn in (1, 2):
+            await helpers.until_async(
+                lambda spawn=spawn: each.record.spawns == spawn and each.supervisor.info("trainer").pid > 0
+            )
+            if spawn == 1:
+                each.supervisor.retry_broken("trainer")
+            os.kill(each.supervisor.info("trainer").pid, signal.SIGKILL)
+        await each.until("broken")
+        assert each.record.spawns == 2, "it counted once"
+
+
 async def test_backoff_waits_and_a_stop_ends_the_wait(rig: Make) -> None:
     async with rig(Policy(base_s=30.0)) as each:
         each.add(DIE)
