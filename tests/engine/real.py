@@ -45,6 +45,25 @@ def serving_tool(*argv: str, python: str = "", env: Mapping[str, str] = TOOL_ENV
     return subprocess.Popen(command, env=os.environ | env, **pipes)
 
 
+class HuggingFace:
+    """A toy's model with the weights `step`, in a process of its own."""
+
+    def __init__(self, toys: Path, step: str) -> None:
+        self._process = serving_tool(str(HERE / "routes_reference.py"), str(toys / "toy"), str(toys / step))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, sequences: list[list[int]]) -> list[dict[str, Any]]:
+        """What `routes_reference.py` answers of each sequence."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(sequences) + "\n")
+        self._process.stdin.flush()
+        answers: list[dict[str, Any]] = json.loads(self._process.stdout.readline())
+        return answers
+
+
 @dataclass
 class Engine:
     """A real server under a harness under a fake daemon."""

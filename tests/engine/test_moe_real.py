@@ -21,7 +21,7 @@ import pytest
 
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
-from tests.engine.real import HERE, Engine, Sender, load, serving_tool, start
+from tests.engine.real import Engine, HuggingFace, Sender, load, start
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 SHAPE = RouteShape(layers=2, topk=2, experts=8)
@@ -30,23 +30,10 @@ CLEAR = 1e-5  # logits: closer than this, two right programs may choose either e
 Json = dict[str, Any]
 
 
-class Reference:
-    """Hugging Face's model with the weights f0, in a process of its own."""
-
-    def __init__(self, toys: Path) -> None:
-        self._process = serving_tool(str(HERE / "routes_reference.py"), str(toys / "toy"), str(toys / "f0"))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
+class Reference(HuggingFace):
     def compare(self, told: Sequence[tuple[list[int], Json, Json]]) -> int:
         """Logprobs and routes of (prompt, choice, taken) against Hugging Face's; returns rows x layers."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        sequences = [prompt + choice["token_ids"] for prompt, choice, _ in told]
-        self._process.stdin.write(json.dumps(sequences) + "\n")
-        self._process.stdin.flush()
-        answers = json.loads(self._process.stdout.readline())
+        answers = self.ask([prompt + choice["token_ids"] for prompt, choice, _ in told])
         return sum(same(*one, answer) for one, answer in zip(told, answers, strict=True))
 
 
@@ -67,7 +54,7 @@ def same(prompt: list[int], choice: Json, taken: Json, answer: Json) -> int:
 @pytest.fixture(scope="module")
 def reference(moe_toys: Path) -> Iterator[Reference]:
     """Made before the engine, so that both start at once."""
-    made = Reference(moe_toys)
+    made = Reference(moe_toys, "f0")
     yield made
     made.close()
 

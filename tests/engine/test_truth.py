@@ -5,7 +5,6 @@ What a push leaves out stays NaN and reaches every logprob. The same on a GPU, w
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from artd_schema import worker as w
 from artd_schema.spec import EngineSpec, LoraSpec, RunSpec
 from artd_workers.engines.base import Deadline, EngineError
 from tests.engine.daemon import ROOT, FakeDaemon
-from tests.engine.real import HERE, START_S, Engine, Sender, serving_tool
+from tests.engine.real import HERE, START_S, Engine, HuggingFace, Sender
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 EXACT = 1e-5
@@ -28,28 +27,16 @@ EXACT = 1e-5
 PROMPTS = [[3 + (i * 37 + j * 7) % 1000 for j in range(5 + 11 * i)] for i in range(8)]
 
 
-class Reference:
-    """Hugging Face's model with the weights f1, in a process of its own."""
-
-    def __init__(self, toys: Path) -> None:
-        self._process = serving_tool(str(HERE / "routes_reference.py"), str(toys / "toy"), str(toys / "f1"))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
+class Reference(HuggingFace):
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Of every token but the first, for each sequence."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(sequences) + "\n")
-        self._process.stdin.flush()
-        return [answer["logprobs"] for answer in json.loads(self._process.stdout.readline())]
+        return [answer["logprobs"] for answer in self.ask(sequences)]
 
 
 @pytest.fixture(scope="module")
 def reference(moe_toys: Path) -> Iterator[Reference]:
     """Made before the engine, so that both start at once."""
-    made = Reference(moe_toys)
+    made = Reference(moe_toys, "f1")
     yield made
     made.close()
 

@@ -33,13 +33,16 @@ def refusals(rig: Rig, _rounds: int) -> Iterator[Line]:
     rig.engine.resume()
     weight[4321] ^= 1
     yield line
-    yield {"what": "the next push after it", **_error(lambda: rig.engine.rpc("artd_direct_pull", rig.fence(), 1.0))}
+    yield {"what": "the next push after it", **error_of(lambda: rig.engine.rpc("artd_direct_pull", rig.fence(), 1.0))}
     rig.engine.rpc("probe_forgive")
     yield refused(rig, "two experts exchanged", exchanged(offer, expert.format(2, "down"), expert.format(5, "down")))
     yield refused(rig, "gate and up exchanged", exchanged(offer, expert.format(3, "gate"), expert.format(3, "up")))
     gone = next(run for run in runs_of(offer) if run.first)
-    yield {"what": "one range left out", **_error(lambda: rig.open(changed(offer, lambda r: None if r == gone else r)))}
-    yield {"what": "a fence of before", **_error(lambda: (rig.open(offer), rig.engine.rpc("artd_direct_pull", rig.fence() | {"fence": 1}, 1.0)))}  # fmt: skip
+    yield {
+        "what": "one range left out",
+        **error_of(lambda: rig.open(changed(offer, lambda r: None if r == gone else r))),
+    }
+    yield {"what": "a fence of before", **error_of(lambda: (rig.open(offer), rig.engine.rpc("artd_direct_pull", rig.fence() | {"fence": 1}, 1.0)))}  # fmt: skip
     rig.prepare()
     yield {"what": "a right push", **rig.push()}
 
@@ -94,7 +97,8 @@ def exchanged(offer: Offer, first: str, second: str) -> Offer:
     return changed(offer, edit)
 
 
-def _error(call: Callable[[], Any]) -> Line:
+def error_of(call: Callable[[], Any]) -> Line:
+    """Whether a call was refused, and with which words."""
     try:
         call()
     except Exception as error:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from artd_workers.trainer import launch, placement, serving
 from artd_workers.trainer.direct.source import write_offer
 from artd_workers.trainer.merge import merged_tensors, open_base
 from tests.gpu import parallel, shape
-from tests.gpu.push_refusals import changed
+from tests.gpu.push_refusals import changed, error_of
 
 Line = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,14 +200,6 @@ class Bench:
         job.join()
         self.ended()
         return {"while_training": found, "next": self.push(done[0]), "true": self.true(done[0])}
-
-
-def error_of(call: Callable[[], Any]) -> Line:
-    try:
-        call()
-    except Exception as error:
-        return {"refused": True, "error": str(error)[-400:]}
-    return {"refused": False}
 
 
 @contextmanager

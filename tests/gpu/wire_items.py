@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from artd_schema.direct import EngineTable
+from tests.gpu.push_refusals import error_of
 from tests.gpu.push_rig import TIMEOUT_S, Line, over
 from tests.gpu.wire_rig import WireRig
 
@@ -89,7 +90,7 @@ def silent(rig: WireRig, _rounds: int) -> Iterator[Line]:
     yield {"what": "two buffers are sent", "deadline": HANG_S, **ends(rig, right)}
     yield from after(rig)
     began = time.perf_counter()
-    said = _error(lambda: rig.trainer.feed(rig.fence()["fence"], HANG_S))
+    said = error_of(lambda: rig.trainer.feed(rig.fence()["fence"], HANG_S))
     yield {"what": "nothing is taken", "deadline": HANG_S, "seconds": time.perf_counter() - began, **said, **alive(rig)}
     yield from after(rig)
 
@@ -146,7 +147,7 @@ def ends(rig: WireRig, fence: Line, timeout_s: float = HANG_S) -> Line:
     began = time.perf_counter()
     rig.engine.pause()
     try:
-        said = _error(lambda: rig.engine.rpc("artd_direct_pull", fence, timeout_s))
+        said = error_of(lambda: rig.engine.rpc("artd_direct_pull", fence, timeout_s))
     finally:
         rig.engine.rpc("probe_forgive")
         rig.engine.resume()
@@ -171,14 +172,6 @@ def emptied() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _error(call: Callable[[], Any]) -> Line:
-    try:
-        call()
-    except Exception as error:
-        return {"refused": True, "error": str(error)[-400:]}
-    return {"refused": False}
 
 
 ITEMS: dict[str, Callable[[WireRig, int], Iterator[Line]]] = {

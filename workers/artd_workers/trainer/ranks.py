@@ -75,12 +75,7 @@ class Ranks:
         if self.alone:
             return asked
 
-        def told() -> bool:
-            word = torch.tensor(int(self.first and asked()))
-            dist.broadcast(word, 0, group=self._orders)
-            return bool(word)
-
-        return told
+        return lambda: bool(self.told(int(self.first and asked())))
 
     def least(self, value: float) -> float:
         """The smallest of all ranks' values, together."""
@@ -116,6 +111,10 @@ class Ranks:
         dist.all_gather(found, own, group=self._orders)
         return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
+    def first_said(self, text: str) -> str:
+        """What the first rank says that says anything, "" when none does, together."""
+        return next((one.decode() for one in self.shared(text.encode()) if one), "")
+
     def channel(self, other: int, take: Callable[[bytes | None], None]) -> Channel:
         """One end of what rank 0 and another say beside their jobs; both make theirs, once. take: as of `Channel`."""
         return Channel(self._beside, other, take)
@@ -128,23 +127,11 @@ class Ranks:
             yield
         except Exception as caught:
             error = caught
-        failed = "" if self.alone else self._failed(error)
+        failed = self.first_said("" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}")
         if error is not None:
             raise error
         if failed:
             raise RankError(failed)
-
-    def _failed(self, error: Exception | None) -> str:
-        """What the first rank that failed says, "" when none did."""
-        low = int(self.least(self.rank if error is not None else self.parallel.world))
-        if low == self.parallel.world:
-            return ""
-        text = f"rank {low}: {type(error).__name__}: {error}".encode() if low == self.rank else b""
-        size = torch.tensor(len(text))
-        dist.broadcast(size, low, group=self._orders)
-        data = torch.frombuffer(bytearray(text or bytes(int(size))), dtype=torch.uint8)
-        dist.broadcast(data, low, group=self._orders)
-        return data.numpy().tobytes().decode()
 
     @contextmanager
     def in_step(self, *same: type[Exception]) -> Iterator[None]:

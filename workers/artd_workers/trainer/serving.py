@@ -108,7 +108,7 @@ def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | Non
     codec, shares = given(policy.plan, ranks.parallel)
     held = {weights[row.megatron].dtype for row in codec.rows}
     lost = rounded(trained.base, held) if trained.kind == "lora" else ""
-    if lost := next((one.decode() for one in ranks.shared(lost.encode()) if one), ""):
+    if lost := ranks.first_said(lost):
         return _on_host(trained, ranks, lost)
     frozen = Frozen({}, device=policy.device)
     if isinstance(lora := trained.parameters, Lora):

@@ -50,10 +50,6 @@ class Link:
         """Of all feeds."""
         return sum(len(one.bases) for one in self._opened)
 
-    def gone(self) -> bool:
-        """Whether any of the trainer's processes has ended."""
-        return any(one.gone() for one in self._opened)
-
     def into(self, tensors: Sequence[Tensor], poll_s: float = 0.0) -> Pull:
         """The way into tensors of the engine's shapes; see `Pull`."""
         addresses, size = [tensor.data_ptr() for tensor in tensors], self.offer.itemsize
