@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,7 @@ class Wired:
         while not Path(socket_path).exists():
             time.sleep(0.02)
         self.router.send(w.Route(seq=1, runs=("pol", "idle"), engines=(merged(FakeEngine(socket_path), 3, 4),)))
+        self.router.until(w.RouteTaken)
 
     def ask(self, model: str, **body: Any) -> subprocess.Popen[str]:
         """A client process that prints the reply."""
@@ -110,6 +113,15 @@ class Wired:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self._children.append(child)
         return child
+
+    def send(self, model: str) -> http.client.HTTPConnection:
+        """A request that is on its way when this returns; its reply is still to be read."""
+        host = self._url.removeprefix("http://")
+        connection = http.client.HTTPConnection(host, timeout=20)
+        body = json.dumps({"model": model, "prompt": "hi"})
+        headers = {"authorization": "Bearer key", "content-type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
+        return connection
 
     def close(self) -> None:
         self.router.close()
@@ -197,11 +209,11 @@ def test_a_broken_link_ends_the_gateway(folder: str) -> None:
 
 
 def test_exit_answers_what_waits_and_lets_what_runs_finish(rig: Wired) -> None:
-    waiting, running = rig.ask("idle"), rig.ask("pol")
-    exchange, _ = rig.router.until(w.Exchange)
-    time.sleep(1.0)
-    rig.router.send(w.Exit(grace_s=10.0))
-    assert "draining" in waiting.communicate(timeout=10)[0]
+    with closing(rig.send("idle")) as waiting:
+        running = rig.ask("pol")
+        exchange, _ = rig.router.until(w.Exchange)  # the earlier request is in the gateway by now
+        rig.router.send(w.Exit(grace_s=10.0))
+        assert "draining" in waiting.getresponse().read().decode()
     assert rig.router.process.poll() is None
     rig.router.send(w.ExchangeAck(response_id=exchange.response_id))
     assert exchange.response_id in running.communicate(timeout=10)[0]

@@ -122,7 +122,7 @@ def test_no_mapping_is_closed_under_a_copy(
         pull.start()
         assert began.wait(SOON_S)
         other.kill()
-        until(link.gone)
+        until(lambda: all(feed.gone() for feed in link._opened))
         time.sleep(0.05)  # what closes them would have come by now
         go.set()
         pull.join()
