@@ -18,8 +18,8 @@ from tests.engine.daemon import INSTANCE
 from .bench import Bench
 from .spawn import refused
 
-SLACK_S = 3.0
-"""What a call may take beyond its deadline on a busy machine."""
+SLACK_S = 15.0
+"""What a call may take beyond its deadline on a busy machine: less than a drip takes that nobody cuts off."""
 FENCE = Fence(INSTANCE, 1, 1, 1)
 SHAPE = RouteShape(layers=1, topk=1, experts=2)
 METHODS: dict[str, tuple[tuple[str, ...], Callable[[Adapter, Bench, Deadline], Any]]] = {
@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[tuple[str, ...], Callable[[Adapter, Bench, Deadline], A
     "unload_adapter": (("/v1/unload_lora_adapter",), lambda a, b, d: a.unload_adapter("x", d)),
     "in_flight": (("/metrics",), lambda a, b, d: a.in_flight("x", d)),
     "score": (("/v1/completions",), lambda a, b, d: a.score("toy", [[1, 2, 3]], d)),
+    "warm": (("artd_warm",), lambda a, b, d: a.warm(d)),
     "capture_routes": (("artd_capture_routes",), lambda a, b, d: a.capture_routes(SHAPE, d)),
     "abort_all": (("/abort_requests",), lambda a, b, d: a.abort_all(d)),
     "direct_table": (("artd_direct_table",), lambda a, b, d: a.direct_table(d)),

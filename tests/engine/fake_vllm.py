@@ -1,7 +1,7 @@
 """A scripted stand-in for the vLLM server, run as `FAKE -m vllm.entrypoints.openai.api_server --uds PATH ...`.
 
 The file named by FAKE_VLLM holds its script (JSON): {"calls": PATH, "faults": {ROUTE: FAULT}, "start": HOW, "term": HOW,
-"version": V, "shape": [LAYERS, TOPK, EXPERTS], "bytes": LOADED, "table": `EngineTable`, "room": BOOL}. FAULT: an integer status, "hang", or a path: wait until that file is there (what
+"version": V, "shape": [LAYERS, TOPK, EXPERTS], "bytes": LOADED, "table": `EngineTable`, "room": BOOL, "warm": FIGURES}. FAULT: an integer status, "hang", or a path: wait until that file is there (what
 else can go wrong: tests/conformance/relay.py). start: a last log line before exit 1. term: "hang" ignores SIGTERM. Every call
 is appended to `calls`. A token of a completion takes 10 ms; a
 paused server ends none, and one that keeps requests gives up no blocks of theirs unless it is told to.
@@ -42,6 +42,7 @@ SCRIPT = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
 LOCK = threading.Lock()
 GATE = Gate(os.environ["ARTD_INSTANCE"], int(os.environ["ARTD_SPAWN"]))
 TOKEN_S = 0.01
+WARM = {"forms": 28, "run": 27, "kernels": 41, "seconds": 1.5}
 SERVED = sys.argv[sys.argv.index("--served-model-name") + 1] if "--served-model-name" in sys.argv else "toy"
 
 
@@ -155,6 +156,8 @@ class Handler(BaseHTTPRequestHandler):
                 if (shape := list(body["kwargs"].values())) != SCRIPT.get("shape", shape):
                     raise Unfit(f"the model's shape is {SCRIPT['shape']}, not {shape}")
                 return 200, {"results": [{}]}
+            case "artd_warm":
+                return 200, {"results": [SCRIPT.get("warm", WARM)]}
             case "/init_weight_transfer_engine":
                 info = body["init_info"]
                 unique_id = base64.b64decode(info.get("nccl_unique_id_b64", ""))

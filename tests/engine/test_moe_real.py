@@ -21,6 +21,7 @@ import pytest
 
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import Deadline, EngineError
+from artd_workers.engines.http import call
 from tests.engine.real import Engine, HuggingFace, Sender, load, start
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -94,6 +95,30 @@ def test_each_of_three_choices_has_its_own(engine: Engine, reference: Reference)
     assert sorted(taken) == ["n#0", "n#1", "n#2"]
     assert len({found["routes"] for found in taken.values()}) == 3
     reference.compare([(prompt, choice, taken[f"n#{choice['index']}"]) for choice in choices])
+
+
+def test_a_warm_up_leaves_answers_routes_and_counters_as_they_are(engine: Engine, reference: Reference) -> None:
+    """On a CPU there is nothing to compile, but the dummy steps are those of a GPU."""
+    prompt = list(range(30, 130))
+
+    def answer(request: str) -> tuple[Json, Json]:
+        (choice,) = generate(engine, request, prompt, max_tokens=20, seed=5)
+        return choice, take(engine, [request])[f"{request}#0"]
+
+    before, counters = answer("w0"), metrics(engine)
+    done = rpc(engine, "artd_warm", timeout_s=60.0)
+    assert done["run"] == done["forms"] >= 10 and done["kernels"] == 0
+    assert metrics(engine) == counters
+    assert answer("w1") == before
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate_many, engine, "v", [20 + 9 * i for i in range(6)], max_tokens=90)
+        while not running.done() and held(engine)["sequences"] < 6:
+            time.sleep(0.01)
+        rpc(engine, "artd_warm", timeout_s=60.0)
+        assert not running.done(), "the requests were to be under way"
+        pairs = running.result()
+    taken = take(engine, [f"v{i}" for i in range(6)])
+    reference.compare([(*pair, taken[f"v{i}#0"]) for i, pair in enumerate(pairs)])
 
 
 def test_a_preempted_request_has_each_row_once(engine: Engine, reference: Reference) -> None:
@@ -184,6 +209,12 @@ def rpc(engine: Engine, method: str, **arguments: Any) -> Json:
 
 def take(engine: Engine, requests: list[str]) -> dict[str, Json]:
     return rpc(engine, "artd_take_routes", request_ids=requests)
+
+
+def metrics(engine: Engine) -> set[str]:
+    """vLLM's own lines of /metrics."""
+    page = str(call(engine.socket, "GET", "/metrics", deadline=Deadline(10)))
+    return {line for line in page.splitlines() if line.startswith("vllm:")}
 
 
 def held(engine: Engine) -> Json:

@@ -15,7 +15,7 @@ from artd_schema.direct import OFFER, TABLE, EngineTable, EngineTensor, Obstacle
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_workers.engines.base import VLLM, Deadline, EngineError, Fence, capabilities
 from artd_workers.engines.push import Pusher, PushError, Stale
-from artd_workers.engines.transfers import transfers_of
+from artd_workers.engines.transfers import table_of, transfers_of
 from artd_workers.engines.vllm import guard
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN
@@ -215,7 +215,7 @@ def test_the_ways_of_an_engine(
 ) -> None:
     adapter: Any = SimpleNamespace(direct_table=lambda deadline: table)
     spec = RunSpec(model="/m", engine=EngineSpec(transfer=transfer))
-    assert transfers_of(adapter, spec, device, tmp_path) == (ways, obstacle)
+    assert transfers_of(spec, table_of(adapter, spec, device, tmp_path)) == (ways, obstacle)
     if device == "cpu":
         assert list(tmp_path.iterdir()) == []
     else:

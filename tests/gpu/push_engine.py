@@ -1,5 +1,5 @@
-"""In the engine's worker, for `tests.gpu.push` alone: spoil the weights, load them by vLLM's own road, watch its steps, warm its
-kernels, count what is held."""
+"""In the engine's worker, for `tests.gpu.push` alone: spoil the weights, load them by vLLM's own road, watch its steps, count what
+is held."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ class Watched:
         return found
 
 
-GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
-"""Token counts for which vLLM has tuned tiles of the MoE kernel; a step takes the nearest one's."""
-
-
 class ProbeCalls:
     """Beside artd's extension; `self` is vLLM's worker."""
 
@@ -89,19 +85,6 @@ class ProbeCalls:
         The first call begins."""
         self._watched = self._watched or Watched(self)
         return self._watched.take()
-
-    def probe_warm(self) -> dict[str, Any]:
-        """A forward pass of every count at which the MoE kernel is another: each of the grid, and one more, because Triton
-        compiles odd numbers of tokens apart from even ones."""
-        from vllm.config import CUDAGraphMode
-
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        began = time.perf_counter()
-        sizes = sorted({size for each in GRID for size in (each, each + 1)} - {1})
-        for size in (size for size in sizes if size <= runner.max_num_tokens):
-            runner._dummy_run(size, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
-        torch.cuda.synchronize()
-        return {"sizes": len(sizes), "seconds": time.perf_counter() - began}
 
     def probe_pool(self) -> dict[str, int]:
         """How many of the tensors lie in vLLM's sleep-mode pool, by the pool's tag; "" for those that do not."""

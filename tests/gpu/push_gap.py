@@ -18,6 +18,7 @@ from .push_rig import Line, Rig, over
 
 STREAMS, CONTEXT, ANSWER = 32, 1024, 2500
 WAIT_S, QUIET_S, SHOWN = 60.0, 0.3, 40
+WARM_S = 100.0
 _DRAWN = itertools.count(1)
 
 
@@ -95,15 +96,14 @@ def streams(rig: Rig, rounds: int) -> Iterator[Line]:
 
 
 def gap(rig: Rig, rounds: int) -> Iterator[Line]:
-    """The KV cache computed again: against a prefill of the same tokens, before and after the kernels of every size are ready."""
+    """The KV cache computed again: against a prefill of the same tokens, without artd's warm-up (`artd_warm`) and after it. This engine
+    was started by the script, not by artd's harness, so nobody has called it before."""
     rig.engine.rpc("probe_watch")
     yield {"what": "prefill of an engine that has done none", **prefill(rig, [CONTEXT] * STREAMS)}
     yield {"what": "the same again", **prefill(rig, [CONTEXT] * STREAMS)}
-    yield from computed_again(rig, rounds, False, " as it started")
-    rig.engine.rpc("probe_watch")
-    warm = rig.engine.rpc("probe_warm")
-    kernels = rig.engine.rpc("probe_watch")["kernels"]
-    yield {"what": "one forward pass of every size", **warm, "kernels": len(kernels)}
+    yield from (line | {"cold": True} for line in computed_again(rig, rounds, False, ", no warm-up"))
+    for what in ("warm-up", "warm-up, all being ready"):
+        yield {"what": what, "warm": rig.engine.rpc("artd_warm", WARM_S)}
     for staged in (False, True):
         yield from computed_again(rig, rounds, staged, "")
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from artd_schema.direct import TABLE
+from artd_schema.direct import TABLE, EngineTable
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Transfer
 
@@ -22,15 +22,19 @@ _WAYS: dict[str, tuple[Transfer, ...]] = {"nccl": ("nccl", "stock"), "stock": ("
 """What `engine.transfer` leaves of the ways; every other value leaves all."""
 
 
-def transfers_of(
-    adapter: Adapter, spec: RunSpec, device: Literal["cpu", "cuda"], folder: Path
-) -> tuple[tuple[Transfer, ...], str]:
-    """(ways of a live push, best first; what stands against the direct one, "" = nothing, or nobody asks). Writes the
-    engine's table where it may be asked for. Raises EngineError."""
+def table_of(adapter: Adapter, spec: RunSpec, device: Literal["cpu", "cuda"], folder: Path) -> EngineTable | None:
+    """What the engine's kernels read, also written for a trainer; None where nobody asks. Raises EngineError."""
     if device == "cpu" or spec.rollout_weights_mode != "merged":
-        return ("gloo",), ""
+        return None
     table = adapter.direct_table(Deadline(_ASK_S))
     write_whole(folder / TABLE, msgspec.msgpack.encode(table))  # a trainer may be looking
+    return table
+
+
+def transfers_of(spec: RunSpec, table: EngineTable | None) -> tuple[tuple[Transfer, ...], str]:
+    """(ways of a live push, best first; what stands against the direct one, "" = nothing, or nobody asks)."""
+    if table is None:
+        return ("gloo",), ""
     if table.obstacles:
         first, others = table.obstacles[0], len(table.obstacles) - 1
         return ("stock",), f"{first.where}: {first.why}" + (f" (and {others} more)" if others else "")

@@ -25,10 +25,11 @@ from ..harness import Link, LinkClosed
 from .base import Deadline, EngineError
 from .hold import Hold
 from .push import Pusher, PushError, Stale
-from .transfers import transfers_of
+from .transfers import table_of, transfers_of
 from .vllm.adapter import VllmAdapter
 from .vllm.command import device_of, installed, model_name
 from .vllm.server import Server
+from .warm import WARM_S, pays, warm
 
 START_S = 600.0
 _TICK_S = 0.2
@@ -83,9 +84,12 @@ class EngineWorker:
         spec = self._config.spec
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters",
                               self._link.identity.instance, self._link.identity.spawn, self._hold.wait, log)  # fmt: skip
-        ways, obstacle = transfers_of(adapter, spec, device_of(spec.engine), self._server.folder)
+        table = table_of(adapter, spec, device_of(spec.engine), self._server.folder)
+        ways, obstacle = transfers_of(spec, table)
         if obstacle:
             log(f"no direct push: {obstacle}")
+        if pays(table) and not self._warm(adapter, Deadline(min(WARM_S, deadline.left / 2))):
+            return False
         self._pushing = threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True)
         self._pushing.start()
         reach("engine.started")
@@ -102,6 +106,19 @@ class EngineWorker:
                 "version: the interpreter of the engine holds two of them, install its runtime again"
             )
         adapter.capture_routes(self._config.routes, Deadline(_CALL_S))
+
+    def _warm(self, adapter: VllmAdapter, deadline: Deadline) -> bool:
+        """Warm the engine up; False when told to exit meanwhile. Raises EngineError when it has died."""
+        warming = threading.Thread(target=warm, args=(adapter, deadline, log), name="artd-warm", daemon=True)
+        warming.start()
+        while warming.is_alive() and not self._server.ended.is_set():
+            self._receive()
+            if self._grace_s is not None:
+                return False
+        if adapter.healthy(Deadline(_CALL_S)):
+            return True
+        gone = self._server.ended.wait(_TOLD_S)
+        raise EngineError(self._server.death() if gone else "the engine does not answer after its warm-up")
 
     def _serve(self) -> str:
         """Serve until told to exit ("") or until the engine is lost (why)."""

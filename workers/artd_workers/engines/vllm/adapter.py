@@ -209,6 +209,9 @@ class VllmAdapter:
             raise EngineError(f"/v1/completions answered {len(choices)} of {len(prompts)} canary prompts")
         return [_scores(choice["prompt_logprobs"], prompt) for choice, prompt in zip(choices, prompts, strict=True)]
 
+    def warm(self, deadline: Deadline) -> dict[str, float]:
+        return self._figures("artd_warm", {"timeout_s": _INNER * deadline.left}, deadline)
+
     def capture_routes(self, shape: RouteShape, deadline: Deadline) -> None:
         if self.capabilities.routes == "hooks":
             values = {"layers": shape.layers, "topk": shape.topk, "experts": shape.experts}

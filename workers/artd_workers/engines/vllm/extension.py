@@ -1,5 +1,5 @@
 """artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, direct push, routes, who sampled each
-token, and death with the harness.
+token, warm-up, and death with the harness.
 
 Purpose: what the stock server cannot do. vLLM imports this module before it builds the model, and mixes `Extension` into
 its worker class, so its methods are reachable by /collective_rpc.
@@ -38,6 +38,7 @@ from .hashing import entries
 from .load import InPlace, Load, Update
 from .reload import Reload
 from .sampled import SampleBook, watch
+from .warm import warm
 
 CAPTURES: list[Any] = []
 """The one capture of this worker, once it has begun."""
@@ -99,6 +100,10 @@ class Extension(DirectExtension):
     def artd_take_sampled(self, choices: list[str]) -> dict[str, Any]:
         """Who sampled each token of these choices (`REQUEST#CHOICE`), see `SampleBook.take`."""
         return BOOKS[0].take(choices) if BOOKS else {}
+
+    def artd_warm(self, timeout_s: float) -> dict[str, float]:
+        """Make the forms of the experts' kernel ready, before anything is served; see `warm`. Nothing but time hangs on it."""
+        return warm(self.model_runner, timeout_s)  # type: ignore[attr-defined]
 
     def artd_capture_routes(self, layers: int, topk: int, experts: int) -> dict[str, Any]:
         """From now on capture the experts of every token. Raises CaptureError when the model is of another shape."""
