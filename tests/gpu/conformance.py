@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from artd.supervise import procfs
 from artd_schema.direct import TABLE
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
 from artd_schema.trajectory import RouteShape
@@ -35,11 +37,9 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
-ENV = {
-    "PYTHONPATH": os.pathsep.join(
-        [str(ROOT / part) for part in ("workers", "schema", "")] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    )
-}
+PATH = [str(ROOT / part) for part in ("workers", "schema", "")] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
+ENV = {"PYTHONPATH": os.pathsep.join(PATH), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+"""CUDA's own number of connections, as an engine and a trainer of one process have it; `lines` says otherwise."""
 END = time.monotonic() + 540.0
 """Of the script: what is left by then is said, not begun."""
 Cases = list[tuple[str, Callable[[], None]]]
@@ -53,10 +53,8 @@ class DirectFeed(Sender):
     def __init__(self, folder: Path, toys: Path) -> None:
         self.rendezvous = str(rendezvous(folder / "e"))
         self._toys = toys
-        script = str(Path(__file__).with_name("conformance_trainer.py"))
-        table = str(folder / "e" / TABLE)
-        process = serving_tool(script, str(toys / "toy"), self.rendezvous, table, python=sys.executable, env=ENV)
-        super().__init__(process)
+        words = ("tests.gpu.conformance_trainer", str(toys / "toy"), self.rendezvous, str(folder / "e" / TABLE))
+        super().__init__(serving_tool("-m", *words, python=sys.executable, env=ENV))
 
     def send(self, push: Push, flaw: Flaw = "") -> None:
         order = {"checkpoint": str(self._toys / f"m{push.checkpoint.step}"), "fence": push.fence, "flaw": flaw,
@@ -115,10 +113,14 @@ def tried(way: str, tiny: bool, cases: Callable[[Bench], Cases]) -> Iterator[dic
     with tempfile.TemporaryDirectory(prefix="artd-k-") as folder:
         began = time.monotonic()
         bench = Bench(kind(Path(folder), way, tiny))
+        left = cases(bench)
         try:
+            spare(bench, len(left))
             bench.engine()
             yield {"case": "a spawn that serves step 0", "seconds": round(time.monotonic() - began, 2)}
-            for name, run in cases(bench):
+            while left:
+                name, run = left.pop(0)
+                spare(bench, len(left))
                 began = time.monotonic()
                 if began > END:
                     yield {"case": name, "left_out": "the script's time was over"}
@@ -130,10 +132,23 @@ def tried(way: str, tiny: bool, cases: Callable[[Bench], Cases]) -> Iterator[dic
                     wrong += 1
                     found = {"error": f"{type(error).__name__}: {error}"[:3000]}
                 yield {"case": name, "ok": not found, "seconds": round(time.monotonic() - began, 2), **found}
+        except BaseException:
+            strike_all()
+            raise
         finally:
             bench.close()
     if wrong:
         raise AssertionError(f"{wrong} cases failed")
+
+
+def strike_all() -> None:
+    """The script's time is up, and `Bench.close` waits for engines that start: end all processes below this one."""
+    procfs.strike(procfs.descendants([os.getpid()], procfs.all_stats()), signal.SIGKILL)
+
+
+def spare(bench: Bench, left: int) -> None:
+    """So many cases come: no more engines are started ahead of them."""
+    bench.kind.ahead = min(bench.kind.ahead, left)
 
 
 def of_methods(way: str, cases: tuple[methods.Case, ...]) -> lines.Item:
@@ -168,4 +183,5 @@ ITEMS: dict[str, lines.Item] = {
 }
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines are ended on the way out
     sys.exit(lines.main("conformance", ITEMS))

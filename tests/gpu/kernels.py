@@ -7,8 +7,6 @@ Needs this repository's packages on PYTHONPATH; neither Megatron-Core nor Transf
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -16,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tests.gpu import lines  # first: it sets the environment
 
 if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -281,24 +280,7 @@ def linear(tiny: bool) -> Iterator[Line]:
         yield {"what": f"linear {name}"} | {way: 1e6 * timed(call, tiny) for way, call in ways.items()}
 
 
-ITEMS: dict[str, Callable[[bool], Iterator[Line]]] = {"merge": merge, "layer": layer, "thin": thins, "linear": linear}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", default=",".join(ITEMS), help="names with commas between them")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    began = time.perf_counter()
-    with (args.out / "kernels.jsonl").open("a") as file:
-        for name in args.items.split(","):
-            for line in ITEMS[name](args.tiny):
-                line = {"item": name} | line | {"at_s": round(time.perf_counter() - began, 1)}
-                print(json.dumps(line), flush=True)
-                print(json.dumps(line), file=file, flush=True)
-    return 0
-
+ITEMS: dict[str, lines.Item] = {"merge": merge, "layer": layer, "thin": thins, "linear": linear}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(lines.main("kernels", ITEMS))

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -167,7 +168,10 @@ def await_ready(args: argparse.Namespace, daemon: subprocess.Popen[bytes], secon
 
 def look(args: argparse.Namespace, python: str, verb: str) -> Any:
     words = [python, "-m", "artd.cli.ctl", verb, "--json", "--data-dir", str(args.folder / "data")]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(args), timeout=60)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, env=environment(args), timeout=60)
+    except subprocess.TimeoutExpired as error:
+        return {"error": str(error)}  # the daemon is ended all the same
     return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-1000:]}
 
 
@@ -257,8 +261,10 @@ if __name__ == "__main__":
         parser.error(
             f"--tensor-parallel {given.tensor_parallel} needs as many --gpus, and one more for the engine alone"
         )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the daemon is ended on the way out
     given.began = time.monotonic()
     given.out.mkdir(parents=True, exist_ok=True)
+    sys.path += [f"{given.stack}/vllm"] * bool(given.stack)  # for what the client needs and this interpreter lacks
     with tempfile.TemporaryDirectory(prefix="artd-gpu-") as made:
         given.folder = Path(made)
         sys.exit(main(given))

@@ -2,7 +2,7 @@
 
 Purpose: this process is the trainer (Megatron's layout, rank-16 adapter on attention and every expert), a stock vLLM server
 with our worker extension the engine, on the same GPU or on the next one. One JSON line for each item, appended to
-DIR/push.jsonl as soon as it is known, the most valuable first. `--tiny`: the same items in one process on a CPU, with
+DIR/push.jsonl as soon as it is known, the most valuable first; an item that fails does not keep the next from running. `--tiny`: the same items in one process on a CPU, with
 plain memory for the GPU's and modules with vLLM's names for the engine, to try the script. With `sleep` among the items the
 engine's weights lie in the pool of vLLM's sleep mode from the start.
 Needs vLLM 0.25.1 and this repository's packages on PYTHONPATH.
@@ -20,22 +20,23 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-os.environ |= OFF
+import torch
 
-import torch  # noqa: E402
+from tests.gpu import lines, push_items, shape
+from tests.gpu.push_rig import Line, Rig
+from tests.gpu.push_trainer import Trainer
 
-from tests.gpu import push_items, shape  # noqa: E402
-from tests.gpu.push_rig import Rig  # noqa: E402
-from tests.gpu.push_trainer import Trainer  # noqa: E402
-
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+"""CUDA's own, as an engine and a trainer of one process have it; `lines` says otherwise."""
 DEFAULT = "table,in_place,staged,truth,stock_road,refusals,repeat,streams,gap"
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Line:
     import importlib.metadata as metadata
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -73,6 +74,47 @@ def rig(args: argparse.Namespace, folder: Path) -> Rig:
     return Rig(trainer, server, Cuda(0), folder)
 
 
+Items = Mapping[str, Callable[[Any, int], Any]]
+
+
+def run(args: argparse.Namespace, one: Rig, known: Items, names: Sequence[str], out: Path) -> int:
+    """Each line appended to `out` as soon as an item knows it. What an item that fails has left of the engine is mended before the
+    next, else there is no next. Returns how many failed."""
+    what: Line = {"layers": args.layers, "gpus": args.gpus}
+    first, failed = {} if args.tiny else machine(), 0
+    for name in ["open", *names]:
+        began = time.perf_counter()
+        try:
+            for line in known[name](one, args.rounds):
+                written(out, what | first | {"item": name} | line | {"at_s": round(time.perf_counter() - began, 2)})
+                first = {}
+        except (Exception, lines.Late) as error:
+            written(out, what | first | {"item": name, "failed": repr(error)[:900]})
+            if isinstance(error, lines.Late):
+                raise
+            failed += 1
+            traceback.print_exc()
+            if name == "open" or not mended(one):
+                break
+    return failed
+
+
+def mended(one: Rig) -> bool:
+    try:
+        one.mend()
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+def written(out: Path, line: Line) -> None:
+    text = json.dumps(line, default=lambda x: round(x, 6))
+    print(text, flush=True)
+    with out.open("a") as file:
+        print(text, file=file)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", default=DEFAULT, help=f"names with commas between them ({DEFAULT})")
@@ -82,35 +124,19 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.4, help="of the engine's GPU for its weights and KV cache")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--limit", type=int, default=lines.LIMIT, help="seconds after which it ends by itself")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
-    folder, failed = Path(tempfile.mkdtemp(prefix="artd-push-")), 0
-    what = {"layers": args.layers, "gpus": args.gpus}
+    folder = Path(tempfile.mkdtemp(prefix="artd-push-"))
     try:
-        one = rig(args, folder)
-        try:
-            with (args.out / "push.jsonl").open("a") as file:
-                lines = [what | ({} if args.tiny else machine())]
-                for name in ["open", *args.items.split(",")]:
-                    began = time.perf_counter()
-                    try:
-                        lines += [{"item": name} | line for line in push_items.ITEMS[name](one, args.rounds)]
-                    except Exception as error:
-                        failed += 1
-                        lines.append({"item": name, "failed": repr(error)[:900]})
-                    lines[-1]["at_s"] = round(time.perf_counter() - began, 2)
-                    for line in lines:
-                        text = json.dumps(what | line, default=lambda x: round(x, 6))
-                        print(text, flush=True)
-                        print(text, file=file, flush=True)
-                    lines = []
-                    if failed and name == "open":
-                        break
-        finally:
-            one.engine.stop()
+        with lines.limited(args.limit):
+            one = rig(args, folder)
+            try:
+                return int(run(args, one, push_items.ITEMS, args.items.split(","), args.out / "push.jsonl") > 0)
+            finally:
+                one.engine.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ checkpoint is staged, and a push counts only when the engine's were equal.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def table(rig: Rig, _rounds: int) -> Iterator[Line]:
     """The engine's table as a file, and a few merged tensors against the merge on the CPU, bit for bit."""
     source = rig.folder.parent / "artd-table.json"
     target = Path(os.environ.get("OUT", str(rig.folder))) / f"table-{rig.trainer.config['num_hidden_layers']}.json"
-    source.replace(target)
+    shutil.move(source, target)  # the one lies in /tmp, the other may lie on another disk
     weights, live = rig.trainer.merged(), rig.trainer.live
     base = {
         part: tensor for row in rig.trainer.codec.rows if "layers.1." in row.parts[0] and (".0." in row.parts[0] or "attn" in row.parts[0])

@@ -82,6 +82,18 @@ class Rig:
             | {"pause": pause, "update": update, "resume": resume, "total": pause + update + waited + resume}
         )
 
+    def mend(self) -> None:
+        """After an item that has failed: the engine runs again, with weights that are known. Raises when it does not."""
+        self.engine.rpc("probe_forgive")
+        self.engine.resume()
+        self.reopen()
+        self.prepare(change=False)
+        self.push()
+
+    def reopen(self) -> None:
+        """The trainer's own offer."""
+        self.open(self.trainer.offer)
+
     def feed(self, fence: int) -> threading.Thread:
         def run() -> None:
             try:

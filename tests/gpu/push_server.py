@@ -72,7 +72,7 @@ class Server:
             *(str(w) for pair in options.items() for w in pair),
             *(["--enable-sleep-mode"] if sleeps else []),
         ]
-        with log.open("w") as file:
+        with log.open("a") as file:
             self._process = subprocess.Popen(
                 words, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from tests.gpu import lines  # first: it sets what torch reads  # isort: skip
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from artd_schema.manifest import WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_schema.worker import CheckpointRef, Push, Run, TrainerConfig
 from artd_workers.engines.direct import checksum
-from artd_workers.trainer import launch, placement, serving
+from artd_workers.trainer import launch, placement
 from artd_workers.trainer.direct.source import write_offer
 from artd_workers.trainer.merge import merged_tensors, open_base
 from tests.gpu import parallel, shape
@@ -101,7 +102,7 @@ class Bench:
         """Have the trainer feed a push; the engine's fence."""
         self._number += 1
         message = Push(push=self._number, fence=self._number, checkpoint=ref, mode="merged", source="live", name="gpu",
-                       drain_s=1.0, deadline_s=30.0, rendezvous=str(self.meeting), transfer="direct")  # fmt: skip
+                       drain_s=1.0, deadline_s=60.0, rendezvous=str(self.meeting), transfer="direct")  # fmt: skip
         self._pusher.push(message, self._trainer.snapshot_of(ref))
         while not (self.meeting / OFFER).exists() and not self._refused:
             time.sleep(0.001)
@@ -212,12 +213,16 @@ def bench(folder: Path, tiny: bool, served: Any) -> Iterator[Bench]:
     )  # fmt: skip
     placement.prepare(spec)
     from artd_workers.trainer.trainer import Trainer
+    from artd_workers.trainer.worker import SWITCH_S
 
+    sys.setswitchinterval(SWITCH_S)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     if tiny:
-        from tests.other_memory import OtherPort
+        from tests.gpu import ranks_peer
 
-        serving.port_of = lambda spec: OtherPort()
-        launch.PEER = "tests.gpu.ranks_peer"
+        ranks_peer.stand_in()
+        launch.PEER = ranks_peer.__name__
     config = TrainerConfig(run="gpu", spec=spec, base_digest="base")
     with launch.started(launch.layout(spec), cuda=not tiny) as ranks:
         ranks.tell(msgspec.msgpack.encode(config))

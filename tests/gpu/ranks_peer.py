@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 from artd_workers.engines.direct.session import Session
 from artd_workers.engines.fence import Gate
 from artd_workers.engines.vllm.direct.survey import parameters
-from artd_workers.trainer import peer
+from artd_workers.trainer import peer, placement, serving
 from tests.gpu.push_tiny import TinyEngine
 from tests.other_memory import OtherPort
 
@@ -23,8 +25,12 @@ class OtherEngine(TinyEngine):
         self._artd_session = Session(Gate("i", 1), OtherPort(), tuple(found), tuple(found.values()))
 
 
-if __name__ == "__main__":
-    from artd_workers.trainer import serving
-
+def stand_in() -> None:
+    """In a rank's process: its memory can be read, and its model is laid out as on a GPU."""
     serving.port_of = lambda spec: OtherPort()
+    placement.of = lambda spec, layers: placement.Placement(dtype=torch.bfloat16, grouped=True)
+
+
+if __name__ == "__main__":
+    stand_in()
     sys.exit(peer.main(*sys.argv[1:]))

@@ -7,8 +7,8 @@ Needs Megatron-Core, and on a GPU Transformer Engine, and this repository's pack
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -20,21 +20,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-os.environ |= OFF | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+from tests.gpu import lines  # first: it sets the environment
 
-import torch  # noqa: E402
+import torch  # isort: skip
 
-from artd_schema.spec import LossSpec, OptimizerSpec  # noqa: E402
-from artd_workers.trainer.packed import Batch  # noqa: E402
-from artd_workers.trainer.placement import CPU  # noqa: E402
-from artd_workers.trainer.step import Optimizer, train_step  # noqa: E402
-from tests.gpu import replay, rows  # noqa: E402
-from tests.gpu.jobs import worker  # noqa: E402
-from tests.gpu.policies import dense, errors, gradient, made, made_like, on, scored, until  # noqa: E402
-from tests.gpu.timing import Item, profile, sharing, speed  # noqa: E402
+from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_workers.trainer.packed import Batch
+from artd_workers.trainer.placement import CPU
+from artd_workers.trainer.step import Optimizer, train_step
+from tests.gpu import replay, rows
+from tests.gpu.jobs import worker
+from tests.gpu.policies import dense, errors, gradient, made, made_like, on, scored, until
+from tests.gpu.timing import Item, profile, sharing, speed
 
-LIMIT = 240
+LIMIT = 300
 """Seconds for one item."""
 
 
@@ -133,40 +132,22 @@ def machine(tiny: bool) -> dict[str, Any]:
     return found | {"date": time.strftime("%Y-%m-%d")}
 
 
-def run_item(name: str, out: Path, tiny: bool) -> None:
-    started = time.perf_counter()
-    with (out / "trainer.jsonl").open("a") as file:
-        for line in ITEMS[name](tiny):
-            line = {"item": name} | line | {"at_s": round(time.perf_counter() - started, 1)}
-            print(json.dumps(line), flush=True)
-            print(json.dumps(line), file=file, flush=True)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", default=",".join(ITEMS), help="names with commas between them")
-    parser.add_argument("--item", help=argparse.SUPPRESS)
-    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    if args.reference:
-        reference(args.reference)
-        return 0
-    if args.item:
-        run_item(args.item, args.out, args.tiny)
-        return 0
+    args = lines.parsed("trainer", ITEMS)
     print(json.dumps(machine(args.tiny)), flush=True)
-    failed = 0
+    failed, end = 0, math.inf if args.tiny else time.monotonic() + args.limit
     for name in args.items.split(","):
-        own = [sys.executable, "-m", "tests.gpu.trainer", "--item", name, "--out", str(args.out)]
-        try:
-            failed += subprocess.run(own + ["--tiny"] * args.tiny, check=False, timeout=LIMIT).returncode != 0
-        except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after {LIMIT} s", flush=True)
-            failed += 1
+        left = int(min(LIMIT, end - time.monotonic()))
+        own = ["--alone", "--items", name, "--out", str(args.out), "--limit", str(left), *["--tiny"] * args.tiny]
+        words = [sys.executable, "-m", "tests.gpu.trainer", *own]
+        failed += left < 1 or subprocess.run(words, check=False).returncode != 0
     return int(failed > 0)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--reference"]:
+        sys.exit(reference(Path(sys.argv[2])))
+    if sys.argv[1:2] == ["--alone"]:
+        del sys.argv[1]
+        sys.exit(lines.main("trainer", ITEMS))
     sys.exit(main())

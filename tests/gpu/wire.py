@@ -10,22 +10,18 @@ Needs two GPUs (NCCL takes none twice), vLLM 0.25.1 and this repository's packag
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
-from typing import Any
 
 from artd_workers.engines.stock import ENVIRONMENT
 
 os.environ |= ENVIRONMENT  # of both processes, before either has NCCL
 
-from tests.gpu import push, push_items, wire_items
+from tests.gpu import lines, push, push_items, wire_items
 from tests.gpu.wire_rig import WireRig
 
 
@@ -37,6 +33,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.47, help="of the engine's GPU for its weights and KV cache")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--limit", type=int, default=lines.LIMIT, help="seconds after which it ends by itself")
     args = parser.parse_args()
     args.gpus = 2
     return args
@@ -46,48 +43,28 @@ def main() -> int:
     args = parsed()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     every, failed = [2] if args.tiny else [int(number) for number in args.layers.split(",")], 0
-    for number in every:
-        args.layers = number
-        names = [name for name in args.items.split(",") if number == every[0] or name not in wire_items.REFUSALS]
-        folder = Path(tempfile.mkdtemp(prefix="artd-wire-"))
-        try:
-            one = WireRig(**vars(push.rig(args, folder)))
-            try:
-                failed += items(args, one, names)
-            finally:
-                one.engine.stop()
-                one.disconnect()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        del one
-        wire_items.emptied()
+    with lines.limited(args.limit):
+        for number in every:
+            args.layers = number
+            known = wire_items.ITEMS | {"open": push_items.opened}
+            names = [name for name in args.items.split(",") if number == every[0] or name not in wire_items.REFUSALS]
+            failed += layers(args, known, names)
+            wire_items.emptied()
     return int(failed > 0)
 
 
-def items(args: argparse.Namespace, rig: WireRig, names: list[str]) -> int:
-    """Returns how many failed."""
-    known, failed = wire_items.ITEMS | {"open": push_items.opened}, 0
-    what: dict[str, Any] = {"layers": args.layers} | ({} if args.tiny else push.machine())
-    for name in ["open", *names]:
-        began = time.perf_counter()
+def layers(args: argparse.Namespace, known: push.Items, names: list[str]) -> int:
+    """The items with one trainer and one engine; returns how many failed."""
+    folder = Path(tempfile.mkdtemp(prefix="artd-wire-"))
+    try:
+        one = WireRig(**vars(push.rig(args, folder)))
         try:
-            for line in known[name](rig, args.rounds):
-                written(args.out, what | {"item": name} | line | {"at_s": round(time.perf_counter() - began, 2)})
-                what = {"layers": args.layers}
-        except Exception as error:
-            failed += 1
-            traceback.print_exc()
-            written(args.out, what | {"item": name, "failed": repr(error)[:900]})
-            if name == "open":
-                break
-    return failed
-
-
-def written(out: Path, line: dict[str, Any]) -> None:
-    text = json.dumps(line, default=lambda x: round(x, 6))
-    print(text, flush=True)
-    with (out / "wire.jsonl").open("a") as file:
-        print(text, file=file)
+            return push.run(args, one, known, names, args.out / "wire.jsonl")
+        finally:
+            one.engine.stop()
+            one.disconnect()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

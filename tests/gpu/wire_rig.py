@@ -100,6 +100,11 @@ class WireRig(Rig):
         self.prepare(change)
         return line
 
+    def reopen(self) -> None:
+        """Over a new connection."""
+        self.shared = False
+        self.connect(False)
+
     def disconnect(self) -> None:
         if (wire := self.trainer.wire) is not None:  # type: ignore[attr-defined]
             wire.close()

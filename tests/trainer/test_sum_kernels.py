@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from dataclasses import replace
+
 import pytest
 import torch
 
 from artd_workers.engines.direct import kernels
 from artd_workers.engines.direct.checksum import BLOCK, WORD, Blocks, Span, sum_of
+from tests.direct_rig import MemoryQueue
 
 pytestmark = pytest.mark.torch
 
@@ -51,15 +56,17 @@ def test_copied_and_summed(data):
 
 def test_all_kernels_are_compiled_with_the_table(data, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        kernels.Table,
-        "_launch",
-        lambda self, skip, count, words, sums, copy, rows: asked.append((count, int(words.sum()), copy, rows)),
-    )
-    kernels.Table(Blocks.cut(spans(data), "cpu"))
+
+    def launch(self, skip, count, words, part, sums, copy, rows):
+        assert int(part.max()) < len(sums), "it would add to memory of others"
+        asked.append((count, int(words.sum()), copy, rows))
+
+    monkeypatch.setattr(kernels.Table, "_launch", launch)
+    late = [replace(span, part=7) for span in spans(data)]
+    kernels.Table(Blocks.cut(late, "cpu"))
     plain = [(1, 0, False, False), (1, 0, True, False)]
     assert asked == plain
-    kernels.Table(Blocks.cut([*spans(data), Span(data.data_ptr(), 0, 4, 0, 0, 2, 3)], "cpu"))
+    kernels.Table(Blocks.cut([*late, Span(data.data_ptr(), 0, 4, 0, 0, 2, 3)], "cpu"))
     assert asked == [*plain, *plain, (1, 0, False, True), (1, 0, True, True)]
 
 
@@ -97,3 +104,59 @@ def test_columns_copied_and_summed():
     assert torch.equal(there[:, :4], whole[:, :4]) and not there[:, 4:].any()
     table.sum(sums, (1, 2), copy=True)
     assert torch.equal(there, whole) and sums.tolist() == [sum_of(whole)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("even", [False, True])
+def test_spans_of_all_sorts_in_one_table(seed, even):
+    """Rows of any width and pitch, in memory apart or together, beside words that lie together; even: all begin and end at 16 bytes,
+    where a GPU loads two words at once. In two tables, as of two feeds, beside plain memory's sums."""
+    choose = torch.Generator().manual_seed(seed)
+
+    def some(least: int, most: int) -> int:
+        number = int(torch.randint(least, most, (), generator=choose))
+        return number + (number % 2 if even else 0)
+
+    data = torch.randint(-(2**62), 2**62, (2, 1 << 17), generator=choose)
+    found, wanted, (here, there) = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), data
+    for first in (0, 1 << 33):
+        spans, at = [], some(0, 9)
+        for part in (0, 1, 2, 1, 0):
+            width, rows, plain = some(1, 900), some(1, 40), some(0, 2) == 0
+            step, words = (0, width * rows) if plain else (width + some(0, 300), width * rows)
+            shape = (0, 0, 0) if plain else (width, width + some(0, 70), step)
+            place, other = (one.data_ptr() + at * WORD for one in (here, there))
+            spans.append(Span(place, first + part, words, part, other, *shape))
+            at += some(0, 5) + max(words, rows * step)
+        assert at <= len(here)
+        before = here.clone()
+        table = kernels.Table(Blocks.cut(spans, "cpu"))
+        assert table._aligned == 1 + even or here.data_ptr() % 16
+        table.sum(found, (0, 3))
+        table.sum(found, (3, 5), copy=True)
+        copied = here.clone()
+        here.copy_(before)
+        MemoryQueue().sum(spans, wanted, (0, 3))
+        MemoryQueue().sum(spans, wanted, (3, 5), copy=True)
+        assert torch.equal(here, copied) and not torch.equal(here, before)
+    assert found.tolist() == wanted.tolist()
+
+
+def test_offsets_beyond_32_bits(tmp_path):
+    """Rows that lie 8 GiB apart in a file full of holes, at positions behind the 32nd bit."""
+    step, width, rows, pitch = (1 << 30) + 3, 5, 3, 1 << 34
+    size = ((rows - 1) * step + width) * WORD
+    with (tmp_path / "holes").open("w+b") as file:
+        file.truncate(size)
+        memory = mmap.mmap(file.fileno(), size)
+        begin = ctypes.c_char.from_buffer(memory)
+        at = ctypes.addressof(begin)
+        data = torch.randint(-(2**62), 2**62, (rows, width), generator=torch.Generator().manual_seed(1))
+        span = Span(at, 7, data.numel(), 0, 0, width, pitch, step)
+        for row, words in enumerate(data):
+            ctypes.memmove(at + row * step * WORD, words.data_ptr(), width * WORD)
+        table, sums = kernels.Table(Blocks.cut([span], "cpu")), torch.zeros(1, dtype=torch.int64)
+        table.sum(sums, (0, 1))
+        wanted = [sum_of(words, 7 + row * pitch) for row, words in enumerate(data)]
+        assert sums.item() == int(torch.tensor(wanted).sum())
+        del begin

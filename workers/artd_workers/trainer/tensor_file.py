@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
@@ -102,16 +103,24 @@ class _OnGpu(_OnHost):
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream(device)
 
     def take(self, pieces: list[Tensor]) -> memoryview:
         if not pieces[0].is_cuda:  # an optimizer's count of steps
             return super().take(pieces)
+        # Where a tensor did not lie together, its pieces are of a copy that is still being made.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             found = _gathered(pieces, torch.empty(len(self._host), dtype=torch.uint8, device=pieces[0].device))
             host = self._host[: len(found)].copy_(found, non_blocking=True)
             self._stream.synchronize()
         return host.numpy().data
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all files: the memory that torch keeps for a stream serves the next one too."""
+    return torch.cuda.Stream(device)
 
 
 def _gathered(pieces: list[Tensor], into: Tensor) -> Tensor:

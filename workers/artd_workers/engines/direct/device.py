@@ -132,7 +132,8 @@ class Cuda:
     def sums(self, spans: Sequence[Span]) -> Any:
         from .kernels import Table  # Triton exists only where there is a GPU
 
-        return Table(Blocks.cut(spans, self.device))
+        with torch.cuda.device(self.device):  # a thread's own is the first one, and the kernels are made ready here
+            return Table(Blocks.cut(spans, self.device))
 
     def wire(self) -> Wire:
         from .nccl_wire import Nccl

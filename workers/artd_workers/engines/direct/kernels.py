@@ -69,6 +69,7 @@ class Table:
         self._here = (blocks.address - at) // WORD
         self._there = torch.where(blocks.other > 0, (blocks.other - at) // WORD, 0)
         both = torch.cat((blocks.address, blocks.other))
+        # To ask the device is to wait for it: other streams read these tables, and fill memory that was got just before.
         whole = bool((both % 16 == 0).all()) and bool((blocks.words % 2 == 0).all())
         self._aligned = 2 if at % 16 == 0 and whole else 1
         self._warm()
@@ -79,23 +80,24 @@ class Table:
         blocks = self._blocks
         begin, end = (0 if i == 0 else blocks.ends[i - 1] for i in spans)
         i, j = spans
-        self._launch(begin, end - begin, blocks.words, sums, copy, blocks.striped[j] > blocks.striped[i])
+        self._launch(begin, end - begin, blocks.words, blocks.part, sums, copy, blocks.striped[j] > blocks.striped[i])
 
     def _warm(self) -> None:
         """Have the kernels compiled now: the first push would wait for that with its engine paused."""
-        words, sums = torch.zeros_like(self._blocks.words[:1]), torch.zeros_like(self._anchor)
+        words, part = (torch.zeros_like(one[:1]) for one in (self._blocks.words, self._blocks.part))
+        sums = torch.zeros_like(self._anchor)
         for rows in (False,) if self._blocks.rows is None else (False, True):
             for copy in (False, True):
-                self._launch(0, len(words), words, sums, copy, rows)
+                self._launch(0, len(words), words, part, sums, copy, rows)
 
-    def _launch(self, skip: int, count: int, words: Tensor, sums: Tensor, copy: bool, rows: bool) -> None:
+    def _launch(self, skip: int, count: int, words: Tensor, part: Tensor, sums: Tensor, copy: bool, rows: bool) -> None:
         """Of `count` blocks behind the first `skip`. rows: whether some of them are of rows."""
         if count == 0:
             return
         blocks = self._blocks
         # Whole tensors and a number: parts of them, begun anywhere, would be compiled for each alignment.
         _sum_blocks[(count,)](
-            self._anchor, self._here, self._there, blocks.first, words, blocks.part, sums, skip,
+            self._anchor, self._here, self._there, blocks.first, words, part, sums, skip,
             blocks.words if blocks.rows is None else blocks.rows,
             P1, P2, P3, BLOCK, _STEP, copy, self._aligned, rows, num_warps=8,
         )  # fmt: skip

@@ -56,7 +56,8 @@ class Nccl:
         self.joined = True
 
     def memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._stream.device)
+        with self._stream.use():  # of this stream's own memory: what another has freed it may still be using
+            return torch.empty(size, dtype=torch.uint8, device=self._stream.device)
 
     def use(self) -> AbstractContextManager[None]:
         return self._stream.use()

@@ -46,6 +46,7 @@ class Server:
         self.ended = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._files: set[Path] = set()
+        self._scanning = threading.Lock()
         self._started = 0.0
         self._scanned = 0.0
         self._log_offset = 0
@@ -91,13 +92,14 @@ class Server:
         return True
 
     def scan(self, now: bool = False) -> None:
-        """Remember which scratch files the group holds: a group that dies can no longer be asked."""
-        if self._process is not None and (now or time.monotonic() - self._scanned >= _SCAN_S):
-            self._scanned = time.monotonic()
-            known = len(self._files)
-            self._files |= group.scratch_files(group.members(self._process.pid), self._started)
-            if len(self._files) > known:
-                group.record(self._files, self.record)
+        """Remember which scratch files the group holds: a group that dies can no longer be asked. Any thread."""
+        with self._scanning:
+            if self._process is not None and (now or time.monotonic() - self._scanned >= _SCAN_S):
+                self._scanned = time.monotonic()
+                known = len(self._files)
+                self._files |= group.scratch_files(group.members(self._process.pid), self._started)
+                if len(self._files) > known:
+                    group.record(self._files, self.record)
 
     def death(self) -> str:
         """Why the server ended, in one sentence."""
