@@ -20,6 +20,7 @@ import msgspec
 from artd_schema import worker as w
 from artd_schema.manifest import WeightTable
 from artd_workers.engines.base import DiskLoad, Fence
+from tests.awake import SOON_S
 from tests.engine.daemon import INSTANCE
 
 from .spawn import Feed, Kind, Spawn, reference
@@ -91,7 +92,7 @@ class Bench:
     def live(self, spawn: Spawn, push: w.Push) -> w.Live:
         """Have it pushed and verified."""
         spawn.daemon.send(push)
-        answer = spawn.daemon.expect((w.Live, w.PushFailed, w.Refused), push.deadline_s + push.drain_s + 5)
+        answer = spawn.daemon.expect((w.Live, w.PushFailed, w.Refused), push.deadline_s + push.drain_s + SOON_S)
         assert isinstance(answer, w.Live), answer
         assert answer.fence == push.fence
         self.served = push.checkpoint.step

@@ -63,9 +63,9 @@ class FakeFeed:
 class Fake:
     """See `spawn.Kind`."""
 
-    deadline_s = 0.8
-    patience_s = 10.0
-    tokens = 100
+    deadline_s = 2.0
+    patience_s = 30.0
+    tokens = 300
     workers = False
     ahead = 1
 

@@ -19,6 +19,7 @@ from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.base import VLLM, Adapter, Deadline, EngineError, Fence
 from artd_workers.engines.vllm import guard
+from tests.awake import SOON_S
 from tests.engine.daemon import INSTANCE
 
 from .answers import GUARDED, METHODS
@@ -49,7 +50,7 @@ class Request(threading.Thread):
             self.ended = str(error)
 
     def end(self) -> str:
-        self.join(60)
+        self.join(2 * SOON_S)
         return self.ended
 
 
@@ -341,7 +342,7 @@ def an_unknown_version_never_gets_ready(bench: Bench) -> None:
     spawn = bench.spawn(1000, {"/version": {"say": {"version": "9.9.9"}}})
     down = spawn.daemon.received[-1]
     assert isinstance(down, w.Down) and "9.9.9" in down.error
-    assert spawn.daemon.wait(bench.kind.patience_s) == 1
+    assert spawn.daemon.wait() == 1
     assert spawn.living() == []
 
 
@@ -373,7 +374,7 @@ def adapters_come_and_go(bench: Bench) -> None:
     assert request.end() == "length"
     with refused("404"):
         spawn.complete("other", 1)
-    end = time.monotonic() + bench.kind.patience_s
+    end = time.monotonic() + SOON_S
     while adapter.in_flight("other", soon(bench)):
         assert time.monotonic() < end
         time.sleep(0.05)

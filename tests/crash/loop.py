@@ -38,7 +38,7 @@ ASK_S = 0.2
 STEPS = 4
 """In which every point is reached: a result that is adopted at a boot is not committed in the ordinary way, say."""
 FLOOD = 90  # bodies of 60 KB in rows: more than a WAL may hold before it is folded in
-TAKE_S = 60.0  # generous: a busy machine
+TAKE_S = 150.0  # generous: a busy machine
 
 
 class Loop:

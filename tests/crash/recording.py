@@ -122,14 +122,14 @@ class Loop:
                 await task
 
     async def step(self, run: Any, step: int) -> None:
-        await run.wait(step, timeout=30)
+        await run.wait(step, timeout=90)
         self.note("step", step)
 
     async def ask(self, run: Any) -> str:
         """A response of the gateway, which has it in its ledger."""
         async with httpx.AsyncClient(base_url=run.base_url, headers={"Authorization": f"Bearer {run.api_key}"}) as http:
             body = {"model": run.model, "messages": [{"role": "user", "content": "Capital?"}], "max_tokens": 8}
-            answer = await http.post(f"{run.base_url}/chat/completions", json=body, timeout=20)
+            answer = await http.post(f"{run.base_url}/chat/completions", json=body, timeout=60)
             assert answer.status_code == 200, answer.text
             name = str(answer.json()["id"])
             self.note("response", name)

@@ -210,7 +210,7 @@ async def test_a_failed_fsync_ends_the_daemon_unanswered_and_the_next_boot_decid
     with failing(tmp_path, rig, Failure("fsync", 0, BROKEN, kind="daemon", part=part)) as shim:
         rig.start()
         async with rig.run() as (_, run):
-            await run.wait(0, timeout=20)
+            await run.wait(0, timeout=60)
             body = msgspec.structs.replace(turn(1), raw=LARGE if large else b"")
             shim.fail_next()
             answer = asyncio.ensure_future(run.submit("g", 0.0, turns=[body], key="first"))
@@ -221,7 +221,7 @@ async def test_a_failed_fsync_ends_the_daemon_unanswered_and_the_next_boot_decid
             rig.start()  # and the shim lets everything pass from now on
             kept = await answer  # the client asks again by itself; the same key counts once
             await run.submit("g", 1.0, turns=[turn(2)], key="second")
-            await run.wait(1, timeout=20)
+            await run.wait(1, timeout=60)
             assert kept.trajectory == 1
     assert "what is durable is unknown" in (rig.root / "daemon.log").read_text()
     rig.check(2)

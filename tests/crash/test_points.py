@@ -13,7 +13,7 @@ from artd_schema.crashpoint import RECOVERY
 from tests.crash.loop import running
 from tests.daemon.rig import Rig, rig
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]  # 15 s each when the machine is idle
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]  # 15 s each when the machine is idle
 
 CHAINS: dict[str, tuple[tuple[str, ...], ...]] = {
     "in": (

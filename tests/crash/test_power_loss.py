@@ -23,6 +23,7 @@ from .powerloss import NOTHING, SURVIVALS, Survival
 from .recording import KEEP, NEWER, RESERVE_MIB, Recording, record, reserved
 from .shim import SKIPPED, Op, Record
 
+pytestmark = pytest.mark.timeout(300)
 SEED = 20261121
 
 
@@ -226,7 +227,7 @@ async def goes_on(image: Path, made: Rig, fresh: Rig, newer: bool) -> None:
             step = run.step + 1
             if step:
                 await fill(run, 100 + step)
-            assert (await run.wait(step, timeout=30)).step == step
+            assert (await run.wait(step, timeout=90)).step == step
         fresh.stop()
     assert not list(violations(image, []))
 

@@ -29,6 +29,7 @@ from artd_client.run import Run
 from artd_schema import crashpoint
 from artd_schema.paths import read_daemon_file, runtime_dir
 from artd_schema.trajectory import Turn
+from tests.awake import LOOK_S, SOON_S, Awake
 from tests.fakes.script import VARIABLE, Script
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +136,7 @@ class Rig:
         self.process.wait()
         self.assert_nothing_lives()
 
-    def died(self, within_s: float = 20.0) -> int:
+    def died(self, within_s: float = SOON_S) -> int:
         """Wait for the daemon to end by itself; its exit status."""
         assert self.process is not None
         return self.process.wait(within_s)
@@ -150,7 +151,7 @@ class Rig:
         """SIGTERM; the exit status."""
         self.terminate()
         assert self.process is not None
-        code = self.process.wait(20)
+        code = self.process.wait(SOON_S)
         self.assert_nothing_lives()
         return code
 
@@ -165,10 +166,10 @@ class Rig:
         self.start()
 
     def assert_nothing_lives(self, within_s: float = 2.0) -> None:
-        end = time.monotonic() + within_s
-        while left := self.living():
-            assert time.monotonic() < end, f"still alive {within_s} s later: {left}"
-            time.sleep(0.02)
+        with Awake() as passed:
+            while left := self.living():
+                assert passed.seconds < within_s, f"still alive {within_s} s later: {left}"
+                time.sleep(LOOK_S)
         if (self.data / "artd.db").exists():
             self.assert_whole()  # before any recovery
 
@@ -195,15 +196,15 @@ class Rig:
         children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
         return int(children[0])
 
-    def until(self, condition: Any, what: str, within_s: float = 20.0) -> Any:
-        end = time.monotonic() + within_s
-        while not (found := condition()):
-            if time.monotonic() > end:
-                raise AssertionError(f"no sign of {what} within {within_s} s; the daemon's log:\n{self.log()}")
-            time.sleep(0.01)
+    def until(self, condition: Any, what: str, within_s: float = SOON_S) -> Any:
+        with Awake() as passed:
+            while not (found := condition()):
+                if passed.seconds > within_s:
+                    raise AssertionError(f"no sign of {what} within {within_s} s; the daemon's log:\n{self.log()}")
+                time.sleep(0.01)
         return found
 
-    def reached(self, mark: str, within_s: float = 20.0) -> None:
+    def reached(self, mark: str, within_s: float = SOON_S) -> None:
         """Wait for a mark of the fakes, such as `train:1 1` (step 1, fence 1)."""
         self.until(lambda: mark in self.script.marks(), f"{mark!r} among {self.script.marks()}", within_s)
 
@@ -291,9 +292,9 @@ def rig() -> Any:
         if made.process is not None and made.process.poll() is None:
             os.kill(made.pid or made.process.pid, signal.SIGKILL)
             made.process.wait()
-        end = time.monotonic() + 2
-        while made.living() and time.monotonic() < end:
-            time.sleep(0.02)
+        with Awake() as passed:
+            while made.living() and passed.seconds < 2.0:
+                time.sleep(LOOK_S)
         left = made.living()
         shutil.rmtree(runtime_dir(made.data, create=False), ignore_errors=True)
         shutil.rmtree(root)

@@ -29,7 +29,7 @@ def command(rig: Rig, module: str, *words: str) -> str:
 async def train(run: Run, first: int, last: int) -> None:
     for step in range(first, last + 1):
         await fill(run, step)
-        assert (await run.wait(step, timeout=20)).step == step
+        assert (await run.wait(step, timeout=60)).step == step
 
 
 def manifests(data: Path) -> dict[str, CheckpointManifest]:
@@ -48,7 +48,7 @@ async def original(rig: Rig, backup: Path) -> None:
         rig.reached("train:11 1")
         assert "checked" in command(rig, "ctl", "backup", str(backup))
         rig.script.write()
-        assert (await run.wait(REACHED, timeout=20)).step == REACHED
+        assert (await run.wait(REACHED, timeout=60)).step == REACHED
     rig.check(2 * REACHED)
     assert rig.stop() == 0
 
@@ -62,7 +62,7 @@ async def test_training_goes_on_after_a_restore(rig: Rig, tmp_path: Path) -> Non
     command(rig, "main", "restore", str(tmp_path / "backup"))
     rig.start()
     async with rig.run(keep_checkpoints=50) as (_, run):
-        assert (await run.wait(TAKEN + 1, timeout=20)).step == TAKEN + 1  # on the batch that was under way
+        assert (await run.wait(TAKEN + 1, timeout=60)).step == TAKEN + 1  # on the batch that was under way
         await train(run, TAKEN + 2, AFTER)
     rig.check(2 * AFTER)
     assert all(spawn > spawns[name] + 900 for name, spawn in rig.rows("SELECT name, spawn FROM process"))

@@ -16,7 +16,8 @@ from artd_schema.paths import process_ticks
 from tests.daemon.rig import Rig, fill
 
 pytestmark = pytest.mark.asyncio
-LEASE_S = 1.0
+LEASE_S = 3.0
+"""Longer than a busy machine keeps a living worker from its heartbeat."""
 REMOTE = (sys.executable, "-m", "tests.daemon.remote")
 
 
@@ -48,7 +49,7 @@ async def test_a_stopped_trainer_is_dead_before_its_job_is_given_away_and_its_ba
     rig.script.write(memory=[], hold__train__1=fences)
     rig.start()
     async with rig.run() as (client, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
         await fill(run, 1)
         others = [stop(rig, "engine"), stop(rig, "gateway")]
         for fence in fences:
@@ -56,12 +57,12 @@ async def test_a_stopped_trainer_is_dead_before_its_job_is_given_away_and_its_ba
             stopped = stop(rig, "trainer")
             rig.reached(f"train:1 {fence + 1}")
             assert dead(stopped)
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1
         job = next(job for job in await client.jobs() if job["kind"] == "train")
         assert (job["state"], job["attempts"], job["deaths"]) == ("succeeded", 0, 0)
         assert "silent" in rig.one("SELECT error FROM attempt WHERE job_id = 2 AND fence = 1")
         assert all(map(dead, others))
-        rig.until(lambda: rig.rows("SELECT 1 FROM serving WHERE spawn = 2 AND state = 'live'"), "the second engine")
+        rig.until(lambda: rig.rows("SELECT 1 FROM serving WHERE spawn > 1 AND state = 'live'"), "another engine")
     rig.check(2)
 
 
@@ -69,13 +70,13 @@ async def test_a_stopped_trainer_is_dead_before_its_job_is_given_away_and_its_ba
 async def test_a_daemon_that_was_stopped_itself_ends_nobody(rig: Rig):
     rig.start()
     async with rig.run() as (_, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
         before = [rig.worker_pid(name) for name in ("trainer", "engine", "gateway")]
         os.kill(rig.pid, signal.SIGSTOP)
         await asyncio.sleep(2 * LEASE_S)
         os.kill(rig.pid, signal.SIGCONT)
         await fill(run, 1)
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1
         assert [rig.worker_pid(name) for name in ("trainer", "engine", "gateway")] == before
     rig.check(2)
 
@@ -84,13 +85,13 @@ async def test_workers_that_cannot_be_killed_change_nothing_when_they_wake(rig: 
     rig.script.write(http=1, sign=1, hold__train__1=[1], hold__verify__1=[2])
     rig.start(under=REMOTE)
     async with rig.run() as (_, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
         await fill(run, 1)
         rig.reached("train:1 1")
         trainer = stop(rig, "trainer")
         rig.reached("verify:1 2")  # another trainer did it
         engine = stop(rig, "engine")
-        assert (await run.wait(1, timeout=20)).step == 1  # in another engine
+        assert (await run.wait(1, timeout=60)).step == 1  # in another engine
         before = folders(rig)
         rig.script.write(http=1, sign=1)
         for pid, _ in (trainer, engine):
@@ -100,7 +101,7 @@ async def test_workers_that_cannot_be_killed_change_nothing_when_they_wake(rig: 
         rig.until(lambda: not list((rig.data / "tmp").iterdir()), "an empty tmp")
         assert folders(rig) == before
         await fill(run, 2)
-        assert (await run.wait(2, timeout=20)).step == 2
+        assert (await run.wait(2, timeout=60)).step == 2
         assert not dead(trainer) and not dead(engine)
         assert fences(rig, "train:2") == {"1"}
         answer = await run.openai().completions.create(model=run.model, prompt="Hi", max_tokens=64)

@@ -61,7 +61,7 @@ async def up(rig: Rig) -> None:
     """Every worker is there, with what it made."""
     rig.start()
     async with rig.run() as (_, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
     rig.until(lambda: len(strays(rig)) == 2, "two strays")
 
 
@@ -112,7 +112,7 @@ async def test_a_trainer_that_holds_the_gil_for_ten_seconds_dies_with_its_daemon
             if fence == 1:
                 rig.restart()
         began = time.monotonic()
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1
         assert time.monotonic() - began > 8 and rig.worker_pid("trainer") == trainer
 
 
@@ -198,4 +198,4 @@ async def test_a_copy_never_touches_the_originals_workers_nor_the_original_those
 async def fill_and_wait(rig: Rig) -> None:
     async with rig.run() as (_, run):
         await fill(run, 1)
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1

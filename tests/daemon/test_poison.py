@@ -32,10 +32,10 @@ def an_artctl(rig, capsys):
 async def quarantined(rig, run, **faults):
     """Step 1 goes wrong by these faults until its job is quarantined."""
     rig.script.write(**faults)
-    await run.wait(0, timeout=20)
+    await run.wait(0, timeout=60)
     await fill(run, 1)
     with pytest.raises(Failed, match="is paused: job 2 is quarantined"):
-        await run.wait(1, timeout=20)
+        await run.wait(1, timeout=60)
 
 
 async def test_a_batch_that_kills_its_trainer_twice_is_told_with_its_evidence_and_discarded(rig, artctl):
@@ -60,7 +60,7 @@ async def test_a_batch_that_kills_its_trainer_twice_is_told_with_its_evidence_an
         assert (await run.refresh()).state == "active"
         rig.script.write()
         await fill(run, 2)
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1
         assert (await artctl("status"))["problems"] == []
     rig.check(4)
     assert rig.rows("SELECT key FROM trajectory WHERE state = 'trained' ORDER BY id") == [("s2-g0-0",), ("s2-g0-1",)]
@@ -75,7 +75,7 @@ async def test_a_loss_that_is_not_finite_and_a_result_with_another_hash_stop_the
         await quarantined(rig, run, **{fault: [1]})
         assert (await artctl("status"))["next"] == f"artctl {verb} 2 --data-dir {rig.data}"
         await artctl("retry", "2")
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1
     rig.check(2)
 
 
@@ -91,7 +91,7 @@ async def test_a_retry_that_is_interrupted_trains_nothing_twice(rig, point):
         rig.died()
         rig.assert_nothing_lives()
         rig.start()
-        await run.wait(1, timeout=20)
+        await run.wait(1, timeout=60)
     rig.check(2)
     assert rig.one("SELECT min(fence) FROM attempt WHERE outcome = 'succeeded' AND job_id = 2") > 2
     assert rig.one("SELECT deaths FROM job WHERE id = 2") == 0, "an ordered end was counted"
@@ -102,7 +102,7 @@ async def test_a_run_goes_on_from_an_older_step_in_a_new_lineage(rig, artctl):
     async with rig.run() as (client, run):
         for step in (1, 2, 3):
             await fill(run, step)
-            await run.wait(step, timeout=20)
+            await run.wait(step, timeout=60)
         epoch = rig.one("SELECT max(epoch) FROM checkpoint")
         await run.pause()
         await fill(run, 4)
@@ -111,13 +111,13 @@ async def test_a_run_goes_on_from_an_older_step_in_a_new_lineage(rig, artctl):
         with pytest.raises(Conflict, match="r@3 is the newest step already"):
             await run.rollback(3)
         await artctl("rollback", "r@1")
-        await run.wait(1, timeout=20)
+        await run.wait(1, timeout=60)
         assert (run.step, (await run.refresh()).info.lineage) == (3, 1) and (run.step, run.served) == (1, 1)
         engine = next(row for row in await client.workers() if row["name"] == "engine")
         assert (engine["spawn"], engine["restarts"]) == (1, 0), "the engine was restarted for a rollback"
         rig.restart()
         await run.resume()
-        assert (await run.wait(2, timeout=20)).step == 2
+        assert (await run.wait(2, timeout=60)).step == 2
         rows = {(row["lineage"], row["step"]): row for row in (await artctl("checkpoints"))["checkpoints"]}
         assert [key for key, row in sorted(rows.items()) if not row["abandoned"]] == [(0, 0), (0, 1), (1, 2)]
         assert "/l1-s000002-" in rows[1, 2]["dir"] and rows[1, 2]["parent_step"] == 1

@@ -27,7 +27,7 @@ async def test_the_trainer_gets_the_routes_that_were_submitted(rig):
     async with rig.run() as (_, run):
         for step in (1, 2):
             await fill(run, step, routes=ROUTES)
-            await run.wait(step, timeout=20)
+            await run.wait(step, timeout=60)
         rows = await run.batches()
         assert [(row["covered"], row["tokens"]) for row in rows] == [(8, 10)] * 2  # two tokens are shared
     assert [mark for mark in rig.script.marks() if mark.startswith("replay:")] == ["replay:1 8", "replay:2 8"]
@@ -44,7 +44,7 @@ async def test_without_expert_replay_there_is_no_bundle(rig):
     rig.start()
     async with rig.run(expert_replay=False) as (_, run):
         await fill(run, 1)
-        await run.wait(1, timeout=20)
+        await run.wait(1, timeout=60)
     assert rig.rows("SELECT replay, covered FROM batch") == [(None, None)]
     assert not [mark for mark in rig.script.marks() if mark.startswith("replay:")]
 
@@ -60,6 +60,6 @@ async def test_the_bundle_survives_a_kill_between_its_files_and_its_row(rig):
     assert rig.rows("SELECT * FROM batch") == []
     rig.start()
     async with rig.run() as (_, run):
-        await run.wait(1, timeout=20)
+        await run.wait(1, timeout=60)
     assert [mark for mark in rig.script.marks() if mark.startswith("replay:")] == ["replay:1 8"]
     rig.check(2)

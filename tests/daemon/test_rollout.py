@@ -22,7 +22,7 @@ async def test_chat_then_submit_by_reference_then_train(rig: Rig):
     rig.script.write(http=1)
     rig.start()
     async with rig.run(rollout_weights_mode="lora") as (_, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
         openai = run.openai()
         answers = [await ask(openai, run) for _ in range(2)]
         for number, answer in enumerate(answers):
@@ -30,7 +30,7 @@ async def test_chat_then_submit_by_reference_then_train(rig: Rig):
             await run.submit("g", float(number), responses=[answer])
         with pytest.raises(Conflict, match="part of trajectory"):
             await run.submit("h", 1.0, responses=[answers[0]], key="another")
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1
         rows = await run.trajectories()
         assert {(row["state"], row["epoch_min"], row["epoch_max"]) for row in rows} == {("trained", 0, 0)}
         later = await ask(openai, run)
@@ -43,7 +43,7 @@ async def test_what_the_ledger_took_survives_a_kill(rig: Rig):
     rig.script.write(http=1)
     rig.start()
     async with rig.run(rollout_weights_mode="lora") as (_, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
         answer = await ask(run.openai(), run)
         rig.restart()
         submitted = await run.submit("g", 1.0, responses=[answer])
@@ -73,7 +73,7 @@ async def test_routed_experts_come_from_the_engine_to_the_row_each_tokens_once(r
     rig.script.write(http=1)
     rig.start()
     async with rig.run(rollout_weights_mode="lora") as (_, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
         openai = run.openai()
         first = await complete(openai, run, "Hi")
         second = await complete(openai, run, "HiParis$ and")
@@ -90,7 +90,7 @@ async def test_routed_experts_come_from_the_engine_to_the_row_each_tokens_once(r
         ids = [[[7, 1], [0, 2]]] * 3
         made = await run.submit("g", 1.0, turns=[turn(**value, routes=ids, experts=8)])
         assert turns_of(rig, made.trajectory)[0].routes == b"\x07\x01\x00\x02" * 3
-        assert (await run.wait(1, timeout=20)).step == 1
+        assert (await run.wait(1, timeout=60)).step == 1
     rig.check(2)
 
 
@@ -99,7 +99,7 @@ async def test_with_expert_replay_off_no_routes_are_asked_for_or_taken(rig: Rig)
     rig.script.write(http=1)
     rig.start()
     async with rig.run(rollout_weights_mode="lora", expert_replay=False) as (_, run):
-        await run.wait(0, timeout=20)
+        await run.wait(0, timeout=60)
         made = await run.submit("g", 0.0, responses=[await complete(run.openai(), run, "Hi")])
         assert turns_of(rig, made.trajectory)[0].routes == b""
         with pytest.raises(Invalid, match="expert_replay=false"):

@@ -17,6 +17,7 @@ from typing import Any
 from artd import runtimes
 from artd.supervise.guardian import all_stats, descendants
 from artd_schema.paths import read_daemon_file
+from tests.awake import LOOK_S, SOON_S, Awake
 from tests.process.helpers import dead
 
 BIN = Path(sys.executable).parent
@@ -33,7 +34,7 @@ class Rig:
 
     def start(self) -> None:
         command = [BIN / "artd", "start", "--detach", "--data-dir", self.data, "--config", self.config]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=2 * SOON_S)
 
     @property
     def pid(self) -> int:
@@ -58,21 +59,24 @@ class Rig:
 
     def stop(self) -> None:
         command = [BIN / "artd", "stop", "--drain", "0", "--data-dir", self.data]
-        subprocess.run(command, check=False, timeout=60)
+        subprocess.run(command, check=False, timeout=2 * SOON_S)
         self.assert_nothing_lives()
 
     def status(self) -> dict[str, Any]:
         done = subprocess.run(
-            [BIN / "artctl", "status", "--json", "--data-dir", self.data], capture_output=True, check=False, timeout=30
+            [BIN / "artctl", "status", "--json", "--data-dir", self.data],
+            capture_output=True,
+            check=False,
+            timeout=SOON_S,
         )
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     def assert_nothing_lives(self, within_s: float = 2.0) -> None:
-        end = time.monotonic() + within_s
-        while left := self.processes():
-            assert time.monotonic() < end, f"still alive {within_s} s later: {left}"
-            time.sleep(0.05)
+        with Awake() as passed:
+            while left := self.processes():
+                assert passed.seconds < within_s, f"still alive {within_s} s later: {left}"
+                time.sleep(LOOK_S)
 
     def processes(self) -> list[str]:
         """Command lines of every live process that carries this data folder in its environment or command line."""

@@ -16,7 +16,7 @@ from artd_schema.paths import read_daemon_file
 from tests.e2e.rig import BIN, Rig, make_toy
 from tests.listening import beyond_loopback, listening
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 SPEC = {
     "group_size": 4,
     "groups_per_step": 2,
@@ -40,7 +40,7 @@ async def one_step(run: Run, openai, step: int):
         assert response.model == f"{run.name}@{step - 1}", "rollouts come from the newest step that is served"
         for choice in response.choices:
             await run.submit(f"{step}-{group}", float(choice.index), responses=[(response.id, choice.index)])
-    return await run.wait(step, timeout=120)
+    return await run.wait(step, timeout=300)
 
 
 def greedy_options() -> dict:
@@ -60,7 +60,7 @@ async def test_two_steps_are_trained_pushed_and_served(rig: Rig, tmp_path: Path,
     model = make_toy(tmp_path / "toy", family)
     async with Client(data_dir=rig.data) as art:
         run = await art.run("toy", model=model, rollout_weights_mode=mode, **SPEC)
-        await run.wait(0, timeout=300)
+        await run.wait(0, timeout=600)
         openai = run.openai()
         base = await probe(openai, run.model)
         steps = [await one_step(run, openai, step) for step in (1, 2)]
@@ -129,7 +129,7 @@ def check_sockets(rig: Rig) -> None:
 
 def check_export(rig: Rig, tmp_path: Path) -> None:
     target = tmp_path / "exported"
-    subprocess.run([BIN / "artctl", "export", "toy@2", target, "--data-dir", rig.data], check=True, timeout=120)
+    subprocess.run([BIN / "artctl", "export", "toy@2", target, "--data-dir", rig.data], check=True, timeout=300)
     ours = (rig.checkpoint("toy", 2) / "adapter_model.safetensors").read_bytes()
     assert (target / "adapter_model.safetensors").read_bytes() == ours
     assert json.loads((target / "adapter_config.json").read_text())["r"] == 16
@@ -142,7 +142,7 @@ async def test_after_every_kill_9_nothing_lives_and_the_same_step_is_served_from
     model = make_toy(tmp_path / "toy", "qwen3")
     async with Client(data_dir=rig.data) as art:
         run = await art.run("toy", model=model, **SPEC)
-        await run.wait(0, timeout=300)
+        await run.wait(0, timeout=600)
         await one_step(run, run.openai(), 1)
         trained = await probe(run.openai(), run.model)
     for number in (signal.SIGKILL, signal.SIGSTOP):

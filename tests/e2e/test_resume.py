@@ -14,7 +14,7 @@ from artd_client import Client, Run, turn
 from tests.e2e.rig import Rig, make_toy
 from tests.fakes.interpreter import engine_config
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 FILES = ("adapter_model.safetensors", "optimizer.safetensors", "state.json")
 
 
@@ -35,10 +35,10 @@ async def train(rig: Rig, model: Path, steps: range) -> None:
             "toy", model=model, group_size=4, groups_per_step=2, row_length=128, optimizer={"lr": 1e-2}, threads=1,
             keep_checkpoints=9,
         )  # fmt: skip
-        await run.wait(steps.start - 1, timeout=120)
+        await run.wait(steps.start - 1, timeout=300)
         for step in steps:
             await submit_step(run, step)
-            await run.wait(step, timeout=60)
+            await run.wait(step, timeout=300)
 
 
 @pytest.mark.asyncio
@@ -78,11 +78,11 @@ async def test_a_step_after_a_rollback_is_the_step_without_it(tmp_path: Path) ->
         async with Client(data_dir=strayed.data) as art:
             run = await art.run("toy")
             await submit_step(run, 9)
-            await run.wait(3, timeout=60)
+            await run.wait(3, timeout=300)
             left = (strayed.checkpoint("toy", 3) / FILES[0]).read_bytes()
             await run.rollback(2)
             await submit_step(run, 3)
-            await run.wait(3, timeout=60)
+            await run.wait(3, timeout=300)
             assert run.info.lineage == 1
     finally:
         straight.stop()

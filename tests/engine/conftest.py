@@ -24,6 +24,7 @@ from artd_workers.engines.base import Deadline, EngineError
 from artd_workers.engines.push import Pusher
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
+from tests.awake import SOON_S
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
 from tests.engine.real import HERE, tool
@@ -96,7 +97,7 @@ class Bench:
             folders.write(folder, self.mode, step, self.parameters)
         ref = w.CheckpointRef(run="toy", step=step, epoch=step, lineage=0, sha=folders.sha(folder), dir=str(folder))
         values = {"push": self.fences, "fence": self.fences, "checkpoint": ref, "mode": self.mode, "source": "disk",
-                  "name": f"toy@{step}", "drain_s": 0.3, "deadline_s": 5.0}  # fmt: skip
+                  "name": f"toy@{step}", "drain_s": 0.3, "deadline_s": 30.0}  # fmt: skip
         return w.Push(**(values | changes))
 
     def calls(self) -> list[dict[str, Any]]:
@@ -121,10 +122,10 @@ class Bench:
 
 def _adapter(socket: Path) -> VllmAdapter:
     """The adapter of a server that is just starting."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + SOON_S
     while True:
         try:
-            return VllmAdapter(socket, Deadline(2), guard.owner(INSTANCE, SPAWN))
+            return VllmAdapter(socket, Deadline(10), guard.owner(INSTANCE, SPAWN))
         except EngineError:
             assert time.monotonic() < end, "the fake server did not start"
             time.sleep(0.02)

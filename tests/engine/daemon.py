@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ from typing import Any
 
 import zmq
 
+from artd.supervise import procfs
 from artd_schema import worker as w
 from artd_schema.codec import Codec
+from tests.awake import SOON_S
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTANCE, SPAWN = "test-instance", 7
@@ -52,13 +55,14 @@ class FakeDaemon:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+            self.process.wait(SOON_S)
+            procfs.strike(procfs.session_members(self.process.pid), signal.SIGKILL)  # its server's children
         self._context.destroy(linger=0)
 
     def send(self, message: w.ToWorker) -> None:
         self._socket.send_multipart([self._peer, *self._codec.encode(message)])
 
-    def expect(self, kind: Any, timeout_s: float = 20.0, where: Callable[[Any], bool] = lambda _: True) -> Any:
+    def expect(self, kind: Any, timeout_s: float = SOON_S, where: Callable[[Any], bool] = lambda _: True) -> Any:
         """The next message of this kind (older ones of other kinds are kept in `received`)."""
         end = time.monotonic() + timeout_s
         gone = False
@@ -71,7 +75,7 @@ class FakeDaemon:
             gone = self.process.poll() is not None
         raise AssertionError(f"no {kind} within {timeout_s} s; received {self.received[-5:]}")
 
-    def ready(self, timeout_s: float = 20.0) -> str:
+    def ready(self, timeout_s: float = SOON_S) -> str:
         """The engine's socket, once it says Ready."""
         return self.expect(w.Ready, timeout_s).socket
 
@@ -81,7 +85,7 @@ class FakeDaemon:
         while (left := end - time.monotonic()) > 0:
             self._next(left)
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = SOON_S) -> int:
         """Exit code of the harness."""
         end = time.monotonic() + timeout_s
         while self.process.poll() is None:

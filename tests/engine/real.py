@@ -23,6 +23,7 @@ from artd_workers.engines.base import Deadline, Fence
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
+from tests.awake import LOOK_S, SOON_S, Awake
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
 
@@ -93,7 +94,7 @@ class Engine:
 
     def adapter(self) -> VllmAdapter:
         """An adapter of its own, as the harness has one."""
-        return VllmAdapter(Path(self.socket), Deadline(5), guard.owner(INSTANCE, SPAWN))
+        return VllmAdapter(Path(self.socket), Deadline(SOON_S), guard.owner(INSTANCE, SPAWN))
 
     def fence(self) -> Fence:
         self.fences += 1
@@ -106,6 +107,17 @@ class Engine:
         """One choice of /inference/v1/generate."""
         body = {"model": model, "token_ids": prompt, "sampling_params": {"logprobs": 0} | sampling}
         return self.call("/inference/v1/generate", body | ({"cache_salt": salt} if salt else {}))["choices"][0]
+
+    def runs(self, requests: int = 1) -> None:
+        """Return when it works on so many requests."""
+        end = time.monotonic() + SOON_S
+        while self._running() < requests:
+            assert time.monotonic() < end, f"it never worked on {requests} requests at once"
+            time.sleep(0.01)
+
+    def _running(self) -> float:
+        page = str(call(self.socket, "GET", "/metrics", deadline=Deadline(SOON_S))).splitlines()
+        return sum(float(line.split()[-1]) for line in page if line.startswith("vllm:num_requests_running{"))
 
     def manifest(self, checkpoint: str) -> CheckpointManifest:
         return msgspec.json.decode((self.toys / checkpoint / "manifest.json").read_bytes(), type=CheckpointManifest)
@@ -131,9 +143,9 @@ class Engine:
         return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
 
     def nothing_left(self, within_s: float) -> None:
-        end = time.monotonic() + within_s
-        while self.pids() and time.monotonic() < end:
-            time.sleep(0.1)
+        with Awake() as passed:
+            while self.pids() and passed.seconds < within_s:
+                time.sleep(LOOK_S)
         assert self.pids() == []
         assert not [path for path in self.scratch if Path(path).exists()]
 

@@ -21,6 +21,7 @@ from artd_schema import worker as w
 from artd_schema.paths import process_ticks
 from artd_workers.engines.base import Deadline
 from artd_workers.engines.vllm.adapter import VllmAdapter
+from tests.awake import SOON_S
 from tests.engine import folders
 from tests.engine.conftest import Bench
 from tests.engine.daemon import SPAWN, FakeDaemon
@@ -45,7 +46,7 @@ def newer() -> Iterator[Bench]:
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 15
+    end = time.monotonic() + SOON_S
     while not condition():
         assert time.monotonic() < end, f"no sign of {what}"
         time.sleep(0.01)
@@ -61,7 +62,7 @@ def serve(daemon: FakeDaemon, push: w.Push) -> str:
 
 def holds(socket: str, step: int) -> bool:
     """Whether the engine's replies are those of this checkpoint."""
-    found = VllmAdapter(Path(socket), Deadline(5), "").score("toy", folders.PROMPTS, Deadline(5))
+    found = VllmAdapter(Path(socket), Deadline(SOON_S), "").score("toy", folders.PROMPTS, Deadline(SOON_S))
     return found == [folders.scores(folders.merged_seed(step), prompt) for prompt in folders.PROMPTS]
 
 

@@ -15,11 +15,12 @@ from artd_workers.engines.base import VLLM, Deadline
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
+from tests.awake import SOON_S
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN
 
-TOKENS, MANY = 100, 2000
-"""1 s and 20 s of the scripted server."""
+TOKENS, MANY = 200, 10_000
+"""2 s and 100 s of the scripted server."""
 DRAINED = [("mode=wait", "clear_cache=true"), ("mode=abort", "clear_cache=true")]
 KEPT = [("mode=keep", "clear_cache=false")]
 DROPPED = [("mode=keep", "clear_cache=true")]
@@ -28,12 +29,12 @@ DROPPED = [("mode=keep", "clear_cache=true")]
 @pytest.fixture
 def adapter(bench: Bench) -> Iterator[VllmAdapter]:
     with bench.serve():
-        yield VllmAdapter(bench.root / "s", Deadline(5), guard.owner(INSTANCE, SPAWN))
+        yield VllmAdapter(bench.root / "s", Deadline(SOON_S), guard.owner(INSTANCE, SPAWN))
 
 
 def ask(bench: Bench, tokens: int) -> dict[str, Any]:
     body = {"model": "toy", "prompt": [[1, 2, 3]], "max_tokens": tokens}
-    return call(str(bench.root / "s"), "POST", "/v1/completions", body, deadline=Deadline(20))["choices"][0]
+    return call(str(bench.root / "s"), "POST", "/v1/completions", body, deadline=Deadline(2 * SOON_S))["choices"][0]
 
 
 @contextmanager
@@ -42,13 +43,13 @@ def request(bench: Bench, adapter: VllmAdapter, tokens: int = TOKENS) -> Iterato
     ended: list[str] = []
     thread = threading.Thread(target=lambda: ended.append(ask(bench, tokens)["finish_reason"]))
     thread.start()
-    while not adapter.in_flight("toy", Deadline(5)):
+    while not adapter.in_flight("toy", Deadline(SOON_S)):
         assert not ended
         time.sleep(0.005)
     try:
         yield ended
     finally:
-        thread.join(20)
+        thread.join(2 * SOON_S)
 
 
 def pauses(bench: Bench) -> list[tuple[str, ...]]:
@@ -68,13 +69,13 @@ def test_a_pause_does_to_requests_what_the_run_wants(
 ) -> None:
     bench.script = {"version": version}
     with bench.serve():
-        adapter = VllmAdapter(bench.root / "s", Deadline(5), guard.owner(INSTANCE, SPAWN))
+        adapter = VllmAdapter(bench.root / "s", Deadline(SOON_S), guard.owner(INSTANCE, SPAWN))
         assert adapter.capabilities.keeps is (version != "0.22.1")
         with request(bench, adapter, MANY if asked is DRAINED else TOKENS) as ended:
-            assert adapter.pause(0.05, Deadline(5), in_flight) is (asked is DRAINED)
+            assert adapter.pause(0.05, Deadline(SOON_S), in_flight) is (asked is DRAINED)
             assert pauses(bench) == asked
-            adapter.finish("toy@1", Deadline(5))
-            adapter.resume(Deadline(5))
+            adapter.finish("toy@1", Deadline(SOON_S))
+            adapter.resume(Deadline(SOON_S))
         assert ended == ["abort" if asked is DRAINED else "length"]
     (label,) = [one["body"]["kwargs"] for one in bench.calls() if one["route"] == "artd_label"]
     assert label == {"owner": guard.owner(INSTANCE, SPAWN), "name": "toy@1", "cleared": asked is not KEPT}
@@ -83,19 +84,19 @@ def test_a_pause_does_to_requests_what_the_run_wants(
 
 def test_a_kept_request_ends_only_after_the_pause(bench: Bench, adapter: VllmAdapter) -> None:
     with request(bench, adapter) as ended:
-        adapter.pause(0.0, Deadline(5), "keep")
+        adapter.pause(0.0, Deadline(SOON_S), "keep")
         time.sleep(1.5 * TOKENS * 0.01)
         assert ended == []
-        adapter.resume(Deadline(5))
+        adapter.resume(Deadline(SOON_S))
     assert ended == ["length"]
 
 
 def test_only_the_last_pause_counts(bench: Bench, adapter: VllmAdapter) -> None:
     """A push from disk follows one that kept requests: it drops the prefixes again, of both."""
     for in_flight, cleared in (("keep", False), ("drain", True)):
-        adapter.pause(0.0, Deadline(5), in_flight)
-        adapter.finish("toy@1", Deadline(5))
-        adapter.resume(Deadline(5))
+        adapter.pause(0.0, Deadline(SOON_S), in_flight)
+        adapter.finish("toy@1", Deadline(SOON_S))
+        adapter.resume(Deadline(SOON_S))
         assert bench.calls()[-2 if not cleared else -3]["body"]["kwargs"]["cleared"] is cleared
     assert bench.routes().count("/reset_prefix_cache") == 1
 

@@ -6,10 +6,13 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,6 +24,7 @@ from artd_schema.worker import EngineConfig
 from artd_workers.engines import canary, checkpoint, diagnose, group
 from artd_workers.engines.base import VLLM, EngineError, Fence, capabilities
 from artd_workers.engines.fence import FenceError, Gate, Way
+from artd_workers.engines.vllm import server
 from artd_workers.engines.vllm.adapter import active_adapters
 from artd_workers.engines.vllm.command import command, lora_rank
 from tests.engine import folders
@@ -241,6 +245,27 @@ def test_sweep_removes_only_the_files_that_were_recorded(tmp_path: Path) -> None
         assert (tmp_path / "x").exists()
     finally:
         group.remove([kept, taken, gone])
+
+
+def test_scratch_is_recorded_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The push thread and the main thread both end a server whose push failed, and may both find a file that is new."""
+    config = EngineConfig(
+        run="toy", spec=RunSpec(model="/m"), dir=str(tmp_path / "e"), log=str(tmp_path / "log"), python="x"
+    )
+    one, files, busy = server.Server(config), iter(range(2)), threading.Lock()
+
+    def record(paths: set[Path], file: Path) -> None:
+        assert busy.acquire(blocking=False), "two at once: the first one's file is gone when the second renames it"
+        time.sleep(0.1)
+        busy.release()
+
+    monkeypatch.setattr(group, "members", lambda _: [])
+    monkeypatch.setattr(group, "scratch_files", lambda *_: {tmp_path / str(next(files))})
+    monkeypatch.setattr(group, "record", record)
+    monkeypatch.setattr(one, "_process", SimpleNamespace(pid=1))
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(one.scan, now=True) for _ in range(2)]:
+            done.result()
 
 
 def test_a_group_of_another_session_is_not_ours() -> None:

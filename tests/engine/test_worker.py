@@ -11,6 +11,7 @@ import pytest
 from artd_schema import worker as w
 from artd_workers.engines.push import Pusher, PushError
 from artd_workers.engines.worker import EngineWorker
+from tests.awake import SOON_S
 from tests.engine.conftest import Bench
 
 
@@ -51,7 +52,7 @@ def run(
     pusher: Pusher = StubPusher(result)  # type: ignore[assignment]
     thread = threading.Thread(target=worker._push_all, args=(pusher,), daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(SOON_S)
     assert not thread.is_alive()
     return worker
 

@@ -18,10 +18,12 @@ from artd_schema import worker as w
 from artd_schema.trajectory import Turn
 from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.worker import Gateway
+from tests.awake import SOON_S
 from tests.gateway.fake_engine import FakeEngine, QuietServer
 
 TOKEN = "sesame"
-LIMITS = Limits(ready_s=0.3, hold_s=5.0, retry_s=0.3, label_s=0.3, ledger_s=10.0, call_s=5.0)
+LIMITS = Limits(ready_s=0.3, hold_s=SOON_S, retry_s=0.3, label_s=0.3, ledger_s=SOON_S, call_s=SOON_S)
+"""Short is what a request waits for in vain; where it is to come, a test takes a longer one."""
 
 
 class Daemon:
@@ -81,7 +83,7 @@ class Rig:
 
     def client(self, token: str = TOKEN) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {token}".encode()}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, trust_env=False, timeout=20.0)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, trust_env=False, timeout=2 * SOON_S)
 
     async def engine(self, name: str = "e0", **options: Any) -> FakeEngine:
         engine = FakeEngine(str(self._folder / name), **options)

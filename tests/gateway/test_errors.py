@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from artd_schema import worker as w
+from tests.awake import SOON_S
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, merged
 
@@ -132,7 +133,7 @@ async def test_an_engine_that_does_not_listen_is_a_502(rig: Rig, engine: FakeEng
 
 
 async def test_a_request_whose_engine_died_is_made_again_when_a_newer_route_comes(rig: Rig) -> None:
-    await rig.limits(retry_s=5.0)
+    await rig.limits(retry_s=SOON_S)
     first, second = await rig.engine("e0"), await rig.engine("e1")
     await rig.daemon.route(merged(first, 3, 4))
     first.gate.clear()
@@ -149,12 +150,13 @@ async def test_a_request_whose_engine_died_is_made_again_when_a_newer_route_come
 
 
 async def test_a_request_is_made_again_once_only(rig: Rig) -> None:
-    await rig.limits(retry_s=5.0)
+    await rig.limits(retry_s=SOON_S)
     engine = await rig.engine()
     await rig.daemon.route(merged(engine, 3, 4))
     engine.fail["/generate"] = (500, {"error": {"message": "dead"}})
     request = asyncio.create_task(rig.chat())
-    for _ in range(10):
+    while not request.done():
+        assert len(engine.bodies("/generate")) <= 2
         await asyncio.sleep(0.05)
         await rig.daemon.route(merged(engine, 3, 4))
     error(await request, 502, "engine_failed")
@@ -183,8 +185,10 @@ async def test_a_request_aborted_before_its_first_token_waits_for_the_push_and_r
     request = asyncio.create_task(rig.chat(n=2))
     await engine.entered.wait()
     assert (await in_flight(rig)) == 1
-    engine.abort = [0, 0]
+    aborted = asyncio.Event()
+    engine.abort, engine.edit = [0, 0], lambda _: aborted.set()
     engine.gate.set()
+    await aborted.wait()
     await asyncio.sleep(0.2)
     assert not request.done()
     engine.abort = None
@@ -218,6 +222,6 @@ async def test_an_announced_body_over_the_limit_is_refused_before_it_is_sent(rig
         f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {rig.bearer}\r\ncontent-length: 50000000\r\n\r\n"
     )
     writer.write(head.encode())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SOON_S):
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
     writer.close()

@@ -20,6 +20,7 @@ from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape, Turn
 from artd_workers.gateway import deliver, experts
 from artd_workers.gateway import engine as engine_module
+from tests.awake import SOON_S, until
 from tests.fakes.routes import SHAPE, WIDE, layer_rows, put, rows_of
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, lora, merged
@@ -40,12 +41,6 @@ async def moe(rig: Rig, shape: RouteShape = SHAPE) -> FakeEngine:
     engine.routes = shape
     await rig.daemon.route(merged(engine, 3, 4))
     return engine
-
-
-async def until(condition: Any, seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def the_turn(rig: Rig) -> Turn:
@@ -335,11 +330,11 @@ async def test_what_was_taken_needs_no_drop(rig: Rig, engine: FakeEngine) -> Non
 
 async def test_a_drop_that_hangs_delays_no_reply(rig: Rig, engine: FakeEngine) -> None:
     async def hangs(request: Any, body: Any) -> Any:
-        await asyncio.sleep(5)
+        await asyncio.sleep(2 * SOON_S)
 
     engine.replace(RPC, hangs)
     engine.abort = [2]
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(SOON_S / 2):
         assert (await rig.chat()).status_code == 503
     await until(lambda: methods(engine) == ["artd_drop_routes"])
 

@@ -8,16 +8,11 @@ import msgspec
 import pytest
 
 from artd_schema import worker as w
+from tests.awake import SOON_S, until
 from tests.gateway.fake_engine import FakeEngine, logprob
 from tests.gateway.rig import Rig, floats, ints, lora, merged, text_of
 
 pytestmark = pytest.mark.asyncio
-
-
-async def until(condition: object, seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.005)
 
 
 async def test_an_exchange_holds_what_was_generated(rig: Rig, engine: FakeEngine) -> None:
@@ -153,7 +148,7 @@ async def test_neighbouring_spans_of_one_epoch_are_one_run(rig: Rig, engine: Fak
 
 
 async def test_a_response_waits_for_the_route_that_names_its_weights(rig: Rig) -> None:
-    await rig.limits(label_s=5.0)
+    await rig.limits(label_s=SOON_S)
     engine = await rig.engine()
     await rig.daemon.route(merged(engine, 3, 4))
     engine.versions = [("pol@4", 1.0)]
@@ -167,7 +162,7 @@ async def test_a_response_waits_for_the_route_that_names_its_weights(rig: Rig) -
 
 async def test_after_a_rollback_a_label_stands_for_the_new_step_alone(rig: Rig) -> None:
     """Step 4 is left, step 3 served again, and another step 4 comes: its tokens wait for the route that tells its epoch."""
-    await rig.limits(label_s=5.0)
+    await rig.limits(label_s=SOON_S)
     engine = await rig.engine()
     for step, epoch in ((3, 4), (4, 6), (3, 4)):
         await rig.daemon.route(merged(engine, step, epoch))

@@ -11,6 +11,7 @@ import pytest
 
 from artd_schema import worker as w
 from artd_schema.trajectory import Turn
+from tests.awake import SOON_S, until
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, lora, merged
 from tests.gateway.test_older_engine import as_025
@@ -88,6 +89,8 @@ async def test_every_choice_has_its_own(rig: Rig, older: FakeEngine) -> None:
 
 async def test_a_response_that_ends_under_the_hold_is_asked_for_too(rig: Rig, older: FakeEngine) -> None:
     """The push may be over, and its route still on its way."""
+    await rig.limits(label_s=SOON_S)
+    await rig.daemon.route(merged(older, 3, 4))
     older.gate.clear()
     request = asyncio.create_task(rig.chat())
     await older.entered.wait()
@@ -198,6 +201,7 @@ async def test_a_request_that_a_hold_met_on_its_way_in_has_the_new_salt(rig: Rig
 
     older.replace("/v1/chat/completions/render", slow)
     request = asyncio.create_task(rig.chat())
+    await until(lambda: older.bodies("/render"))
     await asyncio.sleep(0.05)
     assert older.bodies("/generate") == []
     await rig.daemon.route(merged(older, 4, 6))

@@ -24,6 +24,7 @@ from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.codec import Codec
 from artd_schema.trajectory import Turn
+from tests.awake import SOON_S
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import merged
 
@@ -59,7 +60,7 @@ class Router:
     def send(self, message: w.ToWorker, bulk: Sequence[bytes] = ()) -> None:
         self.socket.send_multipart([self.peer, *self.codec.encode(message, bulk)])
 
-    def until(self, kind: type, seconds: float = 20.0) -> tuple[Any, list[bytes]]:
+    def until(self, kind: type, seconds: float = SOON_S) -> tuple[Any, list[bytes]]:
         """The next message of a kind; others are dropped."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -87,7 +88,7 @@ ASK = """
 import httpx, json, sys
 url, body = sys.argv[1:]
 headers = {"authorization": "Bearer key"}
-print(httpx.post(url + "/v1/completions", headers=headers, json=json.loads(body), trust_env=False, timeout=20).text)
+print(httpx.post(url + "/v1/completions", headers=headers, json=json.loads(body), trust_env=False, timeout=60).text)
 """
 
 
@@ -117,7 +118,7 @@ class Wired:
     def send(self, model: str) -> http.client.HTTPConnection:
         """A request that is on its way when this returns; its reply is still to be read."""
         host = self._url.removeprefix("http://")
-        connection = http.client.HTTPConnection(host, timeout=20)
+        connection = http.client.HTTPConnection(host, timeout=SOON_S)
         body = json.dumps({"model": model, "prompt": "hi"})
         headers = {"authorization": "Bearer key", "content-type": "application/json"}
         connection.request("POST", "/v1/completions", body, headers)
@@ -158,7 +159,7 @@ def test_it_says_hello_serves_and_ends_in_order(folder: str) -> None:
         assert router.until(w.Held)[0].in_flight == 0
         assert router.until(w.Beat)[0].rss > 0
         router.send(w.Exit(grace_s=2.0))
-        assert router.process.wait(10) == 0
+        assert router.process.wait(SOON_S) == 0
     finally:
         router.close()
 
@@ -170,7 +171,7 @@ def test_one_exchange_over_the_real_wire(rig: Wired) -> None:
     assert [turn.choice for turn in turns] == [0, 1]
     assert client.poll() is None
     rig.router.send(w.ExchangeAck(response_id=exchange.response_id))
-    assert exchange.response_id in client.communicate(timeout=20)[0]
+    assert exchange.response_id in client.communicate(timeout=SOON_S)[0]
 
 
 def test_a_port_in_use_is_named_and_ends_the_process(folder: str) -> None:
@@ -182,7 +183,7 @@ def test_a_port_in_use_is_named_and_ends_the_process(folder: str) -> None:
             down, _ = router.until(w.Down)
             assert f"port {port}" in down.error
             assert "in use" in down.error
-            assert router.process.wait(10) == 1
+            assert router.process.wait(SOON_S) == 1
         finally:
             assert "in use" in router.close()
 
@@ -192,7 +193,7 @@ def test_a_rejected_gateway_ends(folder: str) -> None:
     try:
         router.until(w.Hello)
         router.send(w.Reject(reason="unknown spawn 1"))
-        assert router.process.wait(10) == 1
+        assert router.process.wait(SOON_S) == 1
     finally:
         assert "unknown spawn 1" in router.close()
 
@@ -203,7 +204,7 @@ def test_a_broken_link_ends_the_gateway(folder: str) -> None:
         router.greet()
         router.until(w.Ready)
         router.socket.send_multipart([router.peer, b"A1", b"\xc1"])
-        assert router.process.wait(10) == 1
+        assert router.process.wait(SOON_S) == 1
     finally:
         assert "link to the daemon" in router.close()
 
@@ -212,17 +213,17 @@ def test_exit_answers_what_waits_and_lets_what_runs_finish(rig: Wired) -> None:
     with closing(rig.send("idle")) as waiting:
         running = rig.ask("pol")
         exchange, _ = rig.router.until(w.Exchange)  # the earlier request is in the gateway by now
-        rig.router.send(w.Exit(grace_s=10.0))
+        rig.router.send(w.Exit(grace_s=SOON_S))
         assert "draining" in waiting.getresponse().read().decode()
     assert rig.router.process.poll() is None
     rig.router.send(w.ExchangeAck(response_id=exchange.response_id))
-    assert exchange.response_id in running.communicate(timeout=10)[0]
-    assert rig.router.process.wait(10) == 0
+    assert exchange.response_id in running.communicate(timeout=SOON_S)[0]
+    assert rig.router.process.wait(SOON_S) == 0
 
 
 def test_exit_without_grace_does_not_wait_for_requests(rig: Wired) -> None:
     client = rig.ask("pol")
     rig.router.until(w.Exchange)
     rig.router.send(w.Exit(grace_s=0.0))
-    assert rig.router.process.wait(5) is not None
-    assert "Paris" not in client.communicate(timeout=10)[0]
+    assert rig.router.process.wait(SOON_S / 2) is not None
+    assert "Paris" not in client.communicate(timeout=SOON_S)[0]

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from artd_schema import worker as w
+from tests.awake import SOON_S, until
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, lora, merged, served
 
@@ -71,10 +72,8 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(rig: Rig) -> 
         engine.gate.clear()
     requests = []
     for _ in range(4):
-        before = sum(len(e.bodies("/generate")) for e in engines)
         requests.append(asyncio.create_task(rig.chat()))
-        while sum(len(e.bodies("/generate")) for e in engines) == before:
-            await asyncio.sleep(0.005)
+        await until(lambda: sum(len(e.bodies("/generate")) for e in engines) == len(requests))
     assert [len(engine.bodies("/generate")) for engine in engines] == [2, 2]
     for engine in engines:
         engine.gate.set()
@@ -82,7 +81,7 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(rig: Rig) -> 
 
 
 async def test_a_run_that_serves_nothing_is_waited_for(rig: Rig) -> None:
-    await rig.limits(ready_s=5.0)
+    await rig.limits(ready_s=SOON_S)
     await rig.daemon.route()
     request = asyncio.create_task(rig.chat())
     await asyncio.sleep(0.1)
@@ -105,8 +104,7 @@ async def test_a_run_that_serves_nothing_for_too_long_is_a_503_with_retry_after(
 async def test_hold_is_answered_with_the_requests_in_flight(rig: Rig, engine: FakeEngine) -> None:
     engine.gate.clear()
     requests = [asyncio.create_task(rig.chat()) for _ in range(3)]
-    while len(engine.bodies("/generate")) < 3:
-        await asyncio.sleep(0.005)
+    await until(lambda: len(engine.bodies("/generate")) == 3)
     assert (await hold(rig)).in_flight == 3
     engine.gate.set()
     assert {response.status_code for response in await asyncio.gather(*requests)} == {200}
@@ -132,7 +130,8 @@ async def test_a_hold_that_comes_while_a_prompt_is_rendered_stops_the_request(ri
 
     engine.replace("/v1/chat/completions/render", slow)
     request = asyncio.create_task(rig.chat())
-    await asyncio.sleep(0.3)
+    await until(lambda: rig.daemon.of(w.Held))
+    await asyncio.sleep(0.2)
     assert engine.bodies("/render")
     assert engine.bodies("/generate") == []
     await rig.daemon.route(merged(engine, 4, 6))
@@ -182,9 +181,7 @@ async def test_a_client_that_goes_away_aborts_the_engines_request(rig: Rig, engi
     request = asyncio.create_task(rig.chat())
     await engine.entered.wait()
     request.cancel()
-    async with asyncio.timeout(5):
-        while engine.cancelled == 0:
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.cancelled)
     assert (await hold(rig)).in_flight == 0
     assert rig.daemon.ledger == []
 

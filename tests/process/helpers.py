@@ -5,7 +5,6 @@ Owner of: nothing. Invariants: every tree carries an instance tag of its own, by
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from artd.supervise import procfs
 from artd.supervise.spawn import Child, spawn
+from tests.awake import SOON_S, Awake
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 ROOT = Path(__file__).parents[2]
@@ -87,13 +87,11 @@ def fresh_instance() -> Iterator[str]:
             time.sleep(0.02)
 
 
-def until(condition: Callable[[], object], within_s: float = 15.0) -> float:
-    """Seconds until the condition held. Raises AssertionError when it did not."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s"
-        time.sleep(0.01)
-    return time.monotonic() - began
+def until(condition: Callable[[], object], within_s: float = SOON_S) -> None:
+    with Awake() as passed:
+        while not condition():
+            assert passed.seconds < within_s, f"not within {within_s} s"
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -122,15 +120,15 @@ def dead(before: list[procfs.Stat], within_s: float) -> None:
 
     Deaths are read from /proc/PID/stat alone: reading environments of a whole machine may itself wait for others.
     """
-    began = last = time.monotonic()
-    stall = 0.0
-    while living := [stat for stat in before if procfs.alive(procfs.Identity(procfs.boot_id(), stat.pid, stat.ticks))]:
-        now = time.monotonic()
-        stall, last = max(stall, now - last), now
-        if now - began > within_s:
-            seen = [f"{stat.pid} {procfs.read_stat(stat.pid)} in {_wait_channel(stat.pid)}" for stat in living]
-            raise AssertionError(f"alive after {now - began:.2f} s (own longest stall {stall:.2f} s): {seen}")
-        time.sleep(0.005)
+    began = time.monotonic()
+    with Awake() as passed:
+        while living := [one for one in before if procfs.alive(procfs.Identity(procfs.boot_id(), one.pid, one.ticks))]:
+            if passed.seconds > within_s:
+                seen = [f"{stat.pid} {procfs.read_stat(stat.pid)} in {_wait_channel(stat.pid)}" for stat in living]
+                raise AssertionError(
+                    f"alive after {within_s} s ({time.monotonic() - began:.2f} s by the clock): {seen}"
+                )
+            time.sleep(0.005)
 
 
 def _wait_channel(pid: int) -> str:
@@ -138,13 +136,6 @@ def _wait_channel(pid: int) -> str:
         return Path(f"/proc/{pid}/wchan").read_text() or "?"
     except OSError as error:
         return f"? ({error.strerror})"
-
-
-async def until_async(condition: Callable[[], object], within_s: float = 15.0) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s"
-        await asyncio.sleep(0.005)
 
 
 def start(instance: str, program: str, log: Path, **tag: int | str) -> Child:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 
 from artd.supervise import procfs
 from artd.supervise.procfs import Identity
-from artd.supervise.reap import Reaped, Recorded, find, reap
+from artd.supervise.reap import REAP_S, Reaped, Recorded, find, reap
+from tests.awake import SOON_S, Awake, until
 from tests.process import helpers
 
 pytestmark = pytest.mark.asyncio
@@ -131,9 +131,9 @@ async def test_what_does_not_die_is_reported_in_time(instance: str, monkeypatch:
     with helpers.process(helpers.tags(instance, owner=DEAD_OWNER)) as old:
         with monkeypatch.context() as patch:
             patch.setattr(procfs, "strike", lambda *_: None)
-            began = time.monotonic()
-            found = await reap(instance, 2, (), None, within_s=0.2)
-            assert time.monotonic() - began < 4.0
+            with Awake() as took:
+                found = await reap(instance, 2, (), None, within_s=0.2)
+            assert took.seconds < REAP_S
         assert [str(left) for left in found.broken] == [f"worker trainer: broken(pid {old.pid}, state S)"]
         assert found.ended == ()
 
@@ -154,7 +154,7 @@ async def test_guardians_that_are_ending_by_themselves_are_awaited(instance: str
         helpers.until(lambda: len(helpers.tagged(instance)) == 3)
         daemon.kill()
         daemon.wait()
-        found = await asyncio.wait_for(sweep(instance), 6.0)
+        found = await asyncio.wait_for(sweep(instance), SOON_S)
     assert found.broken == ()
     assert not helpers.tagged(instance)
 
@@ -164,5 +164,5 @@ async def test_a_signal_reaches_exactly_the_process_that_was_meant() -> None:
         assert not procfs.signal_exact(other.pid, other.ticks - 1, signal.SIGKILL), "a stranger under that number"
         assert living(other)
         assert procfs.signal_exact(other.pid, other.ticks, signal.SIGKILL)
-        await helpers.until_async(lambda: not living(other))
+        await until(lambda: not living(other))
     assert not procfs.signal_exact(other.pid, other.ticks, signal.SIGKILL)

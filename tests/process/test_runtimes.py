@@ -13,6 +13,7 @@ import pytest
 
 from artd.runtimes import diagnose, doctor, install, lockfile, paths, pip, registry
 from artd.store.version import wal_reset_bug
+from tests.awake import SOON_S
 
 FORBIDDEN = ("nvidia", "cuda", "cupy", "torchvision", "torchaudio", "torchcodec", "flash-attn", "transformer-engine")
 MINOR = paths.minor_of_running()
@@ -172,7 +173,7 @@ mode = os.environ.get("FAKE_MODE", "ok")
 if mode == "fail":
     print("ERROR: No matching distribution found for torch==2.13.0+cpu"); sys.exit(1)
 if mode == "hang":
-    pathlib.Path(os.environ["FAKE_SEEN"] + ".pid").write_text(str(os.getpid())); time.sleep(60)
+    pathlib.Path(os.environ["FAKE_SEEN"] + ".pid").write_text(str(os.getpid())); time.sleep(600)
 here = pathlib.Path(os.environ["FAKE_SITE"])
 for pin in (a for a in argv if "==" in a):
     print(f"Downloading {pin.replace('==', '-')}-py3-none-any.whl (1 kB)")
@@ -286,12 +287,12 @@ def test_interrupted_install_ends_pip_and_leaves_nothing(
     monkeypatch.setenv("FAKE_MODE", "hang")
     child = subprocess.Popen([sys.executable, "-c", DRIVER, str(home / "locks"), str(fake)], start_new_session=True)
     pid_file = home / "seen.pid"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + SOON_S
     while not (pid_file.exists() and pid_file.read_text()):
         assert time.monotonic() < deadline and child.poll() is None
         time.sleep(0.05)
     child.send_signal(number)
-    assert child.wait(10) == code
+    assert child.wait(SOON_S) == code
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
     assert [path for path in paths.runtimes_root().iterdir() if not path.name.endswith(".lock")] == []

@@ -24,6 +24,7 @@ from artd.supervise.spawn import Child, Undead
 from artd.supervise.spec import Info, Launch, Spec
 from artd.supervise.states import State
 from artd.supervise.supervisor import Supervisor, UnknownWorker
+from tests.awake import SOON_S, until
 from tests.process import helpers
 
 pytestmark = pytest.mark.asyncio
@@ -84,13 +85,13 @@ class Rig:
         self.supervisor.add(spec, start=start)
 
     async def until(self, state: State, name: str = "trainer") -> Info:
-        await helpers.until_async(lambda: self.supervisor.state(name) == state)
+        await until(lambda: self.supervisor.state(name) == state)
         return self.supervisor.info(name)
 
     async def running(self, program: str = helpers.SLEEP, processes: int = 2) -> Info:
         """A worker that is ready."""
         self.add(program)
-        await helpers.until_async(lambda: len(helpers.tagged(self.instance)) == processes)
+        await until(lambda: len(helpers.tagged(self.instance)) == processes)
         assert await self.supervisor.ready("trainer", self.record.spawns)
         return self.supervisor.info("trainer")
 
@@ -118,7 +119,7 @@ async def test_from_start_to_stop(rig: Make) -> None:
         assert await each.supervisor.busy("trainer", 1)
         assert await each.supervisor.idle("trainer", 1)
         assert (each.folder / "t1").is_dir()
-        await each.supervisor.stop("trainer", 5.0)
+        await each.supervisor.stop("trainer", SOON_S)
         assert each.record.order == [
             *["starting", "spawn 1", "starting", "ready", "busy", "ready", "draining", "exit 1", "stopped"]
         ]
@@ -132,12 +133,10 @@ async def test_from_start_to_stop(rig: Make) -> None:
 
 
 async def test_a_death_nobody_ordered_is_respawned_at_once(rig: Make) -> None:
-    async with rig(Policy(base_s=30.0)) as each:
+    async with rig(Policy(base_s=600.0)) as each:
         info = await each.running()
-        began = time.monotonic()
         os.kill(procfs.descendants([info.pid], procfs.all_stats())[0].pid, signal.SIGKILL)
-        await helpers.until_async(lambda: each.record.spawns == 2)
-        assert time.monotonic() - began < 10.0, "the back-off of this policy is 30 s"
+        await until(lambda: each.record.spawns == 2)
         ((spawn, status, ordered, _),) = each.record.exits
         assert (spawn, status.code, ordered) == (1, 137, False)
         assert each.record.order[4:][:4] == ["exit 1", "backoff", "starting", "spawn 2"]
@@ -158,7 +157,7 @@ async def test_breaker_and_operator(rig: Make) -> None:
         await asyncio.sleep(0.1)
         assert each.supervisor.state("trainer") == "broken"
         each.supervisor.retry_broken("trainer")
-        await helpers.until_async(lambda: each.record.spawns == 10 and each.supervisor.state("trainer") == "broken")
+        await until(lambda: each.record.spawns == 10 and each.supervisor.state("trainer") == "broken")
         await each.supervisor.stop("trainer", 1.0)
         assert each.supervisor.state("trainer") == "stopped"
 
@@ -167,9 +166,7 @@ async def test_the_operators_word_counts_for_one_that_is_about_to_die(rig: Make)
     async with rig(Policy(deaths=1)) as each:
         each.add(helpers.SLEEP)
         for spawn in (1, 2):
-            await helpers.until_async(
-                lambda spawn=spawn: each.record.spawns == spawn and each.supervisor.info("trainer").pid > 0
-            )
+            await until(lambda spawn=spawn: each.record.spawns == spawn and each.supervisor.info("trainer").pid > 0)
             if spawn == 1:
                 each.supervisor.retry_broken("trainer")
             os.kill(each.supervisor.info("trainer").pid, signal.SIGKILL)
@@ -180,14 +177,14 @@ async def test_the_operators_word_counts_for_one_that_is_about_to_die(rig: Make)
 async def test_backoff_waits_and_a_stop_ends_the_wait(rig: Make) -> None:
     async with rig(Policy(base_s=30.0)) as each:
         each.add(DIE)
-        await helpers.until_async(lambda: len(each.record.exits) == 2)
+        await until(lambda: len(each.record.exits) == 2)
         await each.until("backoff")
         await asyncio.sleep(0.2)
         assert each.record.spawns == 2
-        await asyncio.wait_for(each.supervisor.stop("trainer", 1.0), 10.0)
+        await asyncio.wait_for(each.supervisor.stop("trainer", 1.0), SOON_S)
         assert each.supervisor.state("trainer") == "stopped"
         each.supervisor.start("trainer")
-        await helpers.until_async(lambda: each.record.spawns == 3)
+        await until(lambda: each.record.spawns == 3)
 
 
 async def test_kill_is_ordered_proven_and_followed_by_a_new_process(rig: Make) -> None:
@@ -200,7 +197,7 @@ async def test_kill_is_ordered_proven_and_followed_by_a_new_process(rig: Make) -
         ((_, status, ordered, _),) = each.record.exits
         assert ordered
         assert status.text == "its lease is over; killed by SIGKILL"
-        await helpers.until_async(lambda: each.record.spawns == 2)
+        await until(lambda: each.record.spawns == 2)
         assert not await each.supervisor.ready("trainer", 1), "a word of the killed one"
         assert await each.supervisor.ready("trainer", 2)
         await each.supervisor.kill("trainer", 1)
@@ -210,11 +207,11 @@ async def test_kill_is_ordered_proven_and_followed_by_a_new_process(rig: Make) -
 async def test_stop_of_a_deaf_worker_and_a_second_shorter_stop(rig: Make) -> None:
     async with rig() as each:
         await each.running(helpers.DEAF)
-        await helpers.until_async(lambda: "deaf" in (each.folder / "trainer.log").read_text())
-        first = asyncio.create_task(each.supervisor.stop_all(60.0))
+        await until(lambda: "deaf" in (each.folder / "trainer.log").read_text())
+        first = asyncio.create_task(each.supervisor.stop_all(600.0))
         await each.until("draining")
-        await asyncio.wait_for(each.supervisor.stop_all(0.0), 10.0)
-        await asyncio.wait_for(first, 10.0)
+        await asyncio.wait_for(each.supervisor.stop_all(0.0), SOON_S)
+        await asyncio.wait_for(first, SOON_S)
         assert each.record.exits[0][1].code == 137
         assert not helpers.tagged(each.instance)
 
@@ -222,17 +219,17 @@ async def test_stop_of_a_deaf_worker_and_a_second_shorter_stop(rig: Make) -> Non
 async def test_restart(rig: Make) -> None:
     async with rig() as each:
         await each.running()
-        await each.supervisor.restart("trainer", 5.0)
-        await helpers.until_async(lambda: each.record.spawns == 2)
+        await each.supervisor.restart("trainer", SOON_S)
+        await until(lambda: each.record.spawns == 2)
         assert each.record.order[4:7] == ["draining", "exit 1", "stopped"]
         assert each.record.exits[0][2] is True
 
 
 async def test_no_ready_in_time(rig: Make) -> None:
     async with rig(Policy(deaths=1)) as each:
-        each.add("print('loading', flush=True); import time; time.sleep(600)", timeout_s=0.4)
+        each.add("print('loading', flush=True); import time; time.sleep(600)", timeout_s=3.0)
         info = await each.until("broken")
-        assert info.error == "worker 'trainer' was not ready 0.4 s after its start; killed by SIGKILL\nloading"
+        assert info.error == "worker 'trainer' was not ready 3 s after its start; killed by SIGKILL\nloading"
         assert each.record.exits[0][2] is False
         assert not helpers.tagged(each.instance)
 
@@ -300,7 +297,7 @@ async def test_undead_is_broken_until_it_is_gone(rig: Make, monkeypatch: pytest.
             await asyncio.sleep(0.1)
             assert (each.supervisor.state("trainer"), each.record.spawns, each.record.exits) == ("broken", 1, [])
         assert Child.kill is real
-        await helpers.until_async(lambda: each.record.spawns == 2)
+        await until(lambda: each.record.spawns == 2)
         assert [(spawn, ordered) for spawn, _, ordered, _ in each.record.exits] == [(1, True)]
 
 
@@ -318,7 +315,7 @@ async def test_nothing_is_started_beside_a_leftover_of_an_older_boot(
             each.supervisor.retry_broken("trainer")
             await asyncio.sleep(0.3)
             assert (each.supervisor.state("trainer"), each.record.spawns) == ("broken", 0)
-        await helpers.until_async(lambda: each.record.spawns == 1)  # it is gone: no operator is needed
+        await until(lambda: each.record.spawns == 1)  # it is gone: no operator is needed
         assert each.record.exits == []
 
 
@@ -327,7 +324,7 @@ async def test_words_that_come_too_early_or_too_late(rig: Make) -> None:
         each.add(helpers.SLEEP, start=False)
         assert not await each.supervisor.ready("trainer", 0)
         each.supervisor.start("trainer")
-        await helpers.until_async(lambda: len(helpers.tagged(each.instance)) == 2)
+        await until(lambda: len(helpers.tagged(each.instance)) == 2)
         assert not await each.supervisor.busy("trainer", 1)
         assert not await each.supervisor.idle("trainer", 1)
         assert each.supervisor.state("trainer") == "starting"
@@ -346,8 +343,8 @@ async def test_a_failing_listener_ends_the_daemon_and_leaves_nothing(call: str, 
             if call == "next_spawn":
                 each.record.fail = call
                 each.supervisor.start("trainer")
-                await asyncio.sleep(5)
-            await helpers.until_async(lambda: len(helpers.tagged(each.instance)) == 2)
+                await asyncio.sleep(SOON_S)
+            await until(lambda: len(helpers.tagged(each.instance)) == 2)
             each.record.fail = call
             await each.supervisor.kill("trainer")
     assert caught.group_contains(RuntimeError, match=f"{call} failed")
@@ -371,7 +368,7 @@ async def test_orders_that_meet(rig: Make) -> None:
             each.supervisor.kill("trainer"),
             each.supervisor.stop("trainer", 0.0),
         ]
-        await asyncio.wait_for(asyncio.gather(*calls), 20.0)
+        await asyncio.wait_for(asyncio.gather(*calls), SOON_S)
         assert each.supervisor.state("trainer") == "stopped"
         assert len(each.record.exits) == 1
         assert not helpers.tagged(each.instance)
@@ -380,7 +377,7 @@ async def test_orders_that_meet(rig: Make) -> None:
 async def test_stop_before_there_is_a_process(rig: Make) -> None:
     async with rig() as each:
         each.add(helpers.SLEEP)
-        await helpers.until_async(lambda: each.supervisor.state("trainer") == "starting")
-        await asyncio.wait_for(each.supervisor.stop("trainer", 5.0), 10.0)
+        await until(lambda: each.supervisor.state("trainer") == "starting")
+        await asyncio.wait_for(each.supervisor.stop("trainer", 5.0), SOON_S)
         assert each.supervisor.state("trainer") == "stopped"
         assert not helpers.tagged(each.instance)

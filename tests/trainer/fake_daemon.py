@@ -68,7 +68,7 @@ class FakeDaemon:
     def kill(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
         self._kept.clear()
 
     def close(self) -> None:

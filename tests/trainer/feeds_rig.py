@@ -24,7 +24,7 @@ from artd_workers.engines.direct.session import Session
 from artd_workers.engines.fence import Gate
 from tests.direct_rig import MemoryPort
 
-SOON_S = 10.0
+SOON_S = 30.0
 ROWS, WIDTH, CUT = 6, 24, 8
 """Elements of 2 bytes. The first process has columns 0 .. CUT - 1 of an expert, the second the others."""
 TENSORS = {"experts": (3, ROWS, WIDTH), "qkv": (10, WIDTH), "norm": (WIDTH,)}

@@ -25,7 +25,7 @@ from . import moe_rig, parallel_rig
 from .moe_rig import ROWS
 from .parallel_rig import ALONE, Jobs, apart
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 FAST: dict[str, dict[str, Any]] = {
     "tensor": {"sizes": {"tp": 2}, "grouped": True},
@@ -123,7 +123,7 @@ def run(alone: Alone, processes: int, layouts: dict[str, dict[str, Any]]) -> Don
         for rank in range(processes)
     ]
     try:
-        said = [rank.communicate(timeout=110 * processes / 2) for rank in ranks]
+        said = [rank.communicate(timeout=270 * processes / 2) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -34,13 +34,14 @@ from artd_workers.trainer.merge import BaseWeights, Stored, merged_tensors
 from artd_workers.trainer.placement import Placement
 from artd_workers.trainer.worker import TrainerWorker
 from tests import toys
+from tests.awake import Awake
 from tests.direct_rig import MemoryPort, engine_model, engine_table, fused
 
 from .jobs import push_of, spec_for, table_of
 from .test_memory import Desk, Ear
 
 pytestmark = pytest.mark.torch
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Engine:
@@ -223,10 +224,10 @@ def test_a_push_that_nobody_takes_ends(tmp_path: Path, toy_folders: dict[str, Pa
     zero = bench.desk.commit(0, None)
     number = bench.push(zero, first)
     until((first.meeting / "offer").exists)
-    began = time.monotonic()
-    bench.worker._take(w.PushEnd(push=number, fence=number), [])
-    bench.ended()
-    assert time.monotonic() - began < 5.0  # of a deadline of 30 s
+    with Awake() as took:
+        bench.worker._take(w.PushEnd(push=number, fence=number), [])
+        bench.ended()
+    assert took.seconds < 20.0  # of a deadline of 30 s
     with pytest.raises(PullError, match="failed to fill"):
         first.pull(zero, number)
     assert "failed before" in bench.refused(bench.push(zero, first)).reason

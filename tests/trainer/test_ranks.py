@@ -23,6 +23,7 @@ from artd_workers.trainer.ranks import Ranks
 from artd_workers.trainer.step import NonFinite
 from artd_workers.trainer.worker import TrainerWorker
 from tests import listening
+from tests.awake import LOOK_S, SOON_S, Awake
 
 from . import moe_rig
 from .fake_daemon import FakeDaemon
@@ -68,7 +69,7 @@ def test_a_run_of_two_ranks(daemon: FakeDaemon) -> None:
     daemon.start()
     left, told = family(daemon), len(daemon.log())
     daemon.send(w.Exit(grace_s=5.0))
-    assert daemon.process is not None and daemon.process.wait(10) == 0
+    assert daemon.process is not None and daemon.process.wait(SOON_S) == 0
     gone(left, within_s=1.0)
     assert "ended, and with it" not in daemon.log()[told:]
 
@@ -84,17 +85,19 @@ def killed(daemon: FakeDaemon, pid: int) -> int:
     left = family(daemon)
     os.kill(pid, signal.SIGKILL)
     assert daemon.process is not None
-    status = daemon.process.wait(2)
+    with Awake() as took:
+        status = daemon.process.wait(SOON_S)
+    assert took.seconds < 2.0
     gone(left, within_s=10.0)
     daemon.kill()
     return status
 
 
 def gone(pids: list[int], within_s: float) -> None:
-    end = time.monotonic() + within_s
-    while left := [stat.pid for stat in map(procfs.read_stat, pids) if stat is not None and stat.state not in "ZX"]:
-        assert time.monotonic() < end, f"{left} still there after {within_s} s"
-        time.sleep(0.02)
+    with Awake() as passed:
+        while left := [stat.pid for stat in map(procfs.read_stat, pids) if stat is not None and stat.state not in "ZX"]:
+            assert passed.seconds < within_s, f"{left} still there after {within_s} s"
+            time.sleep(LOOK_S)
 
 
 def test_ranks_out_of_step_are_broken() -> None:

@@ -32,6 +32,7 @@ from artd_workers.engines.vllm import stock as vllm
 from artd_workers.trainer import stock
 from artd_workers.trainer.push import Pusher
 from artd_workers.trainer.snapshot import Snapshot
+from tests.awake import Awake
 from tests.compiled import library
 from tests.listening import listening
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.torch
 FINE, NEVER, HANGS, FAILS, FAILS_LATER = range(5)
 INIT, REDUCE, BROADCAST = range(3)
 FAKE = Path(__file__).parents[1] / "fakes" / "nccl.c"
-DEADLINE_S, PATIENCE_S = 0.3, 30.0
+DEADLINE_S, PATIENCE_S = 0.3, 60.0
 """Of what must not end by itself, and of what does."""
 LIMIT = 10_000
 ID = bytes(range(1, 129))
@@ -171,13 +172,12 @@ def test_whatever_nccl_does_a_push_ends_by_its_deadline_and_the_communicator_is_
     limit_s = DEADLINE_S if way in (NEVER, HANGS) else PATIENCE_S
     if step == BROADCAST:
         sender.join(PATIENCE_S)
-    began = time.monotonic()
-    with pytest.raises(NcclError, match=STEPS[step]) as error:
+    with Awake() as took, pytest.raises(NcclError, match=STEPS[step]) as error:
         if step == BROADCAST:
             sender.send(table(found), found.values(), limit_s)
         else:
             sender.join(limit_s)
-    assert time.monotonic() - began < DEADLINE_S + 8.0
+    assert took.seconds < PATIENCE_S / 2
     assert {NEVER: "not done within 0.3 s", HANGS: "(3)", FAILS: "system error", FAILS_LATER: "remote"}[way] in str(
         error.value
     )
@@ -193,10 +193,9 @@ def test_a_push_that_the_daemon_ends_is_aborted_at_once(fake: Fake, sender: stoc
     sender.join(PATIENCE_S)
     timer = threading.Timer(0.1, sender.abort)
     timer.start()
-    began = time.monotonic()
-    with pytest.raises(NcclError, match="the push has ended"):
-        sender.send(table(found), found.values(), 60.0)
-    assert time.monotonic() - began < 10.0 and fake.aborts == 1
+    with Awake() as took, pytest.raises(NcclError, match="the push has ended"):
+        sender.send(table(found), found.values(), PATIENCE_S)
+    assert took.seconds < PATIENCE_S / 2 and fake.aborts == 1
 
 
 def test_a_thread_that_is_stuck_elsewhere_does_not_keep_the_communicator(fake: Fake, sender: stock.Sender) -> None:
@@ -204,7 +203,7 @@ def test_a_thread_that_is_stuck_elsewhere_does_not_keep_the_communicator(fake: F
     found = tensors()
 
     def stuck() -> Iterator[torch.Tensor]:
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE_S
         while not fake.aborts and time.monotonic() < end:
             time.sleep(0.005)
         yield from found.values()
@@ -323,11 +322,11 @@ def test_early_versions_unpickle_the_id_from_a_store_on_loopback(monkeypatch: py
     for part in ("vllm", "distributed", "device_communicators", "pynccl_wrapper"):
         name = f"{name}.{part}".removeprefix(".")
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(__path__=[], ncclUniqueId=UniqueId))
-    with vllm.meet(vllm.dialect("0.25.1"), ID, 5.0) as meeting:
+    with vllm.meet(vllm.dialect("0.25.1"), ID, PATIENCE_S) as meeting:
         port = meeting["master_port"]
         assert of_port(port) == [("tcp", "127.0.0.1", port)]
         client = dist.TCPStore(
-            meeting["master_address"], port, 2, is_master=False, timeout=timedelta(seconds=5), use_libuv=False
+            meeting["master_address"], port, 2, is_master=False, timeout=timedelta(seconds=PATIENCE_S), use_libuv=False
         )
         found = pickle.loads(client.get("broadcast_from/0/0"))
     assert isinstance(found, UniqueId) and bytes(found) == ID

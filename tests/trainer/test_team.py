@@ -146,7 +146,7 @@ def pair(tmp_path: Path) -> Any:
     others.begin()
     others.opened()
 
-    def send(seconds: float = 5.0) -> None:
+    def send(seconds: float = 30.0) -> None:
         message, snapshot = SimpleNamespace(fence=2), SimpleNamespace(version=1)
         direct.send(message, snapshot, Deadline(seconds))  # type: ignore[arg-type]
 
@@ -164,7 +164,7 @@ def test_a_push_is_over_when_that_of_all_is(pair: Any) -> None:
     thread.start()
     assert not over.wait(0.1)
     pair.say()
-    thread.join(5.0)
+    thread.join(30.0)
     assert over.is_set() and not any(isinstance(order, Abort) for order in pair.script.heard)
 
 
@@ -206,7 +206,7 @@ class Slow:
         return FEED
 
     def feed(self, fence: int, deadline: Deadline) -> None:
-        assert self.aborted.wait(10.0) and not self.closed.is_set()
+        assert self.aborted.wait(30.0) and not self.closed.is_set()
         raise Aborted("over")
 
     def abort(self) -> None:
@@ -241,7 +241,7 @@ def test_abort_comes_through_while_a_push_is_fed(peer: Any) -> None:
     assert peer.said == [Opened("/x/direct-1", FEED), Ended("/x/direct-1", 5, "Aborted: over")]
     assert Slow.made[0].folder == Path("/x/direct-1.3")
     peer.tell(Close("/x/direct-1"))
-    assert Slow.made[0].closed.wait(10.0)
+    assert Slow.made[0].closed.wait(30.0)
 
 
 def test_another_version_is_not_fed(peer: Any) -> None:
@@ -258,5 +258,5 @@ def test_what_is_fed_ends_before_its_page_goes(peer: Any, how: str) -> None:
     peer.tell(Give("/x/p", 0, 5, 10.0))
     until(lambda: peer.frozen._reader)
     peer.tell(Close("/x/p")) if how == "closed" else peer.end(None)
-    assert Slow.made[0].closed.wait(10.0)
+    assert Slow.made[0].closed.wait(30.0)
     assert peer.said[1].error == "Aborted: over"

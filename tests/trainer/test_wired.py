@@ -33,7 +33,7 @@ from tests.plain_wire import PlainWire
 from .test_direct import KINDS, MOE, made, same
 
 pytestmark = pytest.mark.torch
-PATIENCE_S, SHORT_S = 20.0, 0.3
+PATIENCE_S, SHORT_S = 60.0, 0.3
 """For what must end by itself, and for what must be ended."""
 
 

@@ -177,19 +177,19 @@ def test_a_repeated_run_is_done_once_and_its_report_resent(daemon: FakeDaemon) -
     run = daemon.order(0, None, None)
     daemon.send(run)
     daemon.send(run)
-    first, second = daemon.expect(w.Staged), daemon.expect(w.Staged, timeout=5)
+    first, second = daemon.expect(w.Staged), daemon.expect(w.Staged)
     assert first == second
     ref = daemon.publish(run, first)
     daemon.send(w.Committed(job=run.job, fence=run.fence, checkpoint=ref))
-    daemon.quiet(w.Staged, 1.5)
-    assert daemon.quiet(w.Staged, 2.5), "still reporting after Committed"
+    # Reports that were on their way come first, however late; one that goes on comes every second.
+    assert any(daemon.quiet(w.Staged, 2.5) for _ in range(10)), "still reporting after Committed"
     assert not Path(run.dir).exists(), "the job was done twice"
 
 
 def test_exit(daemon: FakeDaemon) -> None:
     daemon.commit(0, None, None)
     daemon.send(w.Exit(grace_s=5.0))
-    assert daemon.process is not None and daemon.process.wait(10) == 0
+    assert daemon.process is not None and daemon.process.wait(60) == 0
 
 
 def test_unsupported_model_is_permanent(tmp_path: Path) -> None:

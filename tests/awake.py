@@ -1,0 +1,50 @@
+"""Time on a machine that is short of it: how long a test waits, and how long something took.
+
+Purpose: what has to happen is waited for, `SOON_S` long; a bound that is a guarantee ("gone within 2 s") is held against `Awake`.
+Owner of: a thread that looks at the clock. Invariants: between two looks at most GAP_S counts: while nothing ran here (the whole
+machine stood still, a disk did), what is measured did not run either. The daemon's leases count in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+SOON_S = 60.0
+"""For what has to happen: only a test that fails waits so long."""
+LOOK_S, GAP_S = 0.02, 0.1
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Return when it holds; what it gives may be awaitable. Raises TimeoutError."""
+    async with asyncio.timeout(SOON_S):
+        while not (await found if inspect.isawaitable(found := condition()) else found):
+            await asyncio.sleep(LOOK_S / 4)
+
+
+class Awake:
+    """A context manager. seconds: in which this process ran, so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="test-awake", daemon=True)
+
+    def __enter__(self) -> Awake:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _count(self) -> None:
+        looked = time.monotonic()
+        while not self._over.wait(LOOK_S):
+            now = time.monotonic()
+            self.seconds += min(now - looked, GAP_S)
+            looked = now
