@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artd_client import Stalled
+from artd.runtimes import RuntimeMissing
+from artd_client import ArtdError, Stalled
 
 BIN = Path(sys.executable).parent
 
@@ -98,7 +99,7 @@ def _stop(folder: str, keep: bool) -> None:
 
 
 def guard(main: Callable[[argparse.Namespace], Awaitable[int]], args: argparse.Namespace) -> int:
-    """Run, with Ctrl-C and SIGTERM ending it in order: exit 130 with the daemon stopped."""
+    """Run, with Ctrl-C and SIGTERM ending it in order: exit 130 with the daemon stopped. What artd refuses is one line."""
 
     async def run() -> int:
         task = asyncio.ensure_future(main(args))
@@ -111,6 +112,9 @@ def guard(main: Callable[[argparse.Namespace], Awaitable[int]], args: argparse.N
     except asyncio.CancelledError:
         print("interrupted", file=sys.stderr)
         return 130
+    except (ArtdError, RuntimeMissing) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
