@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from . import job as jobs
 from . import probe, read
-from .outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, USAGE, CliError, shared
+from .outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, USAGE, CliError, at_least, shared
 
 if TYPE_CHECKING:
     from artd_client import SyncClient
@@ -53,14 +53,20 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for verb, act in ACTS.items():
         parser = sub.add_parser(verb, help=act.help, parents=[shared()])
         if act.of == "job":
-            parser.add_argument("id", type=int, metavar="JOB")
+            parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
         elif act.of == "step":
-            parser.add_argument("checkpoint", metavar="RUN@STEP")
+            parser.add_argument(
+                "checkpoint", metavar="RUN@STEP", help="a kept step of `artctl checkpoints`; pause the run first"
+            )
         else:
             # What cannot be undone is named in full.
-            parser.add_argument("name", metavar="RUN", nargs=None if verb == "finish" else "?", default="")
+            exact = verb == "finish"
+            told = "its name" if exact else "default: the one that is not finished"
+            parser.add_argument("name", metavar="RUN", nargs=None if exact else "?", default="", help=told)
         if verb == "pause":
-            parser.add_argument("--reason", default="operator")
+            parser.add_argument(
+                "--reason", default="operator", help="what `artctl status` says of it (default: operator)"
+            )
         parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
         parser.set_defaults(run=run)
 

@@ -27,13 +27,18 @@ VERBS = {
     "key": "key",
 }
 """Verb -> module that registers it."""
-EPILOG = """exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 degraded (status), 5 not found, 6 conflict,
+EPILOG = """Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 degraded (status), 5 not found, 6 conflict,
 7 timed out, 130 interrupted"""
 
 
 def parser(verb: str = "") -> Parser:
     """The parser with every verb, or with those of one verb's module alone: imports are most of a short command."""
-    out = Parser(prog="artctl", description="Look at artd and steer it.", epilog=EPILOG, parents=[shared()])
+    out = Parser(
+        prog="artctl",
+        description="Look at a daemon and steer it. Begin with `artctl status`.",
+        epilog=EPILOG,
+        parents=[shared()],
+    )
     out.add_argument("--version", action="version", version=f"artctl {__version__}")
     sub = out.add_subparsers(dest="verb", required=True, metavar="VERB")
     for module in [VERBS[verb]] if verb else dict.fromkeys(VERBS.values()):

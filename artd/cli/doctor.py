@@ -19,7 +19,7 @@ SCHEMA = 1
 
 def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = sub.add_parser("doctor", help="what this machine has and lacks for artd", parents=[shared()])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 
 from . import probe, read, remedy, show
-from .outcome import NOT_FOUND, OK, CliError, shared
+from .outcome import NOT_FOUND, OK, CliError, at_least, shared
 from .show import Row
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("job", help="one job with its attempts", parents=[shared()])
-    parser.add_argument("id", type=int, metavar="JOB")
+    parser = sub.add_parser("job", help="one job: its metrics, attempts, evidence and batch", parents=[shared()])
+    parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         job = find(database, args.id)
         attempts = database.rows(read.ATTEMPTS, id=args.id)
-        members = database.rows(read.MEMBERS, batch=job["batch"])
+        members = database.rows(read.MEMBERS, batch=job["batch_id"])
     finally:
         database.close()
     choices = remedy.choices(job, probe.option(data))
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {key:9} {show.iso(job[key])}")
     if job["worker"]:
         print(f"  worker    {job['worker']} (spawn {job['spawn']})")
-    if job["batch"]:
-        print(f"  batch     {job['batch']}   {job['batch_tokens']} tokens{_coverage(job)}")
+    if job["batch_id"]:
+        print(f"  batch     {job['batch_id']}   {job['batch_tokens']} tokens{_coverage(job)}")
     for title in ("metrics", "seconds"):
         if job[title]:
             print(f"  {title:9} " + "  ".join(f"{k}={v:.4g}" for k, v in sorted(job[title].items())))

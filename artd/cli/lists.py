@@ -84,7 +84,7 @@ LISTINGS: dict[str, Listing] = {
     ),
     "jobs": Listing(
         read.JOBS,
-        "jobs of the trainer",
+        "jobs of the trainer: steps that are, were or wait to be trained",
         {
             "id": _of("id"),
             "run": _of("run"),
@@ -96,6 +96,7 @@ LISTINGS: dict[str, Listing] = {
             "took": _took,
             "created": _age,
             "loss": _metric("loss"),
+            "reward": _metric("reward_mean"),
             "replay": _coverage,
             "error": lambda row: show.one_line(row["error"], 60),
             "next": _of("next"),
@@ -105,7 +106,7 @@ LISTINGS: dict[str, Listing] = {
     ),
     "trajectories": Listing(
         read.TRAJECTORIES,
-        "trajectories",
+        "trajectories with their rewards, and why one was discarded",
         {
             "id": _of("id"),
             "run": _of("run"),
@@ -122,7 +123,7 @@ LISTINGS: dict[str, Listing] = {
     ),
     "checkpoints": Listing(
         read.CHECKPOINTS,
-        "checkpoints",
+        "committed steps and their folders",
         {
             "checkpoint": lambda row: f"{row['run']}@{row['step']}",
             "state": _of("state"),
@@ -152,13 +153,14 @@ LISTINGS: dict[str, Listing] = {
     ),
     "pushes": Listing(
         read.PUSHES,
-        "pushes of checkpoints into engines",
+        "checkpoints brought into engines: from where, by which way, how long",
         {
             "id": _of("id"),
             "engine": _of("engine"),
             "checkpoint": lambda row: f"{row['run']}@{row['step']}",
             "mode": _of("mode"),
             "source": _of("source"),
+            "by": _of("transfer"),
             "state": _of("state"),
             "attempts": _of("attempts"),
             "max_abs": _number("max_abs", 2),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from artd_schema.paths import LOGS
+from artd_schema.paths import DATABASE, LOGS
 
 from . import probe, show
 from .outcome import NOT_FOUND, OK, CliError, at_least, near, shared
@@ -25,7 +25,7 @@ _BLOCK = 1 << 16
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("logs", help="log of trainer, engine, gateway or daemon", parents=[shared()])
+    parser = sub.add_parser("logs", help="what trainer, engine, gateway or daemon logged", parents=[shared()])
     parser.add_argument("name", metavar="NAME", help="trainer, engine, gateway or daemon")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines as they come")
     parser.add_argument(
@@ -110,9 +110,8 @@ def sources(data: Path, name: str) -> list[Source]:
     if not any(path.exists() for _, path in paths):
         known = sorted(path.stem for path in folder.glob("*.log") if path.stem != SERVER)
         there = f"there is {', '.join(known)}" if known else "there is none yet"
-        raise CliError(
-            NOT_FOUND, f"there is no log {name!r} under {folder}{near(name, known)}; {there}", "artctl workers"
-        )
+        then = "artctl workers" if (data / DATABASE).exists() else probe.start_command(data)
+        raise CliError(NOT_FOUND, f"there is no log {name!r} under {folder}{near(name, known)}; {there}", then)
     return [Source(each, path) for each, path in paths]
 
 

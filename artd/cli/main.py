@@ -16,12 +16,17 @@ from . import check, doctor, replay_job, restore, runtime, start, stop
 from .outcome import OK, Parser, arguments, guarded, shared
 
 VERBS = (start, stop, check, restore, replay_job, runtime, doctor)
-EPILOG = """exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 5 not found, 6 conflict, 7 timed out,
-130 interrupted"""
+EPILOG = """Look at a daemon and steer it with artctl. Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 5 not found,
+6 conflict, 7 timed out, 130 interrupted"""
 
 
 def parser() -> Parser:
-    out = Parser(prog="artd", description="A durable daemon for RL post-training.", epilog=EPILOG, parents=[shared()])
+    out = Parser(
+        prog="artd",
+        description="A durable daemon for RL post-training: run it, check it, install what it runs.",
+        epilog=EPILOG,
+        parents=[shared()],
+    )
     out.add_argument("--version", action="version", version=f"artd {__version__}")
     sub = out.add_subparsers(dest="verb", required=True, metavar="VERB")
     for module in VERBS:

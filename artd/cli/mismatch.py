@@ -39,18 +39,26 @@ _ROUND = 64
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("mismatch", help="how far trainer and engine disagree on fresh tokens", parents=[shared()])
     parser.add_argument("checkpoint", metavar="RUN[@STEP]", help="a step that is served; without STEP: the newest")
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"at least so many (default: {TOKENS})")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="of one answer (default: 64)")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, metavar="N", help="sample at least so many (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        metavar="N",
+        help="tokens of one answer at most (default: %(default)s)",
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines, each a text or a list of token ids; "
                         "default: the checkpoint's canary prompts")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if min(args.tokens, args.max_tokens) < 1:
-        raise CliError(USAGE, "--tokens and --max-tokens are at least 1")
+        raise CliError(USAGE, "--tokens and --max-tokens are at least 1", "artctl mismatch --help")
     data = probe.data_dir(args)
     database = read.Database(data)
     try:

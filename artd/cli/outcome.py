@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 OK = 0
 FAILED = 1
@@ -42,8 +42,19 @@ def near(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
+class Verbs(argparse._SubParsersAction):  # type: ignore[type-arg] # generic for the type checker alone
+    """Verbs whose own --help begins with what the list of verbs says of them."""
+
+    def add_parser(self, name: str, **options: Any) -> Any:
+        told = options.get("help", "")
+        return super().add_parser(name, **{"description": f"{told[:1].upper()}{told[1:]}."} | options)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose complaint about an unknown choice is short and names the nearest one."""
+
+    def add_subparsers(self, **options: Any) -> Any:
+        return super().add_subparsers(action=Verbs, **options)
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
@@ -71,8 +82,13 @@ def at_least(least: int) -> Callable[[str], int]:
 def shared() -> argparse.ArgumentParser:
     """Parent of every verb: options that may stand before or after the verb."""
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    parent.add_argument("--data-dir", metavar="DIR", help="the daemon's data folder")
-    parent.add_argument("--config", metavar="FILE", help="artd.toml")
+    parent.add_argument(
+        "--data-dir", metavar="DIR",
+        help="the daemon's data folder (default: $ARTD_DATA_DIR, else data_dir of artd.toml, else ~/.local/share/artd/data)",
+    )  # fmt: skip
+    parent.add_argument(
+        "--config", metavar="FILE", help="settings (default: $ARTD_CONFIG, else ~/.config/artd/artd.toml)"
+    )
     return parent
 
 

@@ -1,4 +1,5 @@
-"""Reading the database from the command line: one read-only connection and every query that the verbs use.
+"""Reading the database from the command line: one read-only connection and every query that the verbs use
+(the columns of the tables are in `artd.tables`).
 
 Owner of: no state. Invariants: `mode=ro` and `query_only`; nothing here needs a daemon; the JSON columns come back
 decoded.
@@ -14,19 +15,15 @@ from typing import Any
 
 from artd_schema.paths import DATABASE
 
+from .. import tables
 from ..store.readonly import open_readonly
 from .outcome import FAILED, NOT_FOUND, NOT_RUNNING, CliError, near
 from .probe import start_command
 
 Row = dict[str, Any]
-_JSON = ("spec", "metrics", "seconds", "data")
 
 META = "SELECT key, value FROM meta"
-RUNS = """
-SELECT r.name, r.state, r.reason, r.step, r.lineage, r.created, r.base_digest, r.spec,
-  coalesce((SELECT max(c.step) FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
-            WHERE s.run_id = r.id AND s.state = 'live'), -1) AS served
-FROM run r ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"""
+RUNS = f"{tables.RUNS} ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"
 MODEL = """
 SELECT vocab_size, routes FROM run WHERE name = :run"""
 GROUP_COUNTS = """
@@ -35,13 +32,9 @@ FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE r.name = :run GROUP 
 JOB_COUNTS = """
 SELECT j.state, count(*) AS count, total(j.state = 'queued' AND j.attempts > 0) AS retrying
 FROM job j JOIN run r ON r.id = j.run_id WHERE :run = '' OR r.name = :run GROUP BY j.state"""
-JOBS = """
-SELECT j.id, r.name AS run, j.kind, j.step, j.epoch, j.state, j.fence, j.attempts, j.deaths, j.worker, j.spawn, j.cancel,
-  j.discard, (SELECT a.outcome FROM attempt a WHERE a.job_id = j.id ORDER BY a.fence DESC LIMIT 1) AS failure, j.error, j.batch_id AS batch, b.tokens AS batch_tokens, b.covered AS batch_covered, p.step AS parent_step, j.metrics,
-  j.seconds, j.created, j.started, j.ended, j.not_before
-FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
-WHERE (:run = '' OR r.name = :run) AND (:state = '' OR j.state = :state) AND (:id = 0 OR j.id = :id)
-ORDER BY j.id DESC LIMIT :limit"""
+JOBS = f"""
+SELECT * FROM ({tables.JOBS}) WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state) AND (:id = 0 OR id = :id)
+ORDER BY id DESC LIMIT :limit"""
 ATTEMPTS = """
 SELECT fence, worker, spawn, outcome, error, evidence, started, ended FROM attempt WHERE job_id = :id ORDER BY fence"""
 MEMBERS = """
@@ -55,35 +48,25 @@ SELECT j.id, j.kind, j.step, j.epoch, j.fence, r.name AS run, r.spec, r.base_dig
 FROM job j JOIN run r ON r.id = j.run_id JOIN checkpoint k ON k.job_id = j.id
   LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
 WHERE j.state = 'succeeded' AND (:id = 0 OR j.id = :id) ORDER BY j.id DESC LIMIT :limit"""
-TRAJECTORIES = """
-SELECT t.id, r.name AS run, g.name AS "group", t.key, t.split, t.state, t.reason, t.reward, t.tokens, t.epoch_min,
-  t.epoch_max, t.batch_id AS batch, t.payload, t.digest, t.metrics, t.created
-FROM trajectory t JOIN run r ON r.id = t.run_id JOIN trajectory_group g ON g.id = t.group_id
-WHERE (:run = '' OR r.name = :run) AND (:state = '' OR t.state = :state) AND (:group = '' OR g.name = :group)
-ORDER BY t.id DESC LIMIT :limit"""
-CHECKPOINTS = """
-SELECT c.id, r.name AS run, c.step, c.epoch, c.lineage, c.abandoned, p.step AS parent_step, c.job_id AS job, c.state, c.sha,
-  c.dir, c.bytes, c.created
-FROM checkpoint c JOIN run r ON r.id = c.run_id LEFT JOIN checkpoint p ON p.id = c.parent_id
-WHERE (:run = '' OR r.name = :run) AND (:state = '' OR c.state = :state) ORDER BY c.id DESC LIMIT :limit"""
-WORKERS = """
-SELECT name, kind, state, pid, ticks, boot_id, spawn, restarts, error, log, since FROM process
-ORDER BY CASE kind WHEN 'trainer' THEN 0 WHEN 'engine' THEN 1 ELSE 2 END, name"""
-PUSHES = """
-SELECT p.id, r.name AS run, p.engine, c.step, p.mode, p.source, p.transfer, p.state, p.fence, p.attempts, p.max_abs, p.mean_abs,
-  p.seconds, p.error, p.created, p.ended, p.not_before
-FROM push p JOIN run r ON r.id = p.run_id JOIN checkpoint c ON c.id = p.checkpoint_id
-WHERE (:run = '' OR r.name = :run) AND (:state = '' OR p.state = :state) ORDER BY p.id DESC LIMIT :limit"""
+TRAJECTORIES = f"""
+SELECT * FROM ({tables.TRAJECTORIES})
+WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state) AND (:group = '' OR "group" = :group)
+ORDER BY id DESC LIMIT :limit"""
+CHECKPOINTS = f"""
+SELECT * FROM ({tables.CHECKPOINTS}) WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state)
+ORDER BY id DESC LIMIT :limit"""
+WORKERS = f"{tables.WORKERS} ORDER BY {tables.WORKERS_FIRST}"
+PUSHES = f"""
+SELECT * FROM ({tables.PUSHES}) WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state)
+ORDER BY id DESC LIMIT :limit"""
 SERVING = """
 SELECT s.engine, s.name, c.step, s.state, s.created FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
 WHERE s.state <> 'gone' ORDER BY s.id"""
-EVENTS_NEWEST = """
-SELECT id, at, run, kind, ref, data FROM event WHERE :run = '' OR run = :run ORDER BY id DESC LIMIT :limit"""
+EVENTS_NEWEST = f"{tables.EVENTS} WHERE :run = '' OR run = :run ORDER BY id DESC LIMIT :limit"
 EVENTS_TOLD = """
 SELECT id, at, run, kind, ref, data FROM (SELECT * FROM event ORDER BY id DESC LIMIT 500)
 WHERE kind NOT IN ('trajectory.submitted', 'job.claimed', 'push.sending') ORDER BY id DESC LIMIT :limit"""
-EVENTS_AFTER = """
-SELECT id, at, run, kind, ref, data FROM event WHERE id > :after AND (:run = '' OR run = :run) ORDER BY id LIMIT :limit"""
+EVENTS_AFTER = f"{tables.EVENTS} WHERE id > :after AND (:run = '' OR run = :run) ORDER BY id LIMIT :limit"
 
 
 class Database:
@@ -132,7 +115,7 @@ def _decoded(row: sqlite3.Row) -> Row:
 
 
 def _value(key: str, value: Any) -> Any:
-    if key in _JSON and isinstance(value, bytes | str):
+    if key in tables.JSON_COLUMNS and isinstance(value, bytes | str):
         return json.loads(value or b"{}")
     return value
 

@@ -25,14 +25,14 @@ from artd_schema.codec import UNREADABLE
 from artd_schema.replay_job import ReplayReport, ReplayRequest
 
 from . import probe, read, replay_report, replayable, show
-from .outcome import CONFLICT, FAILED, OK, CliError, shared
+from .outcome import CONFLICT, FAILED, OK, CliError, at_least, shared
 
 TAIL_LINES = 20
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("replay-job", help="do a committed job again and compare the results", parents=[shared()])
-    parser.add_argument("id", type=int, metavar="JOB")
+    parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoint, report and log in this new folder")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("restore", help="make a new data folder from a backup", parents=[shared()])
+    parser = sub.add_parser("restore", help="make a new data folder (--data-dir) from a backup", parents=[shared()])
     parser.add_argument("backup", metavar="BACKUP", type=Path, help="what `artctl backup` wrote")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)

@@ -16,13 +16,16 @@ SCHEMA = 1
 
 
 def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = sub.add_parser("runtime", help="install and list the trainer's and the engine's environments")
+    parser = sub.add_parser("runtime", help="install and list the trainer's and the engine's runtimes")
     verbs = parser.add_subparsers(dest="runtime_verb", required=True, metavar="VERB")
     add = verbs.add_parser("install", help="make a runtime from its shipped lock; re-used when unchanged")
-    add.add_argument("name", choices=["megatron", "vllm"])
+    add.add_argument("name", choices=["megatron", "vllm"], help="of the trainer, of the engine")
     device = add.add_mutually_exclusive_group()
     device.add_argument("--cpu", dest="device", action="store_const", const="cpu", default="cpu", help="(default)")
-    device.add_argument("--cuda", dest="device", action="store_const", const="cuda")
+    device.add_argument(
+        "--cuda", dest="device", action="store_const", const="cuda",
+        help="this version ships no lock for it: docs/operations.md, `Training on a GPU`",
+    )  # fmt: skip
     add.add_argument("--test-overlay", action="store_true", help="also what tests need beside torch (megatron only)")
     add.add_argument("--index", metavar="URL", help="a further package index")
     add.add_argument("--find-links", metavar="DIR", help="a folder or page with wheels")
@@ -30,7 +33,7 @@ def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     add.add_argument("--force", action="store_true", help="make it again even if unchanged")
     add.set_defaults(run=run_install)
     show = verbs.add_parser("list", help="runtimes with their state and versions")
-    show.add_argument("--json", action="store_true")
+    show.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     show.set_defaults(run=run_list)
 
 

@@ -147,7 +147,11 @@ def doing(shot: Snapshot) -> str:
     if run["served"] < run["step"]:
         return f"waiting for an engine to serve step {run['step']}"
     need, sealed = run["spec"].get("groups_per_step", 8), train["sealed"]["groups"]
-    return f"waiting for rollouts: {sealed} of {need} trainable groups, {train['open']['groups']} open"
+    told = f"waiting for rollouts: {sealed} of {need} trainable groups, {train['open']['groups']} open"
+    if not train["open"]["groups"]:
+        return told
+    full = train["open"]["groups"] * run["spec"].get("group_size", 8)
+    return f"{told} with {train['open']['trajectories']} of {full} trajectories"
 
 
 def content(shot: Snapshot) -> dict[str, Any]:

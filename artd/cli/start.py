@@ -26,10 +26,13 @@ TAIL = 20
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("start", help="run the daemon in the foreground, or detached", parents=[shared()])
+    parser = sub.add_parser("start", help="run the daemon in the foreground, or in the background", parents=[shared()])
     parser.add_argument("--detach", action="store_true", help="in the background; returns when it is ready")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
-    parser.add_argument("--timeout", type=float, default=READY_S, metavar="S", help="with --detach: wait this long")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+    parser.add_argument(
+        "--timeout", type=float, default=READY_S, metavar="S",
+        help="with --detach: wait so many seconds until it is ready (default: %(default)g)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 

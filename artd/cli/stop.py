@@ -26,7 +26,10 @@ _SEEN_S = 5.0
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("stop", help="end the daemon; a second call forces it", parents=[shared()])
     parser.add_argument(
-        "--drain", type=float, metavar="S", help="let workers end for S seconds, then force (default: drain_s)"
+        "--drain",
+        type=float,
+        metavar="S",
+        help="give workers S seconds to end, then force (default: drain_s of artd.toml)",
     )
     parser.set_defaults(run=run)
 

@@ -1,7 +1,7 @@
 """The asynchronous client.
 
-Owner of: one connection, and the OpenAI clients that it handed out. Invariants: everything that it returns is durable in the
-daemon; it keeps nothing that the daemon does not know.
+Owner of: one connection, the OpenAI clients that it handed out, and which samples a body stands for. Invariants:
+everything that it returns is durable in the daemon.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from .connection import Connection
 from .errors import Closed, Invalid
 from .remote import Remote
 from .run import Row, Run
+from .samples import Samples
 
 Table = Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
 POLL_S = 30.0
@@ -32,10 +34,12 @@ class Client:
     """`async with Client() as art:`; everything artd does, for asyncio programs.
 
     data_dir: the daemon's data folder; None = $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data. timeout: seconds that a
-    request may take, time without a daemon included: when the daemon dies and is started again within it, nothing is
-    noticed (one that is told to stop answers `Draining` until it has ended). remote: a daemon on another machine, in place
-    of data_dir.
-    Safe for many tasks of one event loop.
+    request may take, time without a daemon included: when the daemon stops or dies and another is started within it,
+    nothing is noticed but the delay. remote: a daemon on another machine, in place of data_dir.
+
+    Opening raises DaemonNotRunning at once when no daemon lives. Every call raises ArtdError: TimedOut, DaemonNotRunning or
+    Draining when its time is over, Closed when the client is. A call may be cancelled at any moment; what was asked for may
+    then have been done or not. Safe for many tasks of one event loop (asyncio, also by way of anyio).
     """
 
     def __init__(
@@ -43,11 +47,16 @@ class Client:
     ) -> None:
         if remote is not None and data_dir is not None:
             raise Invalid("give either data_dir or remote, not both", "remote")
+        if not timeout > 0:
+            raise Invalid(
+                f"timeout: {timeout} is not more than 0 seconds (float('inf') = as long as it takes)", "timeout"
+            )
         self.data_dir = paths.data_dir(data_dir)
         self._where = remote or self.data_dir
         self._timeout = timeout
         self._connection: Connection | None = None
         self._closing: list[Callable[[], Awaitable[object]]] = []
+        self._samples: dict[str, Samples] = {}
 
     async def __aenter__(self) -> Client:
         if self._connection is not None:
@@ -61,19 +70,22 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection and the OpenAI clients made by runs. Idempotent."""
+        """Close the connection and the OpenAI clients made by runs; what is under way ends with Closed. Idempotent."""
         closing, self._closing = self._closing, []
         connection, self._connection = self._connection, None
-        try:
-            for close in closing:
-                await close()
-        finally:
+        async with AsyncExitStack() as stack:  # each, whatever becomes of the others
             if connection is not None:
-                await connection.close()
+                stack.push_async_callback(connection.close)
+            for close in closing:
+                stack.push_async_callback(close)
 
     def closing(self, close: Callable[[], Awaitable[object]]) -> None:
         """Have `close` awaited when this client closes."""
         self._closing.append(close)
+
+    def samples(self, run: str) -> Samples:
+        """Which samples the bodies are that were submitted to this run by value, without a key."""
+        return self._samples.setdefault(run, Samples())
 
     @property
     def daemon(self) -> api.Welcome:
@@ -97,7 +109,7 @@ class Client:
 
         Either `spec`, or `model` (folder of a Hugging Face checkpoint) and any field of RunSpec: `lora={"rank": 8}`,
         `group_size=8` ... Neither attaches only: NotFound when there is no such run. A run that exists with another spec is a
-        Conflict that names the field. Raises ArtdError.
+        Conflict that names the field, and so is another run that is not finished. Raises Invalid with the bad field.
         """
         connection = self._open
         info = await connection.ask(api.CreateRun(name=name, spec=make_spec(model, spec, fields)), api.RunInfo)
@@ -108,7 +120,11 @@ class Client:
     async def rows(
         self, what: Table, *, run: str = "", states: Sequence[str] = (), after: int = 0, limit: int = 100
     ) -> list[Row]:
-        """Rows of a table, newest first: dictionaries as `artctl … --json` shows them. states: () = all."""
+        """Rows of a table, newest first, with the columns of docs/cli-json.md; times are milliseconds since the epoch.
+
+        states: () = all; after: rows with a greater id; limit: rows at most, up to 10,000. Workers are all there are: they
+        have no run and no id.
+        """
         if what not in get_args(Table):
             raise Invalid(f"nothing is listed as {what!r}; {', '.join(get_args(Table))} are", "what")
         op = api.List(what=what, run=run, states=tuple(states), after=after, limit=limit)
@@ -124,7 +140,9 @@ class Client:
         return await self.rows("workers")
 
     async def events(self, run: str | None = None, after: int = 0) -> AsyncGenerator[Row, None]:
-        """Events with id > after, oldest first, then new ones as they happen, for ever. run: None = of all runs."""
+        """Events with id > after, oldest first, then new ones as they happen, for ever. run: None = of all runs.
+
+        Each once and none left out, also when the daemon is started again; DaemonNotRunning when it stays away."""
         while True:
             op = api.Events(after=after, run=run or "", timeout_s=POLL_S)
             answer = await self._open.ask(op, api.Rows, timeout=POLL_S + self._timeout)
@@ -135,15 +153,16 @@ class Client:
     # ---- steering -----------------------------------------------------------------------------------------------------------
 
     async def cancel(self, job: int) -> None:
-        """Cancel a job for good: its trajectories wait again, and its run pauses."""
+        """Cancel a job for good: its trajectories wait again, and its run pauses. Raises NotFound, Conflict."""
         await self._open.ask(api.CancelJob(job=job), api.Done)
 
     async def discard(self, job: int) -> None:
-        """End a job for good, with its trajectories: they are never trained."""
+        """End a job for good, with its trajectories: they are never trained. Raises NotFound, Conflict."""
         await self._open.ask(api.DiscardJob(job=job), api.Done)
 
     async def retry(self, job: int) -> None:
-        """Queue a quarantined job again on the same batch."""
+        """Queue a quarantined job again on the same batch. Raises NotFound, Conflict, and Disconnected when the daemon went
+        away before it answered: look before you repeat it."""
         await self._open.ask(api.RetryJob(job=job), api.Done)
 
     async def collect(self, dry: bool = False, resume: bool = False) -> api.Collected:
@@ -152,7 +171,7 @@ class Client:
         return await self._open.ask(api.Collect(dry=dry, resume=resume), api.Collected)
 
     async def shutdown(self, drain_s: float = 60.0) -> None:
-        """Stop the daemon; its workers get drain_s seconds."""
+        """Stop the daemon; its workers get drain_s seconds. Returns when it has begun to stop, not when it is gone."""
         await self._open.ask(api.Shutdown(drain_s=drain_s), api.Done)
 
 

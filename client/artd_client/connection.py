@@ -3,7 +3,8 @@
 Owner of: the link of the moment and the calls in flight. Invariants: a call ends exactly once, with its answer, an error
 or its time-out; a call that is cancelled leaves nothing behind, and a late or second answer to it is ignored; after a
 reconnect every unanswered call that is safe to repeat is sent again under the same number and key, the others end with
-`Disconnected`; nothing over the daemon's `max_message` is sent.
+`Disconnected`; what a daemon that is stopping did not take is sent to the next one; nothing over the daemon's `max_message`
+is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from .errors import (
     Closed,
     DaemonNotRunning,
     Disconnected,
+    Draining,
     Failed,
+    Invalid,
     NotAllowed,
     TimedOut,
     TooLarge,
@@ -59,6 +62,7 @@ class _Call:
     deadline: float
     future: asyncio.Future[api.Answer]
     sent: bool = False
+    refused: ArtdError | None = None  # by a daemon that is stopping
 
 
 class Connection:
@@ -105,13 +109,15 @@ class Connection:
             return
         self._end = Closed("this client is closed")
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if self._link is not None:
+            self._link.close()
         if self._ticker is not None:
             self._ticker.cancel()
         if not self._first.done():
             self._first.cancel()
         self._fail_all(self._end)
         self._context.destroy(0)
+        await asyncio.gather(self._task, return_exceptions=True)  # last: in a cancelled scope this is as far as it gets
 
     async def ask(
         self,
@@ -136,7 +142,7 @@ class Connection:
         if self._end is not None:
             raise self._end
         number = next(self._numbers)
-        frames = self._codec.encode(api.Request(id=number, op=op), bulk)
+        frames = self._encode(number, op, bulk)
         self._check_size(frames)
         now = self._loop.time()
         deadline = now + (self.timeout if timeout is None else timeout)
@@ -233,13 +239,17 @@ class Connection:
         if reply.id == self._greeting:
             self._greeted(reply.answer)
             return
-        entry = self._calls.pop(reply.id, None)
+        entry = self._calls.get(reply.id)
         if entry is None or entry.future.done():
             return
-        if isinstance(reply.answer, api.Error):
-            entry.future.set_exception(from_answer(reply.answer))
-        else:
+        if not isinstance(reply.answer, api.Error):
             entry.future.set_result(reply.answer)
+            return
+        refusal = from_answer(reply.answer)
+        if isinstance(refusal, Draining):  # it took nothing; the next daemon is asked, if there is one in time
+            entry.sent, entry.refused = False, refusal
+        else:
+            entry.future.set_exception(refusal)
 
     def _greeted(self, answer: api.Answer) -> None:
         if isinstance(answer, api.Error) and answer.code in ("busy", "draining"):
@@ -271,6 +281,12 @@ class Connection:
         entry.sent = True
         self._put(entry.frames)
 
+    def _encode(self, number: int, op: api.Op, bulk: Sequence[bytes]) -> list[bytes]:
+        try:
+            return self._codec.encode(api.Request(id=number, op=op), bulk)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise Invalid(f"{type(op).__name__}: {error}; numbers, texts, lists and dicts can be sent") from error
+
     def _check_size(self, frames: Sequence[bytes]) -> None:
         size = sum(map(len, frames))
         if self.welcome is not None and size > self.welcome.max_message:
@@ -287,7 +303,7 @@ class Connection:
         now = self._loop.time()
         for entry in list(self._calls.values()):
             if entry.deadline <= now:
-                _fail(entry, self._late())
+                _fail(entry, self._late(entry.refused))
         self._ticker = self._loop.call_later(TICK_S, self._tick) if self._calls else None
         if not self._calls or not self._ready:
             return
@@ -298,10 +314,10 @@ class Connection:
             self._pinged = now
             self._hello()
 
-    def _late(self) -> ArtdError:
+    def _late(self, refused: ArtdError | None = None) -> ArtdError:
         if not self._ready and self._why is not None:
             return self._why
-        return TimedOut(f"the daemon on {self.data} did not answer in time; see `artctl status`")
+        return refused or TimedOut(f"the daemon on {self.data} did not answer in time; see `artctl status`")
 
     def _lost(self, entry: _Call) -> None:
         if isinstance(entry.op, api.Shutdown):

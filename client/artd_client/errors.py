@@ -26,11 +26,12 @@ class NotFound(ArtdError):
 
 
 class Conflict(ArtdError):
-    """The request contradicts what is stored: other content under the same key, another spec, a closed group."""
+    """The request contradicts what is stored: other content under the same key, another spec, a closed group. Sending it
+    again cannot help."""
 
 
 class Busy(ArtdError):
-    """The daemon cannot take this now (disk full, too much in flight). retry_after: seconds."""
+    """The daemon cannot take this now (its disk is full). retry_after: seconds."""
 
     def __init__(self, message: str, field: str = "", retry_after: float = 0.0) -> None:
         super().__init__(message, field)
@@ -47,7 +48,7 @@ class TooLarge(ArtdError):
 
 
 class Draining(ArtdError):
-    """The daemon is stopping and took nothing."""
+    """The daemon is stopping, and no other took its place within the call's time-out. Nothing was done."""
 
 
 class Failed(ArtdError):
@@ -72,7 +73,8 @@ class Stalled(ArtdError):
 
 
 class DaemonNotRunning(ArtdError):
-    """No daemon answers on the data folder. command: what starts one."""
+    """No daemon answers on the data folder. command: what starts one. A request that one before it got may have been
+    done."""
 
     def __init__(self, message: str, command: str) -> None:
         super().__init__(message)
@@ -80,7 +82,8 @@ class DaemonNotRunning(ArtdError):
 
 
 class TimedOut(ArtdError, TimeoutError):
-    """The daemon is connected but did not answer in time. A submit may be repeated: its key makes it count once."""
+    """The daemon is connected but did not answer in time: the request may or may not have been done, or may still be. A
+    submit may be repeated: its key makes it count once."""
 
 
 class Disconnected(ArtdError):
@@ -96,7 +99,7 @@ class WrongProtocol(ArtdError):
 
 
 class Closed(ArtdError):
-    """The client was closed, or not opened yet."""
+    """The client was closed, or not opened yet. What was under way may or may not have been done."""
 
 
 def from_answer(error: api.Error) -> ArtdError:

@@ -1,7 +1,7 @@
 """One run as a client sees it.
 
-Owner of: the last `RunInfo`, and the ordinals of bodies submitted by value. Invariants: the key of a submit is fixed before
-it is sent, so that the connection may repeat it; equal samples of one group count as often as they were submitted.
+Owner of: the last `RunInfo`. Invariants: the key of a submit is fixed before it is sent, so that the connection may repeat it;
+equal samples of one group count as often as this client submitted them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .client import Client
 
 POLL_S = 30.0
+ANSWER_S = 5.0
+"""What a daemon may take to say that a wait has timed out."""
 Row = dict[str, Any]
 
 
@@ -37,7 +39,6 @@ class Run:
     def __init__(self, client: Client, connection: Connection, info: api.RunInfo) -> None:
         self._client = client
         self._connection = connection
-        self._keys: dict[str, dict[str, set[int]]] = {}  # group -> body digest -> ordinals in use
         self.info = info
 
     def __repr__(self) -> str:
@@ -108,10 +109,18 @@ class Run:
         """Submit one trajectory; when this returns, it is durable.
 
         Either `responses` of artd's gateway (completions, ids, or pairs with a choice), in the order in which they were
-        made, or `turns` (see `artd_client.turn`). key: the same key with the same content counts once, with other content it is
-        a Conflict; None makes one from the responses' ids, or from the turns (an equal body again in the same group is
-        a further sample). Raises ArtdError.
+        made, or `turns` (see `artd_client.turn`). reward: finite. metrics: numbers that are stored with it; metadata:
+        anything that JSON can say.
+
+        key: up to 256 characters; the same key with the same content counts once, with other content it is a Conflict. None
+        makes one: from the responses' ids, or from group and turns, where an equal body again is a further sample
+        (docs/trajectories.md says what that means for several programs). What was cancelled, or ended in TimedOut,
+        DaemonNotRunning or Closed, may have been stored: the same call again counts it once.
+
+        Raises Invalid, NotFound (a response), Conflict (the group is closed, the run finished), TooLarge, Busy (wait
+        `retry_after` seconds), and what every call raises: TimedOut, DaemonNotRunning, Draining, Closed.
         """
+        _check_forms(group, responses, turns)
         refs = tuple(reference(response) for response in responses)
         if bool(refs) == bool(turns):
             raise Invalid("a trajectory is either `responses` or `turns`: give one of them", "responses")
@@ -122,7 +131,7 @@ class Run:
             key=key or (digest(to_json(refs)) if refs else ""),
             refs=refs,
             split=split,
-            metrics=metrics or {},
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
             metadata=metadata or {},
         )
         if refs:
@@ -130,26 +139,18 @@ class Run:
         body = msgspec.msgpack.encode(list(turns))
         if key:
             return await self._connection.ask(op, api.Submitted, (body,))
-        return await self._submit_counted(op, body)
+        return await self._submit_numbered(op, body)
 
-    async def _submit_counted(self, op: api.Submit, body: bytes) -> api.Submitted:
+    async def _submit_numbered(self, op: api.Submit, body: bytes) -> api.Submitted:
         """Submit by value under a key of (group, body, how many equal ones went before)."""
         sha = digest(op.group.encode() + b"\0" + body)
-        used = self._keys.setdefault(op.group, {}).setdefault(sha, set())
-        ordinal = next(i for i in range(len(used) + 1) if i not in used)
-        used.add(ordinal)
-        try:
-            op = msgspec.structs.replace(op, key=f"{sha}-{ordinal}" if ordinal else sha)
-            answer = await self._connection.ask(op, api.Submitted, (body,))
-        except BaseException:
-            used.discard(ordinal)  # whoever tries again means this same sample
-            raise
-        if answer.group_state != "open":
-            self._keys.pop(op.group, None)
-        return answer
+        with self._client.samples(self.name).number(sha) as number:
+            op = msgspec.structs.replace(op, key=f"{sha}-{number}" if number else sha)
+            return await self._connection.ask(op, api.Submitted, (body,))
 
     async def seal(self, group: str) -> api.GroupInfo:
-        """Close a group that will get no more trajectories; says whether it can be trained."""
+        """Close a group that will get no more trajectories; says whether it can be trained. Closing it again changes nothing.
+        Raises NotFound."""
         return await self._connection.ask(api.Seal(run=self.name, group=group), api.GroupInfo)
 
     async def flush(self) -> None:
@@ -160,20 +161,22 @@ class Run:
         """Wait until `step` is committed and served. timeout: seconds, None = as long as it takes.
 
         Raises Stalled when it cannot come without more groups, TimedOut (naming what the run was doing), Failed when the
-        run is paused or finished, DaemonNotRunning when the daemon stays away.
+        run is paused or finished, DaemonNotRunning when the daemon stays away: until the time-out, or without one for
+        longer than the client's own.
         """
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         while True:
             left = POLL_S if end is None else min(POLL_S, max(0.0, end - loop.time()))
+            grace = self._connection.timeout if end is None else max(end - loop.time() - left, ANSWER_S)
             op = api.WaitStep(run=self.name, step=step, timeout_s=left)
-            answer = await self._connection.call(op, timeout=left + self._connection.timeout)
+            answer = await self._connection.call(op, timeout=left + min(grace, self._connection.timeout))
             match answer:
                 case api.StepInfo():
                     return answer
                 case api.Stalled():
                     raise Stalled(answer.step, answer.sealed, answer.trainable, answer.needed)
-                case api.Pending() if end is not None and loop.time() >= end:
+                case api.Pending() if end is not None and not loop.time() < end:  # also when it is no number
                     raise TimedOut(
                         f"step {step} of run {self.name!r} did not come within {timeout:g} s: the run is at step "
                         f"{answer.step}, phase {answer.phase}; see `artctl status`"
@@ -204,15 +207,16 @@ class Run:
         return self._client.events(run=self.name, after=after)
 
     async def pause(self, reason: str = "operator") -> None:
-        """Train no more until resumed; the run is served on."""
+        """Train no more until resumed; the run is served on. Raises Conflict when it is finished."""
         await self._connection.ask(api.Pause(run=self.name, reason=reason), api.Done)
 
     async def resume(self) -> None:
+        """Train again, with workers that had been given up started again. Raises Conflict when it is finished."""
         await self._connection.ask(api.Resume(run=self.name), api.Done)
 
     async def rollback(self, step: int) -> None:
         """Go on from an older step, in a new lineage: the steps after it are left, and what they trained stays trained. The
-        run keeps its state; pause it first, or what waits is trained at once."""
+        run keeps its state; pause it first, or what waits is trained at once. Raises NotFound, Conflict."""
         await self.refresh()
         await self._connection.ask(api.Rollback(run=self.name, step=step, lineage=self.info.lineage), api.Done)
         await self.refresh()
@@ -220,3 +224,13 @@ class Run:
     async def finish(self) -> None:
         """End the run for good; its engine and trainer stop."""
         await self._connection.ask(api.Finish(run=self.name), api.Done)
+
+
+def _check_forms(group: object, responses: object, turns: object) -> None:
+    """What would be taken for something else later. Raises Invalid."""
+    if not isinstance(group, str):
+        raise Invalid(f"group: {group!r} is not a name (str)", "group")
+    if isinstance(responses, str) or hasattr(responses, "choices"):
+        raise Invalid("responses: is one response; give a list, responses=[response]", "responses")
+    if isinstance(turns, Turn):
+        raise Invalid("turns: is one turn; give a list, turns=[turn(...)]", "turns")

@@ -1,12 +1,14 @@
 """The same client for programs without an event loop.
 
 Owner of: one thread with one event loop, and the `Client` in it. Invariants: every call blocks until the asynchronous one
-ended; an interrupt of the caller cancels it there; safe for many threads.
+ended; an interrupt of the caller cancels it there; safe for many threads, and no call outlives the client: it ends with
+Closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 T = TypeVar("T")
+CLOSED = "this client is closed"
 
 
 class _Loop:
@@ -33,25 +36,47 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._open = True
+        self._door = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="artd-client", daemon=True)
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """The outcome of `work`. Raises Closed when the loop ends before that."""
+        with self._door:
+            if not self._open:
+                work.close()
+                raise Closed(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise Closed(CLOSED) from None
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
+        """Cancel what still runs, and end the thread."""
+        with self._door:
+            self._open = False
+            ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 class SyncClient:
-    """`with SyncClient() as art:`; see `Client`."""
+    """`with SyncClient() as art:`; every method is that of `Client`, and blocks. Safe for many threads; it may be used where an
+    event loop runs (it blocks that loop), and not in a process forked while it was open."""
 
     def __init__(
         self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0, remote: Remote | None = None
@@ -84,10 +109,11 @@ class SyncClient:
                 loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._running is None:
+        running = self._running
+        if running is None:
             work.close()
             raise Closed("this client is not open; use `with SyncClient() as art:`")
-        return self._running.call(work)
+        return running.call(work)
 
     @property
     def daemon(self) -> api.Welcome:

@@ -97,12 +97,18 @@ def test_what_is_sent(
     assert scripted.seen == [op]
 
 
-@pytest.mark.parametrize(("word", "code"), [("conflict", 6), ("not_found", 5), ("failed", 1), ("draining", 1)])
+@pytest.mark.parametrize(("word", "code"), [("conflict", 6), ("not_found", 5), ("failed", 1)])
 def test_errors_of_the_daemon(word: str, code: int, made: Made, scripted: Scripted, artctl: Call) -> None:
     scripted.answer = lambda op: api.Error(code=word, message="job 4 is running: wait for it")
     found, out, err = artctl("retry", "4")
     assert (found, out) == (code, "")
     assert err.startswith("error: job 4 is running: wait for it\nnext: artctl status")
+
+
+def test_a_daemon_that_is_stopping_is_waited_for(made: Made, scripted: Scripted, artctl: Call) -> None:
+    scripted.answer = lambda op: api.Error(code="draining", message="the daemon is stopping")
+    code, _, err = artctl("retry", "4", "--timeout", "0.3")
+    assert (code, err.splitlines()[0]) == (1, "error: the daemon is stopping") and len(scripted.seen) == 1
 
 
 def test_no_answer(made: Made, scripted: Scripted, artctl: Call) -> None:

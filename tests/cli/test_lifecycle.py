@@ -16,14 +16,17 @@ import pytest
 from artd import daemon as real_daemon
 from artd.cli import main, start, stop
 from artd_schema import paths
+from tests.awake import SOON_S
 
 FAKE = Path(__file__).parent / "fake_daemon.py"
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "FORCE_S", 0.5)
+def short(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What is waited for in vain."""
     monkeypatch.setattr(stop, "_SLACK_S", 0.3)
+    if request.node.callspec.params["fake"] == "deaf":
+        monkeypatch.setattr(stop, "FORCE_S", 0.5)
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def test_stop_without_a_daemon(data: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("fake", ["polite"], indirect=True)
 def test_stop_waits_for_the_end(fake: subprocess.Popen[bytes], data: Path) -> None:
     assert call("stop", "--data-dir", str(data)) == 0
-    assert fake.wait(5) == 0
+    assert fake.wait(SOON_S) == 0
 
 
 @pytest.mark.parametrize("fake", ["slow"], indirect=True)
@@ -59,7 +62,7 @@ def test_a_second_stop_forces(
     assert f"next: artd stop --data-dir {data}   (forces it)" in capsys.readouterr().err
     assert fake.poll() is None
     assert call("stop", "--data-dir", str(data)) == 0
-    assert fake.wait(5) == 0
+    assert fake.wait(SOON_S) == 0
 
 
 @pytest.mark.parametrize("drain", ["0", "0.2"])
@@ -67,7 +70,7 @@ def test_a_second_stop_forces(
 def test_stop_with_a_deadline_forces_by_itself(fake: subprocess.Popen[bytes], data: Path, drain: str) -> None:
     started = time.monotonic()
     assert call("stop", "--drain", drain, "--data-dir", str(data)) == 0
-    assert fake.wait(5) == 0 and time.monotonic() - started >= float(drain)
+    assert fake.wait(SOON_S) == 0 and time.monotonic() - started >= float(drain)
 
 
 @pytest.mark.parametrize("fake", ["deaf"], indirect=True)

@@ -25,6 +25,7 @@ from artd.cli import main, replay_job
 from artd_schema.codec import digest
 from artd_schema.replay_job import EnvironmentRow, ReplayReport, ReplayRow
 from artd_schema.spec import RunSpec
+from tests.awake import SOON_S
 from tests.cli.replay_rig import CORES, NEARLY, OTHERWISE, SAME, Interpreter, Past
 from tests.cli.test_golden import check
 
@@ -291,16 +292,16 @@ def test_too_little_space(artd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_interrupted(number: int, past: Past, interpreter: Interpreter, scratch: Path) -> None:
     """The trainer's part ends with the command, and the scratch folder goes."""
-    interpreter.first(f'echo $$ >"{interpreter.here}/pid"; exec sleep 60')
+    interpreter.first(f'echo $$ >"{interpreter.here}/pid"; exec sleep 600')
     command = [sys.executable, "-m", "artd.cli.main", "replay-job", "3", "--data-dir", str(past.data)]
     env = os.environ | {"ARTD_CONFIG": str(interpreter.config), "TMPDIR": str(scratch)}
     pid = interpreter.here / "pid"
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        end = time.monotonic() + 20
+        end = time.monotonic() + SOON_S
         while not (pid.exists() and pid.read_text().strip()):
             assert time.monotonic() < end and child.poll() is None
             time.sleep(0.01)
         child.send_signal(number)
-        assert child.wait(10) == 130
+        assert child.wait(SOON_S) == 130
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
     assert not list(scratch.iterdir())

@@ -180,7 +180,7 @@ def test_an_operators_pause_is_no_problem(made: Made, daemon: FakeDaemon, artctl
     ("sql", "doing"),
     [
         ("UPDATE job SET state = 'queued', worker = NULL WHERE id = 4", "waiting for the trainer to take a job"),
-        ("UPDATE job SET state = 'succeeded', worker = NULL, ended = 1 WHERE id = 4", "waiting for rollouts: 1 of 4 trainable groups, 1 open"),
+        ("UPDATE job SET state = 'succeeded', worker = NULL, ended = 1 WHERE id = 4", "waiting for rollouts: 1 of 4 trainable groups, 1 open with 2 of 8 trajectories"),
         ("UPDATE job SET state = 'succeeded', worker = NULL, ended = 1 WHERE id = 4; UPDATE push SET state = 'sending' WHERE id = 2", "pushing step 2 into engine"),
         ("UPDATE job SET state = 'succeeded', worker = NULL, ended = 1 WHERE id = 4; DELETE FROM serving", "waiting for an engine to serve step 2"),
         ("DELETE FROM attempt; DELETE FROM job WHERE id = 4; UPDATE run SET state = 'finished'", "nothing; run toy is finished"),

@@ -16,6 +16,7 @@ import pytest
 
 from artd.cli import ctl, events, logs, read
 from artd.store import readonly
+from tests.awake import SOON_S
 from tests.cli.conftest import Call
 from tests.cli.rows import Made
 
@@ -87,7 +88,7 @@ def test_served_with_the_daemon_up(made: Made, daemon: object, artctl: Call) -> 
         (("logs", "trainr"), 5, "there is no log 'trainr'"),
         (("stauts",), 2, "unknown verb 'stauts' (did you mean status?)"),
         (("jobs", "--state", "quarantine"), 2, "unknown state 'quarantine' (did you mean quarantined?)"),
-        (("job", "four"), 2, "invalid int value"),
+        (("job", "four"), 2, "is not a whole number of 1 or more"),
         ((), 2, "VERB"),
     ],
 )
@@ -176,7 +177,7 @@ def test_following_events_until_interrupted(made: Made) -> None:
         row = json.loads(child.stdout.readline())
         assert (row["id"], row["schema"], row["kind"]) == (new, "artctl.event/1", "push.live")
         child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 130
+        assert child.wait(SOON_S) == 130
 
 
 def test_a_reader_that_goes_away_is_no_error(made: Made) -> None:

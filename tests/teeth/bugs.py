@@ -159,4 +159,19 @@ BUGS = (
         "        synced.result()\n        os.fsync(handle)\n", "        synced.result()\n",
         "tests/trainer/test_checkpoint.py::test_every_file_is_durable_before_the_manifest_is_begun", torch=True,
     ),
+    Bug(
+        "a-further-sample-is-the-first", "client/artd_client/samples.py",
+        "        numbers.next = max(numbers.next, mine + 1)\n", "",
+        "tests/unit/test_client.py::test_an_equal_sample_of_a_closed_group_is_a_further_one",
+    ),
+    Bug(
+        "a-stopping-daemon-ends-calls", "client/artd_client/connection.py",
+        "        if isinstance(refusal, Draining):", "        if False:",
+        "tests/unit/test_client_restart.py::test_what_a_stopping_daemon_did_not_take_is_sent_to_the_next_one",
+    ),
+    Bug(
+        "a-cancelled-scope-keeps-the-connection", "client/artd_client/connection.py",
+        "        self._task.cancel()\n        if self._link", "        self._task.cancel()\n        await asyncio.sleep(0)\n        if self._link",
+        "tests/unit/test_client_cancel.py::test_a_client_in_a_cancelled_scope_is_closed_whole",
+    ),
 )  # fmt: skip

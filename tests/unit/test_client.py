@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.resources
+import inspect
 import subprocess
 import sys
 import threading
@@ -136,20 +138,48 @@ async def test_equal_samples_by_value_count_each_and_a_retry_does_not(daemon):
         assert failed == again and failed not in keys
         await run.submit("h", 1.0, turns=[ONE])
         assert daemon.ops(api.Submit)[-1].key not in {*keys, failed}
-        same_program = await art.run("r")
-        await same_program.submit("g", 1.0, turns=[ONE])
-        assert daemon.ops(api.Submit)[-1].key == keys[0]
+        await (await art.run("r")).submit("g", 1.0, turns=[ONE])
+        assert daemon.ops(api.Submit)[-1].key not in {*keys, failed}, "another task of the same program"
+    async with Client(daemon.data) as art:
+        await (await art.run("r")).submit("g", 1.0, turns=[ONE])
+        assert daemon.ops(api.Submit)[-1].key == keys[0], "the same program, started again"
 
 
 @pytest.mark.asyncio
-async def test_ordinals_are_forgotten_with_the_group(daemon):
+async def test_an_equal_sample_of_a_closed_group_is_a_further_one(daemon):
+    """So the daemon refuses it as it refuses any other, instead of taking it for the first."""
+    daemon.handle = lambda op: (
+        api.Submitted(trajectory=2, duplicate=False, group_state="sealed") if isinstance(op, api.Submit) else usual(op)
+    )
     async with Client(daemon.data) as art:
         run = await art.run("r")
-        await run.submit("g", 1.0, turns=[ONE])
-        assert run._keys
-        daemon.handle = lambda op: api.Submitted(trajectory=2, duplicate=False, group_state="sealed")
-        await run.submit("g", 1.0, turns=[ONE])
-        assert not run._keys
+        for _ in range(3):
+            await run.submit("g", 1.0, turns=[ONE])
+            await run.seal("g")
+            await run.flush()
+    assert len({op.key for op in daemon.ops(api.Submit)}) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("arguments", "field", "text"),
+    [
+        ({"group": 7, "turns": [ONE]}, "group", "7 is not a name"),
+        ({"responses": "chat-1"}, "responses", "give a list"),
+        ({"responses": SimpleNamespace(id="x", choices=[])}, "responses", "give a list"),
+        ({"turns": ONE}, "turns", "give a list"),
+        ({"turns": [ONE], "metadata": {"at": object()}}, "", "object is unsupported"),
+        ({"turns": [ONE], "metadata": {"big": 2**64}}, "", "Submit: "),
+    ],
+)
+async def test_what_is_easily_mistaken_is_refused_by_name(daemon, arguments, field, text):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        with pytest.raises(artd_client.Invalid, match=text) as caught:
+            await run.submit(**({"group": "g", "reward": 1.0} | arguments))
+        assert caught.value.field == field and not daemon.ops(api.Submit)
+        await run.submit("g", np.float32(0.5), turns=[ONE], metrics={"a": np.float32(0.25), "n": 3})
+    assert daemon.ops(api.Submit)[0].metrics == {"a": 0.25, "n": 3.0}
 
 
 def test_a_turn_is_made_of_plain_lists_or_arrays():
@@ -295,6 +325,23 @@ async def test_openai_is_bound_to_the_gateway_and_closed_with_the_client(daemon,
     assert made.is_closed()
 
 
+@pytest.mark.asyncio
+async def test_each_openai_client_is_closed_whatever_becomes_of_the_others(daemon):
+    async def breaks():
+        raise OSError("it broke")
+
+    art = await Client(daemon.data).__aenter__()
+    run = await art.run("r")
+    art.closing(breaks)
+    made = run.openai()
+    art.closing(breaks)
+    with pytest.raises(OSError, match="it broke"):
+        await art.close()
+    assert made.is_closed()
+    with pytest.raises(artd_client.Closed):
+        await run.refresh()
+
+
 # ---- without an event loop ------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +384,23 @@ def test_the_sync_client_does_the_same(daemon):
         art.runs()
     art.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "artd-client"]
+
+
+@pytest.mark.parametrize(("asynchronous", "blocking"), [(Client, SyncClient), (artd_client.Run, artd_client.SyncRun)])
+def test_the_sync_client_takes_the_same_arguments(asynchronous, blocking):
+    own = {"closing", "samples"}  # between Client and Run
+    public = {name for name in vars(asynchronous) if not name.startswith("_")} - own
+    assert public == {name for name in vars(blocking) if not name.startswith("_")} - {"info"}
+    for name in public:
+        one, other = (getattr(kind, name) for kind in (asynchronous, blocking))
+        if callable(one):
+            parameters = [[*inspect.signature(call).parameters.values()] for call in (one, other)]
+            assert parameters[0] == parameters[1], name
+
+
+@pytest.mark.parametrize("package", ["artd", "artd_client", "artd_schema"])
+def test_types_are_for_type_checkers_of_programs_too(package):
+    assert (importlib.resources.files(package) / "py.typed").is_file()
 
 
 def test_many_threads_may_share_a_sync_client(daemon):

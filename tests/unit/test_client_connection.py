@@ -18,6 +18,7 @@ from artd_client import connection as connection_module
 from artd_client.link import Link
 from artd_schema import PROTOCOL
 from artd_schema import client_api as api
+from artd_schema.codec import Codec
 from artd_schema.trajectory import Turn
 from tests.unit.fake_daemon import RUN, FakeDaemon, usual
 
@@ -155,7 +156,7 @@ async def test_a_daemon_that_answers_hellos_is_not_given_up(daemon, monkeypatch)
 @pytest.mark.parametrize(
     ("code", "kind"),
     [("invalid", "Invalid"), ("not_found", "NotFound"), ("conflict", "Conflict"), ("busy", "Busy"),
-     ("too_large", "TooLarge"), ("draining", "Draining"), ("failed", "Failed"), ("of a later version", "Failed")],
+     ("too_large", "TooLarge"), ("failed", "Failed"), ("of a later version", "Failed")],
 )  # fmt: skip
 async def test_errors_are_typed(daemon, code, kind):
     daemon.handle = lambda op: api.Error(code=code, message="what, where, next", field="f", retry_after_s=2.5)
@@ -209,6 +210,19 @@ async def test_second_and_late_answers_are_ignored(daemon):
             daemon.send_late(peer, number, api.Done())
         daemon.send_late(daemon.seen[0][0], 10**9, api.Done())
         assert await art.rows("jobs", limit=77) == [{"id": 77}]
+
+
+@pytest.mark.asyncio
+async def test_two_answers_that_arrive_together_are_one(daemon):
+    daemon.handle = lambda op: None
+    async with Client(daemon.data) as art:
+        asking = asyncio.create_task(art.runs())
+        await until(lambda: daemon.seen)
+        frames = Codec(api.Reply).encode(api.Reply(id=daemon.seen[0][1], answer=api.Rows(rows=[{"id": 1}])))
+        refusal = api.Reply(id=daemon.seen[0][1], answer=api.Error(code="draining", message="stopping"))
+        for reply in (frames, frames, Codec(api.Reply).encode(refusal)):
+            art._connection._take(reply)
+        assert await asking == [{"id": 1}]
 
 
 @pytest.mark.asyncio
@@ -313,6 +327,22 @@ async def test_time_outs_say_whether_there_was_a_daemon(daemon, monkeypatch):
         await asyncio.sleep(0.2)
         with pytest.raises(artd_client.DaemonNotRunning, match="no daemon runs on"):
             await art.runs()
+
+
+@pytest.mark.asyncio
+async def test_a_time_out_is_a_time(daemon, monkeypatch):
+    for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(artd_client.Invalid, match="as long as it takes"):
+            Client(daemon.data, timeout=seconds)
+    step = api.StepInfo(run="r", step=1, checkpoint="c", metrics={}, seconds={})
+    async with Client(daemon.data, timeout=float("inf")) as art:
+        run = await art.run("r")
+        daemon.handle = lambda op: step
+        assert await run.wait(1) == await run.wait(1, timeout=float("inf")) == step
+        daemon.handle = lambda op: api.Pending(step=0, phase="collect")
+        for seconds in (-1.0, 0.0, float("nan")):
+            with pytest.raises(artd_client.TimedOut, match="phase collect"):
+                await asyncio.wait_for(run.wait(1, timeout=seconds), 5)
 
 
 @pytest.mark.asyncio

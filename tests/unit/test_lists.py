@@ -27,7 +27,10 @@ async def test_every_table_lists_its_rows_newest_first(tmp_path):
         for what in QUERIES:
             rows = await read_rows(store, api.List(what=what))
             assert rows, what
-            assert [row["id"] for row in rows] == sorted((row["id"] for row in rows), reverse=True), what
+            if what == "workers":
+                assert [row["name"] for row in rows] == ["trainer", "engine"]
+            else:
+                assert [row["id"] for row in rows] == sorted((row["id"] for row in rows), reverse=True), what
             assert all(not isinstance(value, bytes) for row in rows for value in row.values()), what
 
 
@@ -51,6 +54,9 @@ async def test_filters(tmp_path):
         assert [row["id"] for row in await read(what="jobs", after=1)] == [2]
         assert await read(what="jobs", limit=0) == []
         assert len(await read(what="events", run="r", states=("x",))) > 3
+        assert [row["name"] for row in await read(what="runs", run="r")] == ["r"]
+        assert await read(what="runs", run="s") == []
+        assert len(await read(what="workers", run="other", after=9)) == 2, "they are of no run"
         with pytest.raises(NotFound, match="nothing is listed as 'secrets'"):
             await read(what="secrets")
 
