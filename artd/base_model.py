@@ -81,7 +81,11 @@ def pin(folder: str) -> BaseModel:
 def read_config(path: Path) -> ModelConfig:
     """`config.json` of a model that artd can train. Errors: Invalid."""
     if not path.is_absolute():
-        raise Invalid(f"model {str(path)!r} is not an absolute path of a local folder", field="spec.model")
+        raise Invalid(
+            f"model {str(path)!r} is not an absolute path of a local folder; a model of a hub is downloaded first "
+            "(`hf download NAME --local-dir DIR`), and DIR given",
+            field="spec.model",
+        )
     if not path.is_dir():
         raise Invalid(f"there is no model folder {path}: give a local Hugging Face checkpoint", field="spec.model")
     try:

@@ -6,15 +6,10 @@ everything that it returns is durable in the daemon.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, Literal, get_args
-
-import msgspec
 
 from artd_schema import client_api as api
 from artd_schema import paths
@@ -25,6 +20,7 @@ from .errors import Closed, Invalid
 from .remote import Remote
 from .run import Row, Run
 from .samples import Samples
+from .specs import make_spec, reading_s
 
 Table = Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
 POLL_S = 30.0
@@ -110,9 +106,12 @@ class Client:
         Either `spec`, or `model` (folder of a Hugging Face checkpoint) and any field of RunSpec: `lora={"rank": 8}`,
         `group_size=8` ... Neither attaches only: NotFound when there is no such run. A run that exists with another spec is a
         Conflict that names the field, and so is another run that is not finished. Raises Invalid with the bad field.
+        The daemon hashes the model's folder first, so this may take longer than `timeout`: 10 s more for each GB of it.
         """
         connection = self._open
-        info = await connection.ask(api.CreateRun(name=name, spec=make_spec(model, spec, fields)), api.RunInfo)
+        wanted = make_spec(model, spec, fields)
+        timeout = self._timeout + (reading_s(wanted.model) if wanted else 0)  # the daemon hashes the model's folder
+        info = await connection.ask(api.CreateRun(name=name, spec=wanted), api.RunInfo, timeout=timeout)
         return Run(self, connection, info)
 
     # ---- looking ------------------------------------------------------------------------------------------------------------
@@ -173,26 +172,3 @@ class Client:
     async def shutdown(self, drain_s: float = 60.0) -> None:
         """Stop the daemon; its workers get drain_s seconds. Returns when it has begun to stop, not when it is gone."""
         await self._open.ask(api.Shutdown(drain_s=drain_s), api.Done)
-
-
-def make_spec(model: str | os.PathLike[str] | None, spec: RunSpec | None, fields: dict[str, Any]) -> RunSpec | None:
-    """The spec that `Client.run` was given, None when it only attaches. Raises Invalid with the bad field."""
-    if spec is not None:
-        if model is not None or fields:
-            raise Invalid("give either spec, or model and fields, not both", "spec")
-        return spec
-    if model is None:
-        if fields:
-            raise Invalid(f"{', '.join(fields)}: fields need `model`; without it `run` attaches only", "model")
-        return None
-    if unknown := next((name for name in fields if name not in RunSpec.__struct_fields__), ""):
-        near = difflib.get_close_matches(unknown, RunSpec.__struct_fields__, 1)
-        meant = f"; did you mean {near[0]}?" if near else f"; there is {', '.join(RunSpec.__struct_fields__)}"
-        raise Invalid(f"run spec: there is no field {unknown!r}{meant}", unknown)
-    path = Path(model).expanduser()
-    text = str(path.absolute()) if path.is_dir() or str(model).startswith((".", "/", "~")) else os.fspath(model)
-    try:
-        return msgspec.convert({"model": text, **fields}, RunSpec)
-    except msgspec.ValidationError as error:
-        where = re.search(r"at `\$\.([^`]*)`", str(error)) or re.search(r"field `([^`]*)`", str(error))
-        raise Invalid(f"run spec: {error}", where[1] if where else "") from None

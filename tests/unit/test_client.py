@@ -16,7 +16,7 @@ import pytest
 
 import artd_client
 from artd_client import Client, ExchangeRef, RunSpec, Sampling, SyncClient, turn
-from artd_client.client import make_spec
+from artd_client.connection import Connection
 from artd_schema import client_api as api
 from artd_schema.codec import digest, to_json
 from artd_schema.trajectory import Turn
@@ -75,11 +75,22 @@ async def test_a_bad_spec_is_refused_before_it_is_sent(daemon, arguments, field)
     assert caught.value.field == field and not daemon.seen
 
 
-def test_a_field_that_there_is_not_is_told_with_those_that_there_are():
-    with pytest.raises(artd_client.Invalid, match="'groupsize'; did you mean group_size"):
-        make_spec("/m", None, {"groupsize": 4})
-    with pytest.raises(artd_client.Invalid, match="'zzz'; there is model, parameters, "):
-        make_spec("/m", None, {"zzz": 4})
+@pytest.mark.asyncio
+async def test_a_run_of_a_large_model_may_take_longer_to_create(daemon, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(1_000_000_000)  # takes no space
+    waited, call = [], Connection.call
+
+    async def noting(self, op, bulk, seconds):
+        waited.append(seconds)
+        return await call(self, op, bulk, seconds)
+
+    monkeypatch.setattr(Connection, "call", noting)
+    async with Client(daemon.data, timeout=3.0) as art:
+        await art.run("r", model=tmp_path / "model")
+        await art.run("r")
+    assert waited == [13.0, 3.0]
 
 
 def test_every_part_of_a_spec_can_be_imported():
