@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sqlite3
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 PACKAGES = ("artd", "anyio", "aiosqlite", "msgspec", "numpy", "pyzmq", "safetensors")
+WORKERS = ("torch", "megatron-core", "transformer-engine", "vllm")
+"""Told where they are."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, object]:
-    """The machine: processor, cores that this process may use, memory in MiB, load, kernel."""
+    """The machine: processor, cores that this process may use, memory in MiB, load, kernel, GPUs with their driver."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_model(),
@@ -73,18 +76,28 @@ def machine() -> dict[str, object]:
         "memory_mib": pages // 2**20,
         "load_1m": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
+        "gpus": _gpus(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, SQLite and of what the daemon and its client import."""
+    """Versions of Python, SQLite, of what the daemon and its client import, and of what workers do."""
     found = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *WORKERS):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
+            if name in PACKAGES:
+                found[name] = "not installed"
     return found
+
+
+def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
 
 
 def _cpu_model() -> str:
