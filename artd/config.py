@@ -180,9 +180,8 @@ def _unknown(content: Mapping[str, Any], kind: Any, prefix: str = "") -> str | N
     known = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in content.items():
         if key not in known:
-            return (
-                f"unknown key {prefix}{key!s}{did_you_mean(key, known)}; {prefix or 'the file'} has {', '.join(known)}"
-            )
+            where = prefix.rstrip(".") or "the file"
+            return f"unknown key {prefix}{key!s}{did_you_mean(key, known)}; {where} has {', '.join(known)}"
         inner = known[key]
         nested = isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, dict)
         if nested and (found := _unknown(value, inner, f"{prefix}{key}.")):

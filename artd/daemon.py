@@ -27,7 +27,7 @@ from artd_schema import worker as w
 from artd_schema.codec import Codec
 from artd_schema.crashpoint import reach
 
-from . import __version__, lock
+from . import __version__, gateway_address, lock
 from .clock import Clock
 from .config import Settings
 from .disk import give_up
@@ -96,7 +96,8 @@ class Daemon:
         store.on_full(lambda: give_up(self._data.root))
         try:
             instance, boot = await store.write(lambda c: identify(c, self._data, self._clock.now_ms()))
-            leftovers = await self._reap(store, instance, boot, previous)
+            leftovers = await self._reap(store, instance, boot, previous)  # an older gateway among them
+            await anyio.to_thread.run_sync(gateway_address.require, self._settings.gateway)
             await recover(store, self._data)
             await self._serve(store, instance, boot, leftovers)
             reach("stop.drained")

@@ -169,18 +169,18 @@ class Dispatch:
             self._claim.seen = True
 
     async def staged(self, message: w.Staged) -> None:
-        """Verify, publish, commit, and only then say Committed. A report that comes again while this runs is left
-        alone."""
+        """Verify, publish, commit, and only then say Committed; what is no step is removed. A report that comes again while this
+        runs is left alone."""
         identity = (message.job, message.fence)
         if identity in self._committing:
             return
         self._committing[identity] = anyio.Event()
         try:
             answer = await self._finish(message)
+            if not isinstance(answer, w.Committed):  # of many gigabytes this takes seconds, and the report comes again
+                await anyio.to_thread.run_sync(fs.remove_tree, self._data.staging(*identity))
         finally:
             self._committing.pop(identity).set()
-        if isinstance(answer, w.Fenced):
-            await anyio.to_thread.run_sync(fs.remove_tree, self._data.staging(*identity))
         self._release(*identity)
         self._wire.send(TRAINER, answer)
 

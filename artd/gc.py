@@ -43,6 +43,9 @@ UNUSED = "SELECT b.sha, b.kind, b.bytes FROM blob b WHERE " + " AND ".join(
     f"NOT EXISTS (SELECT 1 FROM {table} x WHERE x.{column} = b.sha)"
     for table, column in (name.split(".") for name in REFERENCES)
 )
+SHARES = tuple(f"{number:02x}" for number in range(256))
+"""Blobs are looked through by the first two digits of their names: nobody waits long for the connection that all read by."""
+OF_SHARE = "sha >= ? AND sha < ?"
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class Collector:
             if (before := self._before(expiry)) is not None and not done.stopped:
                 found = await self._store.read(expiry.find, (before, -1))
                 done.add("expired", expiry.kind, (row["bytes"] for row in found))
-        kinds = {row["sha"]: row["kind"] for row in await self._store.read(UNUSED)}
+        kinds = {row["sha"]: row["kind"] for row in await self._unused()}
         for _name, size, kind in await self._loose(kinds):
             done.add("trashed", kind, [size])
 
@@ -177,11 +180,14 @@ class Collector:
     async def _drop_rows(self) -> dict[str, str]:
         """Delete the rows of blobs that nothing refers to; their kinds by sha."""
         dropped: dict[str, str] = {}
-        found = await self._store.read(UNUSED)
-        for part in _slices(found):
+        for part in _slices(await self._unused()):
             rows = await self._store.write(functools.partial(self._drop, shas=[row["sha"] for row in part]))
             dropped.update(rows)
         return dropped
+
+    async def _unused(self) -> list[sqlite3.Row]:
+        """(sha, kind, bytes) of the rows of blobs that nothing refers to."""
+        return [row for share in SHARES for row in await self._store.read(f"{UNUSED} AND b.{OF_SHARE}", _share(share))]
 
     def _drop(self, c: sqlite3.Connection, shas: Sequence[str]) -> dict[str, str]:
         """Those that something refers to by now stay."""
@@ -207,11 +213,17 @@ class Collector:
 
     async def _loose(self, kinds: dict[str, str]) -> list[tuple[str, int, str]]:
         """(name, bytes, kind) of every file that has no row, or whose row is among `kinds`."""
-        known = {row["sha"] for row in await self._store.read("SELECT sha FROM blob")} - kinds.keys()
-        files = await anyio.to_thread.run_sync(lambda: list(self._blobs.files()))
+        loose: list[tuple[str, int, str]] = []
+        for folder in await anyio.to_thread.run_sync(self._blobs.folders):
+            rows = await self._store.read(f"SELECT sha FROM blob WHERE {OF_SHARE}", _share(folder))
+            known = {row["sha"] for row in rows if row["sha"] not in kinds}
+            loose += await anyio.to_thread.run_sync(self._loose_of, folder, known, kinds)
+        return loose
+
+    def _loose_of(self, folder: str, known: set[str], kinds: dict[str, str]) -> list[tuple[str, int, str]]:
         return [
             (name, size, kinds.get(owner(name), "no row"))
-            for name, size in files
+            for name, size in self._blobs.files(folder)
             if (owner(name) not in known or "/." in name) and not self._blobs.being_put(name)
         ]
 
@@ -228,6 +240,11 @@ def _vacuum_some(c: sqlite3.Connection) -> bool:
     for _ in range(min(free, VACUUM_PAGES)):
         c.execute("PRAGMA incremental_vacuum(1)")  # Python steps it once, whatever number it is given
     return free > VACUUM_PAGES
+
+
+def _share(prefix: str) -> tuple[str, str]:
+    """The bounds of the names that begin so: hexadecimal digits come before `g`."""
+    return prefix, f"{prefix}g"
 
 
 def unlink(files: Sequence[Path]) -> None:

@@ -28,7 +28,7 @@ from .dispatch import TRAINER, checkpoint_ref
 from .rundir import DataDir
 from .store.store import Store, emit, get_meta, move, set_meta
 from .transfers import Transfers
-from .views import active_run, load_worker, newest_checkpoint, open_pushes
+from .views import active_run, load_worker, newest_checkpoint, open_pushes, push_failed
 from .wire import WorkerWire
 
 log = logging.getLogger(__name__)
@@ -36,17 +36,19 @@ ENGINE = "engine"
 GATEWAY = "gateway"
 HELD_S = 10.0
 DEADLINE_S = 180.0
+GONE_S = 60.0
 KEEP_LIVE = 2
 MAX_ATTEMPTS = 5
 
 
 @dataclass
 class Sending:
-    """The push under way. end: monotonic deadline; held: there once the engine wants to pause, set when the gateway admits
-    nothing to it any more, or when nobody waits for that any more."""
+    """The push under way. end: monotonic deadline; pausing: the engine wants to pause; held: there once the gateway was asked,
+    set when it admits nothing to the engine any more, or when nobody waits for that any more."""
 
     message: w.Push
     end: float
+    pausing: bool = False
     held: anyio.Event | None = None
 
     def done(self) -> None:
@@ -65,6 +67,7 @@ class Pusher:
         self._kill = kill
         self._sending: Sending | None = None
         self._unknown: int | None = None  # spawn of an engine whose push ended badly: it gets nothing more
+        self._gone_by = 0.0  # monotonic time when it has ended by itself
         self.transfers = Transfers()
 
     async def run(self) -> None:
@@ -73,12 +76,19 @@ class Pusher:
             changed = self._store.change()
             if self._sending is None:
                 await self._send_due()
-            elif self._store.clock.monotonic() > self._sending.end:
-                message = self._sending.message
-                self._sending.end += DEADLINE_S
-                self._kill(ENGINE, f"push {message.push} to {message.name} passed its deadline")
+            self._watch(self._store.clock.monotonic())
             with anyio.move_on_after(1.0):
                 await changed.wait()
+
+    def _watch(self, now: float) -> None:
+        """End an engine whose push takes too long, or that lives on when its push has failed."""
+        sending = self._sending
+        if sending is not None and now > sending.end:
+            sending.end += DEADLINE_S
+            self._kill(ENGINE, f"push {sending.message.push} to {sending.message.name} passed its deadline")
+        if self._unknown is not None and self._unknown == self._wire.spawn(ENGINE) and now > self._gone_by:
+            self._gone_by = now + GONE_S
+            self._kill(ENGINE, f"its push failed, and it was to end by itself within {GONE_S:.0f} s")
 
     async def _send_due(self) -> None:
         spawn = self._wire.spawn(ENGINE)
@@ -106,7 +116,8 @@ class Pusher:
         plan = plan_push(engine, newest["id"] if newest else None, open_pushes(c, ENGINE), now)
         for push in plan.supersede:
             move(c, "push", push, "superseded", start="prepared", ended=now)
-        if plan.create is not None and not self._gave_up(c, run, plan.create):
+        gave_up = run["state"] == "paused" and push_failed(c, run["id"])  # until `artctl resume`
+        if plan.create is not None and not gave_up:
             prepare_push(c, now, run["id"], plan.create, spec.rollout_weights_mode)
         if plan.send is None or engine is None or newest is None or engine.spawn != self._wire.spawn(ENGINE):
             return None
@@ -141,13 +152,6 @@ class Pusher:
         """One for each pair of spawns and way."""
         return self._data.spawn_dir(ENGINE, engine) / f"{transfer}-{trainer}"
 
-    def _gave_up(self, c: sqlite3.Connection, run: sqlite3.Row, checkpoint: int) -> bool:
-        """A paused run whose newest push failed for good waits for `artctl resume`."""
-        last = c.execute(
-            "SELECT state FROM push WHERE checkpoint_id = ? ORDER BY id DESC LIMIT 1", (checkpoint,)
-        ).fetchone()
-        return run["state"] == "paused" and last is not None and last["state"] == "failed"
-
     def _can_feed(self, c: sqlite3.Connection, checkpoint: sqlite3.Row, engine_spawn: int) -> bool:
         """Whether the trainer's last job made this checkpoint, so that it holds it still, and this engine process has served
         before."""
@@ -161,21 +165,23 @@ class Pusher:
     async def pausing(self, message: w.Pausing) -> None:
         """The engine has done all that it can beside running requests: it goes on when nothing more is admitted to it."""
         sending = self._under_way(message.push, message.fence)
-        if sending is None or sending.held is not None:
+        if sending is None or sending.pausing:
             return  # of an older attempt, or said twice
-        sending.held = held = anyio.Event()
+        sending.pausing = True
         # First the row: from here on every table holds, whichever gateway gets it.
         await self._store.write(lambda c: set_meta(c, "push_held", str(message.fence)))
         if self._sending is sending:
-            await self._hold(message, held)
+            await self._hold(sending)
         reach("push.held")
         if self._sending is sending:  # else its engine died meanwhile
             self._wire.send(ENGINE, w.Proceed(push=message.push, fence=message.fence))
 
-    async def _hold(self, message: w.Pausing, held: anyio.Event) -> None:
+    async def _hold(self, sending: Sending) -> None:
         """Until the gateway admits nothing to the engine, or is dead; without a gateway nothing is admitted at all."""
         if self._wire.spawn(GATEWAY) is None:
             return
+        message = sending.message
+        held = sending.held = anyio.Event()  # only now: that an older gateway died says nothing of this one
         self._wire.send(GATEWAY, w.Hold(push=message.push, fence=message.fence, engine=ENGINE))
         with anyio.move_on_after(HELD_S):
             await held.wait()
@@ -243,9 +249,9 @@ class Pusher:
         return [row["name"] for row in gone if row["name"] != name]
 
     async def failed(self, message: w.PushFailed) -> None:
-        """The harness ends its engine after this; the push waits for the next process."""
+        """The harness ends its engine after this, else `_watch` does; the push waits for the next process."""
         log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
-        self._unknown = self._wire.spawn(ENGINE)
+        self._unknown, self._gone_by = self._wire.spawn(ENGINE), self._store.clock.monotonic() + GONE_S
         await self._store.write(lambda c: self._fail(c, message))
         self._end(message.push, message.fence)
 

@@ -27,7 +27,7 @@ Ask = Callable[[bytes, api.Request, list[bytes]], None]
 
 
 class CannotListen(Exception):
-    """The TCP endpoint cannot be had; the text names the setting."""
+    """A TCP address cannot be had; the text names the setting."""
 
 
 class Curve:

@@ -24,7 +24,7 @@ from .dispatch import Dispatch
 from .errors import Busy, Conflict, Draining, Invalid, RequestError
 from .gc import Collector
 from .ingest import Ingest
-from .jobs import end_for_good, retry
+from .job_orders import end_for_good, retry
 from .lists import read_events, read_rows
 from .rollback import rollback
 from .runs import Runs

@@ -26,8 +26,9 @@ PERIOD_S = 5.0
 NEEDED = """
 SELECT parent_id FROM job WHERE state IN ('queued', 'running', 'quarantined') AND parent_id IS NOT NULL
 UNION SELECT checkpoint_id FROM push WHERE state IN ('prepared', 'sending', 'live')
-UNION SELECT s.checkpoint_id FROM serving s JOIN process p ON p.name = s.engine AND p.spawn = s.spawn
-  JOIN run r ON r.id = s.run_id WHERE json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') = 'lora'
+UNION SELECT s.checkpoint_id FROM run r CROSS JOIN process p CROSS JOIN serving s
+  ON s.engine = p.name AND s.spawn = p.spawn AND s.run_id = r.id
+  WHERE json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') = 'lora'
 UNION SELECT checkpoint_id FROM run WHERE checkpoint_id IS NOT NULL
 """
 OF_CHAIN = "FROM checkpoint WHERE run_id = :run AND state = 'committed' AND abandoned = 0 AND id"

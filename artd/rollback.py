@@ -56,17 +56,18 @@ def _origin(c: sqlite3.Connection, run: sqlite3.Row) -> int:
 def _target(c: sqlite3.Connection, run: sqlite3.Row, op: api.Rollback) -> int:
     """The checkpoint to go back to. Errors: NotFound, Conflict that says what to do first."""
     name = f"{run['name']}@{op.step}"
+    found = c.execute(
+        "SELECT id, state FROM checkpoint WHERE run_id = ? AND step = ? AND abandoned = 0", (run["id"], op.step)
+    ).fetchone()
     if run["state"] == "finished":
-        raise Conflict(f"run {run['name']!r} is finished; export {name}, or create another run")
+        kept = f"`artctl export {name} DIR`, or " if found is not None and found["state"] == "committed" else ""
+        raise Conflict(f"run {run['name']!r} is finished, and goes on from no step: {kept}create another run")
     if run["lineage"] != op.lineage:
         raise Conflict(
             f"run {run['name']!r} was rolled back meanwhile: it is at step {run['step']}; artctl checkpoints"
         )
     if op.step == run["step"]:
         raise Conflict(f"{name} is the newest step already; there is nothing to roll back", field="step")
-    found = c.execute(
-        "SELECT id, state FROM checkpoint WHERE run_id = ? AND step = ? AND abandoned = 0", (run["id"], op.step)
-    ).fetchone()
     kept = ", ".join(f"@{row['step']}" for row in c.execute(KEPT, (run["id"], run["step"]))) or "no older step"
     if found is None:
         raise NotFound(f"there is no checkpoint {name}; it can be rolled back to {kept}", field="step")

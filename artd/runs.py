@@ -1,7 +1,7 @@
 """Runs: created, attached to, paused, resumed, finished; and what a client waits for.
 
 Owner of: the run table. Invariants: a spec never changes; one run is active (or paused) at a time; creating a run
-queues its init job in the same transaction.
+queues its init job in the same transaction, and finishing it gives up what it has not done.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from artd_schema.families import SEEDED
 from artd_schema.spec import RunSpec, first_difference, in_flight_error, layout_error
 
 from .base_model import BaseModel, pin
-from .core.decide import is_stalled
+from .core.decide import RunView, is_stalled
 from .errors import Conflict, Invalid, NotFound, RequestError
+from .jobs import give_up
 from .store.store import Store, emit, get_meta, move
-from .views import load_run
+from .views import load_run, push_failed
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -93,7 +94,10 @@ class Runs:
                 return api.Done()
             if row["state"] == "finished":
                 raise Conflict(f"run {name!r} is finished; create another", field="run")
-            set_run_state(c, self._store.clock.now_ms(), row["id"], target, reason)
+            now = self._store.clock.now_ms()
+            set_run_state(c, now, row["id"], target, reason)
+            if target == "finished":
+                give_up(c, now, row["id"], name)
             return api.Done()
 
         return await self._store.write(write)
@@ -202,13 +206,24 @@ def _progress(c: sqlite3.Connection, op: api.WaitStep, routed: frozenset[str]) -
     there = served > op.step or (served == op.step and _is_routed(c, row["id"], f"{op.run}@{op.step}", routed))
     if run.step >= op.step and there:
         return _step_info(c, row["id"], op)
-    if run.state != "active" and run.step < op.step:
+    if hopeless := _hopeless(c, row["id"], run, op.step):
         what = f": {row['reason']}" if row["reason"] else ""
-        raise RequestError(f"run {op.run!r} is {run.state}{what}; step {op.step} will not come. Next: artctl status")
+        raise RequestError(
+            f"run {op.run!r} is {run.state}{what}; step {op.step} will not {hopeless}. Next: artctl status"
+        )
     if is_stalled(run, op.step):
         return api.Stalled(step=run.step, sealed=len(run.sealed), trainable=len(run.sealed), needed=run.groups_per_step)
     phase = run.job or ("serve" if run.step >= op.step else "collect")
     return api.Pending(step=run.step, phase=phase)
+
+
+def _hopeless(c: sqlite3.Connection, run_id: int, run: RunView, step: int) -> str:
+    """What will not become of a step as long as the run is in its state; "" when it may be served still."""
+    if run.state == "active":
+        return ""
+    if run.step < step:
+        return "come"
+    return "be served" if run.state == "finished" or push_failed(c, run_id) else ""
 
 
 def _step_info(c: sqlite3.Connection, run_id: int, op: api.WaitStep) -> api.StepInfo:

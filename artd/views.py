@@ -76,3 +76,12 @@ def newest_checkpoint(c: sqlite3.Connection, run_id: int) -> sqlite3.Row | None:
         "SELECT k.* FROM run r JOIN checkpoint k ON k.id = r.checkpoint_id WHERE r.id = ?", (run_id,)
     ).fetchone()
     return row
+
+
+def push_failed(c: sqlite3.Connection, run_id: int) -> bool:
+    """Whether the newest push of the run's newest checkpoint failed for good."""
+    last = c.execute(
+        "SELECT state FROM push WHERE checkpoint_id = (SELECT checkpoint_id FROM run WHERE id = ?) ORDER BY id DESC LIMIT 1",
+        (run_id,),
+    ).fetchone()
+    return last is not None and last["state"] == "failed"

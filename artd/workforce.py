@@ -117,15 +117,23 @@ class Workforce:
                 if self.stopping:
                     return
                 if run is None or employer not in (None, run):
-                    await self.supervisor.stop(name, self.settings.drain_s, "the run is finished")
+                    await self._stop(name, "the run is finished")
             if run is not None and run != employer:
                 base_error = await self._check_base(run)
             for name in ("trainer", "engine"):
-                if run is not None and not base_error and await self._has_runtime(name) and not self.stopping:
+                if run is None or base_error or self.supervisor.state(name) in ("starting", "ready"):
+                    continue  # a runtime is looked for on disk: not at every change while its worker lives
+                if await self._has_runtime(name) and not self.stopping:
                     self.supervisor.start(name)
             employer = run
             with anyio.move_on_after(5.0):
                 await changed.wait()
+
+    async def _stop(self, name: str, reason: str) -> None:
+        try:
+            await self.supervisor.stop(name, self.settings.drain_s, reason)
+        except Undead as error:
+            log.error("%s", error)  # its worker is broken until it is gone, and nothing is started beside it
 
     # ---- making a process ---------------------------------------------------------------------------------------------
 
@@ -252,6 +260,8 @@ class Workforce:
             self.wire.answer(peer, w.Reject(reason=f"{who} is not the one that this daemon started"))
             return
         welcome, run = await self.store.write(lambda c: (self._welcome(c, message), _run_id(c)))
+        if self._ends.get(message.name, Words()).spawn >= message.spawn:
+            return  # it died meanwhile: who is registered counts as alive until its death is told
         self.wire.register(message.name, message.spawn, peer, run)
         self.wire.send(message.name, welcome)
 

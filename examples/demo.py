@@ -79,7 +79,12 @@ class Outcome:
 
 @contextlib.asynccontextmanager
 async def daemon(args: argparse.Namespace) -> AsyncIterator[str]:
-    """`artd start --detach` on a data folder of this demo's own, and `artd stop --drain 0` at the end, whatever happens."""
+    """`artd start --detach` on a data folder of this demo's own, and `artd stop --drain 0` at the end, whatever happens.
+
+    The user's ~/.config/artd/artd.toml (interpreters, GPUs, a port) is another daemon's: neither this one reads it nor what the
+    demo calls meanwhile (`artctl mismatch`). A file that $ARTD_CONFIG names counts.
+    """
+    os.environ.setdefault("ARTD_CONFIG", os.devnull)
     folder = args.data_dir or tempfile.mkdtemp(prefix="artd-demo-")
     print(f"starting the daemon on {folder}", flush=True)
     start = await asyncio.create_subprocess_exec(str(BIN / "artd"), "start", "--detach", "--data-dir", folder)

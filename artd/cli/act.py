@@ -44,7 +44,9 @@ ACTS = {
     "retry": Act("job", "queue a quarantined job again, on the same batch; its run goes on", "job {} is queued again"),
     "pause": Act("run", "train no further; the run is still served", "run {} is paused"),
     "resume": Act("run", "let a paused run train again", "run {} is active"),
-    "finish": Act("run", "end a run for good; its engine and trainer stop", "run {} is finished"),
+    "finish": Act(
+        "run", "end a run for good; its engine and trainer stop, its jobs are cancelled", "run {} is finished"
+    ),
     "rollback": Act("step", "go on from an older step, in a new lineage", "{} is the newest step again"),
 }
 

@@ -9,7 +9,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from artd.config import Settings
 from artd.runtimes import doctor
+from artd.runtimes.own import Own
 
 from .outcome import shared
 from .start import load
@@ -25,8 +27,7 @@ def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     settings = load(args)
-    chosen = {"megatron": settings.runtimes.trainer.python, "vllm": settings.runtimes.engine.python}
-    findings = doctor.report(Path(settings.data_dir), {name: python for name, python in chosen.items() if python})
+    findings = doctor.report(Path(settings.data_dir), _owns(settings))
     ok = all(finding.state != "missing" for finding in findings)
     if args.json:
         print(json.dumps({"schema": SCHEMA, "ok": ok, "findings": [asdict(finding) for finding in findings]}, indent=1))
@@ -36,3 +37,14 @@ def run(args: argparse.Namespace) -> int:
         if finding.next:
             print(f"         next: {finding.next}")
     return 0 if ok else 1
+
+
+def _owns(settings: Settings) -> list[Own]:
+    """The interpreters that the settings name in place of a runtime."""
+    owns = []
+    for worker, runtime in (("trainer", "megatron"), ("engine", "vllm")):
+        chosen = getattr(settings.runtimes, worker)
+        if chosen.python:
+            gpus = getattr(settings.gpus, worker)
+            owns.append(Own(worker, runtime, chosen.python, chosen.pythonpath, gpus))
+    return owns

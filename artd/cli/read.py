@@ -29,6 +29,9 @@ SELECT vocab_size, routes FROM run WHERE name = :run"""
 GROUP_COUNTS = """
 SELECT g.split, g.state, count(*) AS groups, total(g.size) AS trajectories
 FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE r.name = :run GROUP BY g.split, g.state"""
+UNPACKED = """
+SELECT count(*) AS dropped FROM (SELECT run_id, state, reason FROM trajectory ORDER BY id DESC LIMIT :limit) t
+JOIN run r ON r.id = t.run_id WHERE r.name = :run AND t.state = 'discarded' AND t.reason LIKE '%more than row_length%'"""
 JOB_COUNTS = """
 SELECT j.state, count(*) AS count, total(j.state = 'queued' AND j.attempts > 0) AS retrying
 FROM job j JOIN run r ON r.id = j.run_id WHERE :run = '' OR r.name = :run GROUP BY j.state"""

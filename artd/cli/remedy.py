@@ -7,7 +7,12 @@ condition that follows from another one is not told twice.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import fields
+
+from artd_schema.spec import EngineSpec, TrainerSpec
 
 from . import show
 from .probe import option, start_command
@@ -19,6 +24,17 @@ if TYPE_CHECKING:
 FULL_DISK = 1 << 20
 RETRIED_MS = 60_000
 """A packer that fails tries again within seconds."""
+
+
+_ASKED = [
+    f"{of}.{field.name}" for of, kind in (("trainer", TrainerSpec), ("engine", EngineSpec)) for field in fields(kind)
+]
+_SPEC = re.compile(
+    r"torch sees (no GPU|\d)|Torch not compiled with CUDA|No CUDA GPUs are available|Failed to infer device type"
+    rf"|support current device cpu|invalid device ordinal|trainer\.\*_parallel|(?<![\w.])({'|'.join(map(re.escape, _ASKED))})\b"
+)
+"""A death for which the run's spec asks: its text names a field of the spec, or a GPU that is not there."""
+_BARE = re.compile(r"(ended with exit status \d+|killed by \w+)$")
 
 
 class Problem(NamedTuple):
@@ -59,14 +75,30 @@ def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
     name, error = worker["name"], worker["error"].strip()
     look = f"artctl logs {name}{where}"
     if worker["state"] in ("broken", "backoff"):
-        again = worker["state"] == "broken" and name != "gateway" and run is not None
-        why = f": {error.splitlines()[-1]}" if error else ""
-        then = f"{look}, then artctl resume {run['name']}{where}" if run and again else look
-        return Problem(f"{name} is in {worker['state']}{why}", then)
+        why = f": {_why(error)}" if error else ""
+        again = _again(run, error, look, where) if worker["state"] == "broken" and name != "gateway" and run else look
+        return Problem(f"{name} is in {worker['state']}{why}", again)
     if worker["state"] == "stopped" and error and run is not None and run["state"] == "active":
         what, _, then = error.partition("Next: ")
         return Problem(f"{name} cannot start: {what.strip()}", then or look)
     return None
+
+
+def _why(error: str) -> str:
+    """The line that tells most: a worker's own words come first; where it had none, the last of its log."""
+    first, *log = error.splitlines()
+    return log[-1] if log and _BARE.match(first) else first
+
+
+def _again(run: Row, error: str, look: str, where: str) -> str:
+    """What to do about a worker that nothing starts any more."""
+    resume = f"artctl resume {run['name']}{where}"
+    if not _SPEC.search(error):
+        return f"{look}, then {resume}"
+    finish = f"artctl finish {run['name']}{where}"
+    return (
+        f"{finish} and another run that asks for what is there (a spec never changes); or get that here, then {resume}"
+    )
 
 
 def _job(job: Row, where: str) -> Problem:
@@ -83,7 +115,8 @@ def choices(job: Row, where: str) -> list[Choice]:
         return []
     retry = Choice(f"artctl retry {number}{where}", "do it again; the run goes on")
     if job["kind"] == "init":
-        return [retry, Choice(f"artctl finish {job['run']}{where}", "give the run up")]
+        finish = Choice(f"artctl finish {job['run']}{where}", "give the run up; another one may ask for something else")
+        return [finish, retry] if job["failure"] == "permanent" else [retry, finish]
     drop = Choice(f"artctl discard {number}{where}", "never train this batch; the run goes on without it")
     free = Choice(f"artctl cancel {number}{where}", "pack its trajectories again, after artctl resume")
     # What the trainer says of the numbers themselves is the same at the next try.

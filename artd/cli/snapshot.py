@@ -9,18 +9,29 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from artd_schema.paths import boot_id, process_ticks
 
 from ..store.version import BUG, REMEDY, wal_reset_bug
 from . import read, show
-from .probe import Daemon, daemon
+from .probe import Daemon, daemon, option
 from .remedy import Problem, advice, problems
 from .show import Row, iso, span, stamped
 
 GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
 JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
+
+
+UNPACKED_OF = 2000
+"""So many of the newest trajectories are looked at: status stays quick, and what was mended is forgotten."""
+
+
+class Warned(NamedTuple):
+    """What is not as it should be, and needs nobody now. text: all of it; brief: for a line of the terminal."""
+
+    text: str
+    brief: str
 
 
 class Snapshot:
@@ -39,6 +50,7 @@ class Snapshot:
         self.pushes: list[Row] = []
         self.events: list[Row] = []
         self.disk_free = 0
+        self.unpacked = 0
         self.problems: list[Problem] = []
 
     @property
@@ -54,10 +66,13 @@ class Snapshot:
         return str(told["why"]) if held and self.daemon.running else ""
 
     @property
-    def warnings(self) -> list[str]:
-        """What is not as it should be, and needs nobody now."""
+    def warnings(self) -> list[Warned]:
+        found = [_too_long(self)] if self.unpacked else []
         version = self.meta.get("sqlite", "")
-        return [f"SQLite {version} {BUG}. Next: {REMEDY}"] if version and wal_reset_bug(version) else []
+        if version and wal_reset_bug(version):
+            said = f"SQLite {version} {BUG}"
+            found.append(Warned(f"{said}. Next: {REMEDY}", f"{said.partition(' (')[0]}; artd doctor says more"))
+        return found
 
     @property
     def health(self) -> str:
@@ -90,6 +105,7 @@ def _fill(shot: Snapshot, database: read.Database) -> None:
         name = shot.run["name"]
         counted = database.rows(read.GROUP_COUNTS, run=name)
         shot.groups = {split: _group_counts(counted, split) for split in ("train", "eval")}
+        shot.unpacked = database.rows(read.UNPACKED, run=name, limit=UNPACKED_OF)[0]["dropped"]
         shot.pushes = database.rows(read.PUSHES, run=name, state="", limit=3)
         counted = database.rows(read.JOB_COUNTS, run=name)
         shot.jobs = read.counts(counted, JOB_STATES, "count")
@@ -116,6 +132,24 @@ def _alive(worker: Row) -> bool:
     if worker["pid"] is None or worker["boot_id"] not in ("", boot_id()):
         return False
     return process_ticks(worker["pid"]) == worker["ticks"]
+
+
+def _too_long(shot: Snapshot) -> Warned:
+    """Rows shorter than the engine's longest answers are nobody's mistake until something does not fit: nothing is cut."""
+    run = shot.run
+    assert run is not None
+    rows, longest = run["spec"].get("row_length", 1024), run["spec"].get("engine", {}).get("max_model_len", 1024)
+    wanted = f" of {longest} (engine.max_model_len)" if longest > rows else ""
+    what = (
+        f"of the newest {UNPACKED_OF} trajectories {shot.unpacked} of run {run['name']} were not trained: no sequence of theirs"
+        f" fits row_length {rows}"
+    )
+    return Warned(
+        f"{what}. Next: artctl trajectories --state discarded{option(shot.data)}; shorter answers (max_tokens), or another run"
+        f" with a row_length{wanted}: a spec never changes",
+        f"{shot.unpacked} trajectories do not fit row_length {rows} and were not trained: shorter answers, or another run with"
+        f" a row_length{wanted or ' that they fit'}",
+    )
 
 
 def doing(shot: Snapshot) -> str:
@@ -165,7 +199,7 @@ def content(shot: Snapshot) -> dict[str, Any]:
         "doing": doing(shot),
         "next": advice(shot),
         "problems": [{"what": p.what, "next": p.next} for p in shot.problems],
-        "warnings": shot.warnings,
+        "warnings": [each.text for each in shot.warnings],
         "daemon": {
             "state": shot.daemon.state,
             "pid": told.pid if told else None,

@@ -42,7 +42,7 @@ def lines(shot: Snapshot) -> Iterator[str]:
     for problem in shot.problems if shot.daemon.running else ():
         yield _row("problem", paint(show.one_line(problem.what, 160), "yellow"))
     for warning in shot.warnings:
-        yield _row("warning", f"{warning.partition(' (')[0]}; artd doctor says more")
+        yield _row("warning", warning.brief)
     if shot.run:
         yield _row("run", _run(shot))
         yield _row("flow", _flow(shot))

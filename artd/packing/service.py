@@ -11,6 +11,7 @@ import logging
 import os
 import sqlite3
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,9 +114,8 @@ class Packer:
         if isinstance(answer, PackFailure):
             log.warning("packing step %d failed: %s", request.step, answer.error)
             return await self._store.write(lambda c: self._failed(c, request, groups, answer))
-        manifest = msgspec.json.decode((out / MANIFEST).read_bytes(), type=BatchManifest)
         try:
-            blobs = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
+            blobs, manifest = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
         except OSError as error:
             if not fs.is_full(error):
                 raise
@@ -128,19 +128,21 @@ class Packer:
         reach("pack.committed")
         return True
 
-    def _adopt_all(self, out: Path, answer: PackResult) -> dict[str, Blob]:
-        """The batch's blobs by column of the batch row."""
+    def _adopt_all(self, out: Path, answer: PackResult) -> tuple[dict[str, Blob], BatchManifest]:
+        """The batch's blobs by column of the batch row, and what its manifest says: of a large batch many megabytes."""
         files = {
             "tensors": ("batch", TENSORS, answer.tensors),
             "manifest": ("manifest", MANIFEST, answer.manifest),
             "replay": ("replay", REPLAY, answer.replay),
             "replay_manifest": ("manifest", REPLAY_MANIFEST, answer.replay_manifest),
         }
-        return {
+        blobs = {
             column: Blob(kind, *self._adopt(out / name, written))
             for column, (kind, name, written) in files.items()
             if written
         }
+        raw = self._blobs.path(blobs["manifest"].sha).read_bytes()
+        return blobs, msgspec.json.decode(raw, type=BatchManifest)
 
     def _adopt(self, path: Path, written: WrittenFile) -> tuple[str, int]:
         sha, size = self._blobs.adopt(path)
@@ -214,6 +216,9 @@ class Packer:
         for group in bad:
             move(c, "trajectory_group", group, "discarded", start="sealed", reason=answer.error)
             c.execute("UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ?", (answer.error, group))
+        if bad:
+            own = [(drop.reason, drop.trajectory) for drop in answer.drops]
+            c.executemany("UPDATE trajectory SET reason = ? WHERE id = ? AND state = 'discarded'", own)
         return bool(bad)
 
 
@@ -238,11 +243,19 @@ def _insert_batch(
 
 async def run_child(request: PackRequest) -> PackResult | PackFailure:
     """Exec `python -m artd.packing.child` for one batch, under a guardian: it does not outlive the daemon."""
-    with death_pipe() as death:
-        command = guarded(death, [sys.executable, "-m", "artd.packing.child"])
-        done = await anyio.run_process(
-            command, input=msgspec.json.encode(request), check=False, start_new_session=True, pass_fds=(death,)
-        )
+    try:
+        with (
+            death_pipe() as death,
+            tempfile.TemporaryFile() as question,
+        ):  # a pipe would break when the child dies early
+            question.write(msgspec.json.encode(request))
+            question.seek(0)
+            command = guarded(death, [sys.executable, "-m", "artd.packing.child"])
+            done = await anyio.run_process(
+                command, stdin=question, check=False, start_new_session=True, pass_fds=(death,)
+            )
+    except OSError as error:  # no more processes, memory or descriptors: as with a worker, another time
+        return PackFailure(error=f"no packer could be started: {error}")
     try:
         return msgspec.json.decode(done.stdout, type=PackResult | PackFailure)
     except UNREADABLE:

@@ -1,7 +1,7 @@
 """What this machine has and lacks for artd: one check, one line, one next step.
 
 Owner: runtimes. Invariants: changes nothing but a probe file that it deletes; `missing` makes `artd doctor` exit 1,
-`warning` does not; every line that is not `ok` says what to do next.
+`warning` does not.
 """
 
 import os
@@ -11,12 +11,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from types import MappingProxyType
 
-from artd.runtimes import diagnose, lockfile, paths, registry
+from artd.runtimes import diagnose, lockfile, own, paths, registry
+from artd.runtimes.finding import Finding
 from artd.store.version import BUG, REMEDY, wal_reset_bug
 
 FSYNC_ROUNDS = 20
@@ -25,16 +24,8 @@ LOW_MEMORY = 8_000_000_000
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "ceph")
 
 
-@dataclass(frozen=True)
-class Finding:
-    name: str
-    state: str  # ok | warning | missing
-    value: str
-    next: str = ""
-
-
-def report(data_dir: Path, own: Mapping[str, str] = MappingProxyType({})) -> list[Finding]:
-    """own: interpreters that the settings name in place of a runtime, by its name (`megatron`, `vllm`)."""
+def report(data_dir: Path, owns: Sequence[own.Own] = ()) -> list[Finding]:
+    """owns: interpreters that the settings name in place of a runtime."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _sqlite,
@@ -46,7 +37,8 @@ def report(data_dir: Path, own: Mapping[str, str] = MappingProxyType({})) -> lis
         _memory,
         _cores,
     ]
-    return [check() for check in checks] + [_own(*item) for item in own.items()] + _runtimes(set(own))
+    replaced = {each.runtime for each in owns}
+    return [check() for check in checks] + own.findings(owns) + _runtimes(replaced)
 
 
 def _python() -> Finding:
@@ -154,12 +146,6 @@ def _memory() -> Finding:
 
 def _cores() -> Finding:
     return Finding("cores", "ok", str(len(os.sched_getaffinity(0))))
-
-
-def _own(name: str, python: str) -> Finding:
-    if shutil.which(python):
-        return Finding(name, "ok", f"your own: {python}")
-    return Finding(name, "missing", f"your own, {python}, is no program", "name another in artd.toml (runtimes)")
 
 
 def _runtimes(replaced: Set[str]) -> list[Finding]:

@@ -74,16 +74,18 @@ class Blobs:
 
     # ---- what the collection does -----------------------------------------------------------------------------------------
 
-    def files(self) -> Iterator[tuple[str, int]]:
-        """(name below the folder, bytes) of every file that is not in the trash, those of dead writers too."""
-        for folder in _entries(self.root):
-            if folder.name == TRASH or not folder.is_dir(follow_symlinks=False):
-                continue
-            for entry in _entries(Path(folder.path)):
-                try:
-                    yield f"{folder.name}/{entry.name}", entry.stat(follow_symlinks=False).st_size
-                except FileNotFoundError:
-                    continue  # a temporary file that has its name now
+    def folders(self) -> list[str]:
+        """Names of the folders of files, without the trash."""
+        found = _entries(self.root)
+        return sorted(entry.name for entry in found if entry.name != TRASH and entry.is_dir(follow_symlinks=False))
+
+    def files(self, folder: str) -> Iterator[tuple[str, int]]:
+        """(name below the root, bytes) of every file of a folder, those of dead writers too."""
+        for entry in _entries(self.root / folder):
+            try:
+                yield f"{folder}/{entry.name}", entry.stat(follow_symlinks=False).st_size
+            except FileNotFoundError:
+                continue  # a temporary file that has its name now
 
     def forget_old_puts(self) -> None:
         """Puts from before the grace are over, with a row or without."""

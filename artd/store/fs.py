@@ -8,6 +8,7 @@ again from the start.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -106,11 +107,12 @@ def publish(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder that nobody needs, if it is there. A disk that is too full even for that keeps it until the next
-    start."""
+    """Remove a folder that nobody needs, if it is there, whoever else removes it meanwhile. A disk that is too full even for that
+    keeps it until the next start."""
     try:
-        if path.exists():
-            shutil.rmtree(path)
+        while path.exists():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
     except OSError as error:
         if not is_full(error):
             raise

@@ -54,6 +54,12 @@ class Tags:
         }
 
 
+def inherited(base: Mapping[str, str]) -> dict[str, str]:
+    """What a process in another interpreter may have of the daemon's own environment."""
+    dropped = {*SECRETS, *_PYTHON, *_SERVICE}
+    return {key: value for key, value in base.items() if key not in dropped}
+
+
 def child_environment(
     base: Mapping[str, str],
     tags: Tags,
@@ -72,9 +78,8 @@ def child_environment(
     added = dict(extra or {})
     if clash := sorted(added.keys() & (fixed.keys() | set(SECRETS))):
         raise ValueError(f"environment of worker {tags.worker!r}: {', '.join(clash)} is set by artd; leave it out")
-    dropped = {*SECRETS, *_PYTHON, *_SERVICE}
     return {
-        **{key: value for key, value in base.items() if key not in dropped},
+        **inherited(base),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "PYTHONUNBUFFERED": "1",

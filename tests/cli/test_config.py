@@ -68,9 +68,18 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("dran_s = 1\n", "unknown key dran_s (did you mean drain_s?)"),
-        ("[gateway]\nprot = 1\n", "unknown key gateway.prot (did you mean port?)"),
-        ("[runtimes.engine]\npyton = 'x'\n", "unknown key runtimes.engine.pyton (did you mean python?)"),
+        (
+            "dran_s = 1\n",
+            "unknown key dran_s (did you mean drain_s?); the file has data_dir, log_level, drain_s, gateway,",
+        ),
+        (
+            "[gateway]\nprot = 1\n",
+            "unknown key gateway.prot (did you mean port?); gateway has host, port, beyond_loopback",
+        ),
+        (
+            "[runtimes.engine]\npyton = 'x'\n",
+            "unknown key runtimes.engine.pyton (did you mean python?); runtimes.engine has python, pythonpath",
+        ),
         ("[gateway]\nport = 70000\n", "gateway.port: Expected `int` <= 65535"),
         ("[limits]\nmax_message_mib = 'x'\n", "limits.max_message_mib: Expected `int`, got `str`"),
         ("[limits]\nreserve_mib = -1\n", "limits.reserve_mib: Expected `int` >= 0"),
@@ -125,16 +134,29 @@ def _dotted(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
     return names
 
 
+PROBE = """
+import json, os, sys
+seen = [sys.argv[3], os.environ["PYTHONPATH"].split(":")[-1], os.environ["CUDA_VISIBLE_DEVICES"]]
+print(json.dumps({"python": "3.12.1", "versions": {"torch": " ".join(seen)}, "failed": {}, "gpus": 1, "cuda": "13.0", "refused": ""}))
+"""
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before the verb", "after it"])
 def test_the_doctor_looks_where_it_is_told_to(tmp_path: Path, capsys, before: bool) -> None:
-    """The data folder, and interpreters of one's own: with those, no runtime is missing."""
-    path, data = tmp_path / "artd.toml", tmp_path / "data"
-    path.write_text(f'[runtimes.trainer]\npython = "{sys.executable}"\n[runtimes.engine]\npython = "{tmp_path}/no"\n')
+    """The data folder, and interpreters of one's own, with their folders and GPUs: with those, no runtime is missing."""
+    path, data, mine = tmp_path / "artd.toml", tmp_path / "data", tmp_path / "python"
+    mine.write_text(f"#!{sys.executable}\n{PROBE}")
+    mine.chmod(0o755)
+    path.write_text(
+        f'[runtimes.trainer]\npython = "python"\npythonpath = ["/a/b"]\n[runtimes.engine]\npython = "{tmp_path}/no"\n'
+        "[gpus]\ntrainer = [3]\n"
+    )
     options = ["--config", str(path), "--data-dir", str(data)]
     words = [*options, "doctor"] if before else ["doctor", *options]
     assert main.main([*words, "--json"]) == 1
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
     assert str(data) in found["file system"]["value"]
     assert (found["megatron"]["state"], found["vllm"]["state"]) == ("ok", "missing")
+    assert "torch trainer /a/b 3" in found["megatron"]["value"]
     assert "artd.toml" in found["vllm"]["next"]
     assert [name for name, each in found.items() if each["state"] == "missing"] == ["vllm"]

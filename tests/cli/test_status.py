@@ -12,7 +12,7 @@ import pytest
 
 from artd.cli import snapshot
 from tests.cli.conftest import Call, FakeDaemon
-from tests.cli.rows import T0, Made
+from tests.cli.rows import SPEC, T0, Made
 
 
 def test_up_and_healthy(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
@@ -85,6 +85,9 @@ def test_what_helps_a_quarantined_job_depends_on_how_it_failed(made: Made, daemo
     assert any(line.split()[:4] == ["2", "g2", "b", "0.5"] for line in lines), "the batch's trajectories"
     made.connection.execute("UPDATE job SET kind = 'init', batch_id = NULL WHERE id = 4")
     commands = [choice["command"] for choice in json.loads(artctl("job", "4", "--json")[1])["choices"]]
+    assert [command.split()[1] for command in commands] == ["finish", "retry"], "what is permanent is so at each try"
+    made.connection.execute(sql, ("transient",))
+    commands = [choice["command"] for choice in json.loads(artctl("job", "4", "--json")[1])["choices"]]
     assert [command.split()[1] for command in commands] == ["retry", "finish"]
 
 
@@ -112,8 +115,13 @@ def test_a_batch_that_cannot_be_packed_is_told(made: Made, daemon: FakeDaemon, a
     ("sql", "what", "advice"),
     [
         (
-            "UPDATE process SET state = 'broken', error = 'x\nKilled' WHERE name = 'engine'",
+            "UPDATE process SET state = 'broken', error = 'ended with exit status 1\nx\nKilled' WHERE name = 'engine'",
             "engine is in broken: Killed",
+            "logs engine",
+        ),
+        (
+            "UPDATE process SET state = 'broken', error = 'the vLLM server has ended: killed by signal 9\nINFO: bye' WHERE name = 'engine'",
+            "engine is in broken: the vLLM server has ended: killed by signal 9",
             "logs engine",
         ),
         (
@@ -140,6 +148,79 @@ def test_degraded(sql: str, what: str, advice: str, made: Made, daemon: FakeDaem
     code, out, _ = artctl("status", "--json")
     problem = json.loads(out)["problems"][0]
     assert code == 4 and problem["what"] == what and advice in problem["next"]
+
+
+NO_GPU = """ended with exit status 1
+Traceback (most recent call last):
+  File "/data/code/abc/artd_workers/trainer/placement.py", line 74, in device_of
+ValueError: trainer.device is cuda, and torch sees no GPU here: start artd where there is one, or use cpu"""
+NO_CUDA = "the vLLM server of run toy has ended: ended with exit code 1 (first error in its log: RuntimeError: No CUDA GPUs are available)"
+TRACE = """ended with exit status 1
+  File "/data/code/abc/artd_workers/engines/vllm/engine.py", line 3, in engine.devices
+OSError: gone"""
+
+
+@pytest.mark.parametrize(
+    ("worker", "error", "first"),
+    [
+        ("trainer", NO_GPU, "finish"),
+        ("engine", NO_CUDA, "finish"),
+        (
+            "engine",
+            "ended (first error: ValueError: backend TRITON ... kernel does not support current device cpu.)",
+            "finish",
+        ),
+        ("engine", "torch cannot say whether there is a GPU (set engine.device): no", "finish"),
+        (
+            "engine",
+            "out of memory: lower engine.kv_cache_mib, engine.max_num_seqs of the run, or free memory",
+            "finish",
+        ),
+        (
+            "trainer",
+            "the run takes 4 GPUs for its trainer, and torch sees 2: start artd where there are as many",
+            "finish",
+        ),
+        ("engine", TRACE, "logs"),
+        ("trainer", "killed by SIGKILL", "logs"),
+        ("gateway", NO_GPU, "logs"),
+    ],
+)
+def test_a_worker_that_its_run_s_spec_breaks_is_not_just_started_again(
+    worker: str, error: str, first: str, made: Made, daemon: FakeDaemon, artctl: Call
+) -> None:
+    made.connection.execute("UPDATE process SET state = 'broken', error = ? WHERE name = ?", (error, worker))
+    told = json.loads(artctl("status", "--json")[1])["next"]
+    assert told.split()[1] == first and ("artctl resume toy" in told) == (worker != "gateway")
+    assert (f"artctl finish toy --data-dir {made.data} and another run" in told) == (first == "finish")
+    made.connection.execute("UPDATE process SET state = 'backoff' WHERE name = ?", (worker,))
+    assert json.loads(artctl("status", "--json")[1])["next"].split()[1] == "logs", "artd tries it again by itself"
+
+
+def test_trajectories_that_fit_no_row_are_counted(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    """Short rows are legitimate, and a warning comes only when something was dropped for them."""
+    assert json.loads(artctl("status", "--json")[1])["warnings"] == []
+    packing = Path(__file__).parents[2] / "artd/packing"
+    assert "more than row_length" in (packing / "forest.py").read_text()
+    too_long = "sequence 0 has 90 tokens, more than row_length 64"
+    for number, reason in enumerate([too_long, too_long, "zero_variance", "an operator's"]):
+        made.trajectory(2, 6, f"long{number}", state="discarded", reason=reason)
+    made.trajectory(1, 6, "elsewhere", state="discarded", reason=too_long)
+    spec = {**SPEC, "row_length": 64, "engine": {"max_model_len": 256}}
+    made.connection.execute("UPDATE run SET spec = ? WHERE id = 2", (json.dumps(spec).encode(),))
+    code, out, _ = artctl("status", "--json")
+    (warning,) = json.loads(out)["warnings"]
+    assert code == 0 and warning.startswith("of the newest 2000 trajectories 2 of run toy were not trained: ")
+    assert "row_length 64" in warning and "another run with a row_length of 256 (engine.max_model_len)" in warning
+    assert f"artctl trajectories --state discarded --data-dir {made.data}" in warning
+    code, out, _ = artctl("status")
+    assert (
+        code == 0
+        and "  warning  2 trajectories do not fit row_length 64 and were not trained: shorter answers, or" in out
+    )
+    spec["row_length"] = 256
+    made.connection.execute("UPDATE run SET spec = ? WHERE id = 2", (json.dumps(spec).encode(),))
+    assert "row_length that they fit" in artctl("status")[1], "more than the engine's own length was handed in by value"
 
 
 def test_a_full_disk_degrades_even_when_the_daemon_cannot_say_so(

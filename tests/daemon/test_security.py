@@ -17,6 +17,7 @@ from artd_client import Client, DaemonNotRunning, NotAllowed, Remote, errors
 from artd_schema import client_api as api
 from artd_schema.codec import Codec
 from artd_schema.paths import runtime_dir
+from tests.awake import SOON_S
 from tests.daemon.rig import ROOT, fill, turn
 from tests.listening import beyond_loopback, listening
 
@@ -141,3 +142,20 @@ async def test_a_remote_endpoint_that_cannot_be_had_is_told_at_start(rig):
         rig.start(wait=False)
         assert rig.process.wait(20) == 1
     assert "remote.bind" in rig.log()
+
+
+async def test_a_gateway_port_that_is_taken_is_told_at_once(rig):
+    """A gateway that cannot listen is no crash to be tried again: five starts with their back-off take half a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with rig.config.open("a") as file:
+            file.write(f"[gateway]\nport = {port}\n")
+        rig.start(wait=False)
+        assert rig.process.wait(SOON_S) == 1
+    said = f"the gateway cannot listen on 127.0.0.1 port {port}: Address already in use. Next: choose another gateway.host or"
+    assert said in rig.log()
+    assert rig.rows("SELECT name FROM process") == [], "a worker was started"
+    rig.start()
+    assert rig.one("SELECT value FROM meta WHERE key = 'gateway_url'") == f"http://127.0.0.1:{port}"
+    rig.restart()  # a gateway that the daemon itself left is none that takes the port
+    assert rig.one("SELECT value FROM meta WHERE key = 'gateway_url'") == f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""Clients of a simulation: rollout programs that submit, an operator that meddles, and one that closes the books.
+"""Clients of a simulation: rollout programs that submit, one that only asks, an operator that meddles, and one that closes the books.
 
 Owner of: the numbers of requests. Invariants: a request is sent again under the same number until it is answered, as the real
 client does; what is answered goes into the history.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .world import World
 
 RESEND_S = 1.0
-PATIENCE_S = 600.0
+PATIENCE_S = 900.0  # an engine whose Ready was lost is ended after its start time-out, which is 600
 RUN = "r"
 
 
@@ -41,7 +41,7 @@ class Client:
         """The answer, however often the daemon has to be asked."""
         while isinstance(answer := await self._once(op, bulk), api.Error) and answer.code in ("draining", "busy"):
             await asyncio.sleep(RESEND_S)
-        if isinstance(answer, api.Error) and answer.code == "failed" and "will not come" not in answer.message:
+        if isinstance(answer, api.Error) and answer.code == "failed" and " will not " not in answer.message:
             self.world.history.broken(f"{type(op).__name__} failed: {answer.message}")
         return answer
 
@@ -97,6 +97,17 @@ class Rollout(Client):
                 return
         if world.rng.random() < 0.2:
             await self.ask(api.Seal(run=RUN, group=group))
+
+
+class Asker(Client):
+    """Asks and asks, for nothing: whoever may be let in where nobody should be is at the door."""
+
+    async def run(self) -> None:
+        world = self.world
+        while True:
+            await asyncio.sleep(world.rng.uniform(0.02, 0.4))
+            if world.gateway is not None:
+                await world.gateway.respond(RUN)
 
 
 class Watcher(Client):

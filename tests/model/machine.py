@@ -25,6 +25,7 @@ from artd.check import check
 from artd.config import Limits, Settings
 from artd.errors import RequestError
 from artd.packing import service
+from artd.route import load_table
 from artd.runs import _insert
 from artd.services import Services
 from artd.store.store import Store
@@ -61,7 +62,7 @@ class Peers:
 
 class Machine(RuleBasedStateMachine):
     """orders: every Run that was sent; results: manifest shas of what was staged for them, by (job, fence);
-    committed: (fence, sha) of a job's step."""
+    committed: (fence, sha) of a job's step; held: the push under way has asked for the hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class Machine(RuleBasedStateMachine):
         self.data = data_dir(self.root)
         self.loop = VirtualLoop()
         self.clock = FakeClock()
-        self.spawns = {"trainer": 0, "engine": 0}
+        self.spawns = {"trainer": 0, "engine": 0, "gateway": 0}
         self.orders: list[w.Run] = []
         self.results: dict[tuple[int, int], str] = {}
         self.committed: dict[int, tuple[int, str]] = {}
@@ -130,6 +131,7 @@ class Machine(RuleBasedStateMachine):
         self.do(start())
         self.order: w.Run | None = None
         self.push: w.Push | None = None
+        self.held = False
         for name in self.spawns:
             self.respawn(name)
 
@@ -214,6 +216,20 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "model"):
             report = check(self.root)
             assert report.clean, report.broken
+
+    @invariant()
+    def the_gateway_s_table_is_true(self) -> None:
+        """It names what is live, and admits nothing to an engine from the pause of a push to its end, however it ends."""
+        if not hasattr(self, "model"):
+            return
+        table = self.do(self.store.write(load_table))
+        if self.model.state == "finished":
+            assert table.engines == ()
+            return
+        (engine,) = table.engines
+        assert engine.hold == (self.push is not None and self.held)
+        steps = {row["step"] for row in self.rows("SELECT step FROM checkpoint WHERE abandoned = 0")}
+        assert len(engine.served) == len(self.served()) and {each.step for each in engine.served} <= steps
 
     @invariant()
     def states_follow_legally(self) -> None:

@@ -139,9 +139,6 @@ class Reference:
         if job.doomed:
             self._abandon(job, job.doomed)
             return False
-        if self.state == "finished":
-            job.state = "queued"
-            return False
         job.state = "succeeded"
         self.chain.append(job)
         for group in job.groups:
@@ -210,6 +207,12 @@ class Reference:
         """target: active, paused or finished."""
         if self.state == "finished" and target != "finished":
             return False
+        job = self.unfinished
+        if target == "finished" and job:
+            if job.state == "running":
+                job.doomed = job.doomed or "cancel"
+            else:
+                self._abandon(job, "cancel")
         self.state = target
         return True
 

@@ -6,6 +6,7 @@ before, and what was once true for ever (ids, fences, epochs, who was trained) i
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from artd.errors import RequestError
+from artd.route import load_table
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from tests.fakes.rows import body, turn
@@ -23,6 +25,7 @@ from tests.fakes.rows import body, turn
 from .machine import Machine
 
 GROUPS = ("a", "b", "c", "d", "e", "f", "g", "h")
+HOLDS = ("held", "late", "gateway dies", "engine dies", "daemon dies")
 FAILURES = ("transient", "permanent", "interrupted")
 
 
@@ -148,7 +151,7 @@ class Rules(Machine):
         self.model.fail(self.job, "permanent")
         self.do(self.services._dispatch.staged(report))
         self.peers.take(w.Ack)
-        shutil.rmtree(order.dir, ignore_errors=True)
+        assert not Path(order.dir).exists()
 
     @precondition(lambda self: self.order is not None)
     @rule(failure=st.sampled_from(FAILURES))
@@ -256,14 +259,85 @@ class Rules(Machine):
         self.do(self.services._pusher._send_due())
         sent = [message for message in self.peers.sent[before:] if isinstance(message, w.Push)]
         if sent:
-            self.push = sent[-1]
+            self.push, self.held = sent[-1], False
             assert all(self.push.fence > old.fence for old in self.pushes)
             assert self.push.checkpoint.step == self.model.step
             self.pushes.append(self.push)
 
+    @precondition(lambda self: self.order is None and self.push is None and self.spec.rollout_weights_mode == "merged")
+    @rule(group=st.sampled_from(GROUPS), how=st.sampled_from(HOLDS))
+    def hold_comes(self, group: str, how: str) -> None:
+        """What leads to the pause of a push, at once."""
+        self.step_comes(group)
+        if self.push is not None:
+            self.pausing(how)
+
+    @precondition(lambda self: self.push is not None and self.push.mode == "merged" and not self.held)
+    @rule(how=st.sampled_from(HOLDS))
+    def pausing(self, how: str) -> None:
+        """The engine wants to pause, and is told to go on when the gateway has said that it holds, or is dead."""
+        push, pusher = self.push, self.services._pusher
+        assert push is not None
+        before = len(self.peers.sent)
+
+        async def asked() -> asyncio.Task[None]:
+            message = w.Pausing(push=push.push, fence=push.fence)
+            task = asyncio.ensure_future(pusher.pausing(message))
+            await asyncio.sleep(0.1)
+            await pusher.pausing(message)  # said twice
+            return task
+
+        async def answered(task: asyncio.Task[None], *fences: int) -> None:
+            for fence in fences:
+                pusher.held(w.Held(push=push.push, fence=fence, engine="engine", in_flight=0))
+            await asyncio.sleep(0.1)
+            assert task.done() == (push.fence in fences)
+
+        task = self.do(asked())
+        hold = w.Hold(push=push.push, fence=push.fence, engine="engine")
+        assert self.peers.sent[before:] == [hold] and self.do(self.store.write(load_table)).engines[0].hold
+        self.held = True
+        proceed = [w.Proceed(push=push.push, fence=push.fence)]
+        match how:
+            case "held" | "late":
+                self.do(answered(task, *({"held": (push.fence,), "late": (push.fence - 1, push.fence)}[how])))
+            case "gateway dies":
+                self.wire.forget("gateway", self.spawns["gateway"])
+                pusher.gateway_died()
+                self.do(task)
+                self.respawn("gateway")
+            case "engine dies":
+                proceed = []
+                self.engine_dies(False)
+                self.do(task)
+            case "daemon dies":
+                proceed = []
+                task.cancel()
+                self.daemon_dies(False)  # with the wire that recorded what was sent
+                before = 0
+        assert [message for message in self.peers.sent[before:] if isinstance(message, w.Proceed)] == proceed
+
+    @precondition(lambda self: self.pushes)
+    @rule(data=st.data())
+    def late_pausing(self, data: st.DataObject) -> None:
+        """Word of a push that is over, or of an older sending of the same push, holds nothing."""
+        over = [push for push in self.pushes if push is not self.push]
+        if over:
+            push, before = data.draw(st.sampled_from(over)), len(self.peers.sent)
+            self.do(self.services._pusher.pausing(w.Pausing(push=push.push, fence=push.fence)))
+            assert len(self.peers.sent) == before
+
+    @rule()
+    def gateway_dies(self) -> None:
+        self.wire.forget("gateway", self.spawns["gateway"])
+        self.services._pusher.gateway_died()
+        self.respawn("gateway")
+
     @precondition(lambda self: self.push is not None)
     @rule()
     def live(self) -> None:
+        if self.push is not None and self.push.mode == "merged" and not self.held:
+            self.pausing("held")
         push, self.push = self.push, None
         assert push is not None
         self.do(self.services._pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0)))

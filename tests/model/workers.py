@@ -42,7 +42,7 @@ class Trainer(Worker):
 
     async def serve(self, welcome: w.Welcome) -> int:
         assert welcome.trainer is not None
-        self.tell(w.Ready())
+        self.tell(w.Ready(transfers=self.world.ways["trainer"]))
         seen: set[tuple[int, int]] = set()
         while True:
             match await self.inbox.get():
@@ -58,12 +58,23 @@ class Trainer(Worker):
                 case w.Fenced(job=job, fence=fence) | w.Ack(job=job, fence=fence):
                     self._settle(job, fence)
                 case w.Push() as push:
-                    if push.checkpoint.sha == self.resident:
-                        self.world.feeds.add((push.push, push.fence))
-                    else:
-                        self.tell(w.Refused(push=push.push, fence=push.fence, reason="not resident"))
+                    self.process.do(self._feed(push))
                 case w.Exit():
                     return 0
+
+    async def _feed(self, push: w.Push) -> None:
+        """Give the weights, as long as they are there: which of them, `resident` says when the engine has taken the last one."""
+        if push.transfer not in self.world.ways["trainer"]:
+            self.world.history.broken(f"push {push.push} goes by {push.transfer}, which this trainer cannot do")
+        await asyncio.sleep(self.world.rng.uniform(0.0, 1.0))
+        if self.world.unlucky("feed"):
+            self.process.die()
+        if push.checkpoint.sha != self.resident:
+            return self.tell(w.Refused(push=push.push, fence=push.fence, reason="not resident"))
+        if self.world.unlucky("feed"):
+            return self.tell(w.Refused(push=push.push, fence=push.fence, reason="told to", transfer=push.transfer))
+        self.world.feeds.add((push.push, push.fence))
+        return None
 
     def _settle(self, job: int, fence: int) -> bool:
         if self._waits != (job, fence):
@@ -141,7 +152,7 @@ class Engine(Worker):
     async def serve(self, welcome: w.Welcome) -> int:
         address = f"engine:{self.process.spawn}"
         self.world.engines[address] = self
-        self.tell(w.Ready(socket=address))
+        self.tell(w.Ready(socket=address, transfers=self.world.ways["engine"]))
         while True:
             match await self.inbox.get():
                 case w.Push() as push if push.fence > self._fence:
@@ -165,11 +176,13 @@ class Engine(Worker):
                 self.inbox.put_nowait(answer)
                 return True
             self._paused = True
+            self._strike()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(push.drain_s):
                     while self._in_flight:
                         await asyncio.sleep(0.1)
             self.weights = "half"
+            self._strike()
         if push.source == "live":
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(push.deadline_s):
@@ -180,27 +193,45 @@ class Engine(Worker):
         await asyncio.sleep(world.rng.uniform(0.01, 0.5))
         if world.unlucky("push"):
             self.tell(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="told to fail"))
+            if world.unlucky("stays"):
+                await asyncio.sleep(3600.0)  # and beats
             await asyncio.sleep(0.1)
             return False
+        self._strike()
         if push.mode == "merged":
             self.weights, self._paused = push.checkpoint.sha, False
         else:
             self.adapters[push.name] = push.checkpoint.sha
+        self._strike()
         self.tell(w.Live(push=push.push, fence=push.fence, max_abs=1e-6, mean_abs=1e-7))
         return True
 
     async def _hold(self, push: w.Push) -> w.Proceed | w.Exit | None:
-        """Ask for the hold, and serve on until the answer; None at the deadline: it, or the question, was lost."""
+        """Ask for the hold, and serve on until the answer; None at the deadline (it, or the question, was lost), and when the
+        server dies meanwhile."""
+        self._strike()
         self.tell(w.Pausing(push=push.push, fence=push.fence))
+        if self.world.unlucky("server"):
+            await asyncio.sleep(self.world.rng.uniform(0.0, 0.02))
+            return await self._lost(push, "the engine ended")
         go_on = w.Proceed(push=push.push, fence=push.fence)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(push.deadline_s):
                 while not isinstance(answer := await self.inbox.get(), w.Exit) and answer != go_on:
                     pass
                 return answer if isinstance(answer, w.Exit) else go_on
-        self.tell(w.PushFailed(push=push.push, fence=push.fence, phase="hold", error="nobody said Proceed"))
+        return await self._lost(push, "nobody said Proceed")
+
+    async def _lost(self, push: w.Push, error: str) -> None:
+        """There is no engine left to be paused."""
+        self.tell(w.PushFailed(push=push.push, fence=push.fence, phase="hold", error=error))
         await asyncio.sleep(0.1)
-        return None
+        self.tell(w.Down(error=error))
+
+    def _strike(self) -> None:
+        """Somebody may kill the process here."""
+        if self.world.unlucky("struck"):
+            self.process.die()
 
     async def generate(self, mode: str, name: str) -> str:
         """Digest of the weights that a response came from; "" when there is none."""
@@ -247,6 +278,8 @@ class Gateway(Worker):
                         self._held = {engine.engine for engine in route.engines if engine.hold}
                     self.tell(w.RouteTaken(seq=self._route.seq))
                 case w.Hold(push=push, fence=fence, engine=engine):
+                    if self.world.unlucky("hold"):
+                        await self._fall(engine)
                     self._held.add(engine)
                     self.tell(w.Held(push=push, fence=fence, engine=engine, in_flight=0))
                 case w.ExchangeAck(response_id=name, error=error) if name in self._acks:
@@ -254,6 +287,17 @@ class Gateway(Worker):
                         self._acks[name].set_result(error)
                 case w.Exit():
                     return 0
+
+    async def _fall(self, engine: str) -> None:
+        """When it is asked to hold: dead before it does, dead before anybody hears, or busy for longer than that is waited for."""
+        match self.world.rng.choice(("before", "after", "late", "late")):
+            case "before":
+                self.process.die()
+            case "after":
+                self._held.add(engine)
+                self.process.die()
+            case "late":
+                await asyncio.sleep(self.world.rng.uniform(0.0, 15.0))
 
     async def respond(self, run: str) -> str:
         """Serve one request: id of a response that is in the ledger, "" when it failed."""

@@ -25,10 +25,11 @@ from artd.rundir import DataDir
 from artd.services import Services
 from artd.store.store import Store, set_meta
 from artd.wire import WorkerWire
+from artd_schema import worker as w
 from artd_schema.spec import RunSpec
 from tests.fakes.rows import VOCAB, data_dir
 
-from .clients import Closer, Operator, Rollout, Watcher
+from .clients import Asker, Closer, Operator, Rollout, Watcher
 from .history import History
 from .net import Net, Weather
 from .process import Process
@@ -37,8 +38,15 @@ from .workers import WORKERS, Engine, Gateway
 
 NOWHERE = Interpreter(python="/bin/false")
 YEAR_S = 365 * 86400.0
+WAYS: tuple[dict[str, tuple[w.Transfer, ...]], ...] = (
+    {"trainer": ("gloo",), "engine": ("gloo",)},
+    {"trainer": ("direct", "nccl", "stock"), "engine": ("direct", "nccl", "stock")},
+    {"trainer": ("direct", "stock"), "engine": ("nccl", "stock")},
+)
+"""How trainer and engine can do their parts of a live push."""
 FAULTS = {
-    "start": 0.05, "die": 0.06, "hang": 0.08, "transient": 0.05, "interrupted": 0.03, "permanent": 0.02, "damage": 0.02, "push": 0.05
+    "start": 0.05, "die": 0.06, "hang": 0.08, "transient": 0.05, "interrupted": 0.03, "permanent": 0.02, "damage": 0.02, "push": 0.05,
+    "struck": 0.04, "server": 0.05, "feed": 0.05, "hold": 0.25, "stays": 0.1,
 }  # fmt: skip
 
 
@@ -86,6 +94,7 @@ class World:
         self._numbers: dict[str, int] = {}
         self._faults = dict.fromkeys(FAULTS, 0.0)
         self._crash_at_point = 0.0
+        self.ways: dict[str, tuple[w.Transfer, ...]] = self.rng.choice(WAYS)
 
     # ---- chance and record ------------------------------------------------------------------------------------------------
 
@@ -226,7 +235,7 @@ class World:
     async def _story(self) -> None:
         rollouts, others = (
             (Rollout(self, "anna"), Rollout(self, "bert")),
-            (Watcher(self, "cleo"), Operator(self, "dora")),
+            (Watcher(self, "cleo"), Operator(self, "dora"), Asker(self, "fred")),
         )
         async with asyncio.TaskGroup() as group:
             daemon = group.create_task(self.live_on())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import demo
 import moe
 
+from artd import config
 from artd_client import Stalled
 
 PROBE = {
@@ -105,3 +107,28 @@ def test_held_out_prompts_are_never_trained_on() -> None:
 def test_the_reward_is_the_share_of_the_lower_half() -> None:
     half = moe.VOCABULARY // 2
     assert moe.reward([0, half - 1, half, moe.VOCABULARY - 1]) == 0.5
+
+
+@pytest.mark.parametrize("named", [None, "/srv/artd.toml"])
+def test_a_demo_s_daemon_reads_no_settings_but_those_that_are_named(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's artd.toml may name GPU interpreters, or the port of a daemon that runs."""
+    monkeypatch.setenv("ARTD_CONFIG", named or "")
+    if not named:
+        del os.environ["ARTD_CONFIG"]
+    (tmp_path / "artd").write_text(f'#!/bin/sh\necho "$1 ${{ARTD_CONFIG-none}}" >>{tmp_path}/calls\n')
+    (tmp_path / "artd").chmod(0o700)
+    monkeypatch.setattr(demo, "BIN", tmp_path)
+
+    async def once() -> None:
+        async with demo.daemon(SimpleNamespace(data_dir=str(tmp_path / "data"))):
+            pass
+
+    asyncio.run(once())
+    read = named or os.devnull
+    assert (tmp_path / "calls").read_text().splitlines() == [f"start {read}", f"stop {read}"]
+
+
+def test_no_settings_are_settings() -> None:
+    assert config.read(Path(os.devnull)) == config.Settings()

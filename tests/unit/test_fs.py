@@ -165,3 +165,21 @@ def test_a_disk_too_full_to_unlink_keeps_a_folder_that_nobody_needs(tmp_path, mo
     monkeypatch.setattr(shutil, "rmtree", fail(errno.EIO))
     with pytest.raises(OSError, match="Input/output"):
         fs.remove_tree(tmp_path / "a")
+
+
+def test_a_folder_that_somebody_else_removes_meanwhile_is_removed(tmp_path, monkeypatch):
+    """A worker that was told `Fenced` removes what it staged, and so does the daemon."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    (tmp_path / "a" / "other").touch()
+    unlink, other = os.unlink, []
+
+    def raced(*args, **kwargs):
+        if not other:
+            other.append(unlink(tmp_path / "a" / "file"))
+            unlink(tmp_path / "a" / "other")
+        unlink(*args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", raced)
+    fs.remove_tree(tmp_path / "a")
+    assert not (tmp_path / "a").exists()

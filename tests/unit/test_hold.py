@@ -189,6 +189,29 @@ async def test_a_gateway_that_dies_is_not_waited_for(tmp_path):
         assert it.order()[2:] == ["Hold gateway", "Proceed engine"] and it.kills == []
 
 
+async def test_a_gateway_that_was_started_while_the_row_was_written_has_to_confirm(tmp_path):
+    """The death of the one before says nothing of it. A disk that is full makes the row wait so long."""
+    async with world(tmp_path) as it:
+        push = await it.push()
+        write, full = it.store.write, asyncio.Event()
+
+        async def waits(fn):
+            await full.wait()
+            return await write(fn)
+
+        it.store.write = waits
+        it.tasks.append(asyncio.ensure_future(it.pusher.pausing(w.Pausing(push=push.push, fence=push.fence))))
+        await asyncio.sleep(0)
+        it.pusher.gateway_died()
+        it.wire.connected[GATEWAY] = 2
+        it.store.write = write
+        full.set()
+        await it.rest()
+        assert it.order()[2:] == ["Hold gateway"], "it may admit until it has said Held"
+        await it.held(push)
+        assert it.order()[2:] == ["Hold gateway", "Proceed engine"]
+
+
 async def test_a_gateway_that_does_not_confirm_is_killed_and_its_death_waited_for(tmp_path, monkeypatch):
     assert HELD_S >= 5
     async with world(tmp_path) as it:

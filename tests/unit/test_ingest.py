@@ -12,6 +12,7 @@ from artd.runs import set_run_state
 from artd_schema import client_api as api
 from artd_schema.codec import digest
 from artd_schema.trajectory import Sampling
+from tests.awake import until
 from tests.fakes.rows import (
     VOCAB,
     FakeClock,
@@ -294,7 +295,6 @@ async def test_a_group_seals_at_its_deadline_and_not_before(tmp_path, clock):
         await asyncio.sleep(0.7)
         assert await count(store, "trajectory_group", "state = 'open'") == 2
         clock.advance(0.2)
-        await asyncio.sleep(0.7)
-        assert await one(store, "SELECT state FROM trajectory_group WHERE name = 'g'") == "sealed"
+        await until(lambda: count(store, "trajectory_group", "name = 'g' AND state = 'sealed'"))
         assert await one(store, "SELECT state FROM trajectory_group WHERE name = 'young'") == "open"
         await settle(task)

@@ -131,8 +131,8 @@ async def test_a_full_disk_before_its_turn_is_told_too_and_what_comes_later_is_t
         await add_run(store)
         await store.write(lambda c: c.execute("PRAGMA max_page_count = 1").fetchone()[0])
         queue, entered, opened = Intake(store), threading.Event(), threading.Event()
-        gate = store.submit(lambda c: entered.set() or opened.wait(10))
-        assert await asyncio.to_thread(entered.wait, 10)
+        gate = store.submit(lambda c: entered.set() or opened.wait(60))
+        assert await asyncio.to_thread(entered.wait, 60)
         large = store.submit(lambda c: set_meta(c, "large", "x" * 1_000_000))
         answers = asyncio.ensure_future(put_all(queue, [parcel("a"), parcel("b")]))
         await asyncio.sleep(0.01)  # both are with the writer now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,11 @@ from typing import Any
 import pytest
 
 from artd.errors import Conflict, NotFound
-from artd.jobs import end_for_good, retry
-from artd.runs import set_run_state
+from artd.job_orders import end_for_good, retry
+from artd.runs import Runs, set_run_state
 from artd.store.store import Store
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_worker, count, one, open_store, stage
+from tests.fakes.rows import EVERY_STEP, FakeWire, add_run, add_worker, count, one, open_store, stage
 from tests.fakes.steps import make_dispatch, packed_run, staged, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -146,6 +148,32 @@ async def test_a_result_that_is_refused_is_told_apart_from_numbers_that_are_not_
         await it.dispatch.staged(staged(order, sha))
         assert await it.states() == ("paused", "quarantined", "packed", "packed", "packed")
         assert await one(store, "SELECT outcome FROM attempt WHERE job_id = ?", order.job) == "rejected"
+        assert not Path(order.dir).exists(), "gigabytes that nobody needs, until the next start"
+
+
+async def test_a_report_that_comes_again_while_its_files_are_removed_is_left_alone(tmp_path, monkeypatch):
+    """Two that remove one folder meet files that are gone; the death of the trainer waits for the first one, too."""
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        order, removed, calls = it.orders[-1], threading.Event(), []
+        sha = stage(Path(order.dir), order)
+        (Path(order.dir) / "weights.bin").write_bytes(b"step X")
+
+        def remove(path):
+            calls.append(path)
+            removed.wait(10)
+
+        monkeypatch.setattr("artd.dispatch.fs.remove_tree", remove)
+        first = asyncio.ensure_future(it.dispatch.staged(staged(order, sha)))
+        while not calls:
+            await asyncio.sleep(0.01)
+        await it.dispatch.staged(staged(order, sha))
+        died = asyncio.ensure_future(it.dispatch.died(1, False, "gone"))
+        await asyncio.sleep(0.1)
+        assert calls == [Path(order.dir)] and not died.done()
+        removed.set()
+        await first
+        await died
 
 
 async def test_jobs_that_cannot_be_ended_or_retried(tmp_path):
@@ -160,3 +188,33 @@ async def test_jobs_that_cannot_be_ended_or_retried(tmp_path):
         await it.do(set_run_state, 1, "finished", "")
         with pytest.raises(Conflict, match="run 'r' is finished"):
             await it.do(retry, job)
+
+
+@pytest.mark.parametrize("waits", ["queued", "quarantined"])
+async def test_a_finished_run_has_no_job_that_waits_for_ever(tmp_path, waits):
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        if waits == "quarantined":
+            await it.quarantine()
+        else:
+            await it.dispatch.died(9, ordered=True, error="restart")
+        assert (await it.states())[1] == waits
+        await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
+        assert await it.states() == ("finished", "cancelled", "abandoned", "sealed", "queued")
+
+
+async def test_the_job_that_runs_when_its_run_is_finished_ends_with_its_worker(tmp_path):
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
+        assert (await it.states())[:2] == ("finished", "running")
+        assert isinstance(await it.report(it.orders[-1]), w.Fenced), "a step was committed into a finished run"
+        assert await it.states() == ("finished", "cancelled", "abandoned", "sealed", "queued")
+
+
+async def test_the_first_job_of_a_run_that_is_finished_at_once_is_cancelled(tmp_path):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
+        assert await one(store, "SELECT state FROM job") == "cancelled"
+        assert await count(store, "event", "kind = 'job.cancelled'") == 1

@@ -10,6 +10,7 @@ import zmq
 from artd_schema import worker as w
 from artd_schema.codec import Codec
 from artd_workers.harness import Identity, Link
+from tests.awake import SOON_S
 
 BEAT_S = 0.05
 CODEC: Codec[w.FromWorker] = Codec(w.FromWorker)
@@ -25,7 +26,7 @@ class Daemon:
         self.peer = b""
 
     def take(self) -> w.FromWorker:
-        assert self.socket.poll(5000), "nothing came within 5 s"
+        assert self.socket.poll(SOON_S * 1000), f"nothing came within {SOON_S} s"
         self.peer, *frames = self.socket.recv_multipart()
         return CODEC.decode(frames)[0]
 
@@ -56,16 +57,30 @@ def make(tmp_path: Path) -> tuple[Daemon, Link]:
     return daemon, Link("trainer", Identity(f"ipc://{tmp_path / 's'}", "inst", "trainer", 4, "b"))
 
 
-def test_hello_says_whose_it_is_and_heartbeats_follow_at_once(tmp_path: Path) -> None:
+def test_hello_says_whose_it_is(tmp_path: Path) -> None:
     daemon, link = make(tmp_path)
     try:
         hello = daemon.welcome(link)
         assert isinstance(hello, w.Hello) and (hello.instance, hello.name, hello.spawn) == ("inst", "trainer", 4)
         assert daemon.peer == b"trainer:4:inst"
-        daemon.take()
-        assert daemon.socket.poll(10 * BEAT_S * 1000), "the second heartbeat of a short lease must not come late"
     finally:
         daemon.close(link)
+
+
+def test_the_second_heartbeat_of_a_short_lease_does_not_come_late(tmp_path: Path) -> None:
+    """A busy machine may delay that of one link; a link that sleeps too long delays it every time."""
+
+    def in_time(folder: Path) -> bool:
+        folder.mkdir()
+        daemon, link = make(folder)
+        try:
+            daemon.welcome(link)
+            daemon.until(w.Beat)
+            return bool(daemon.socket.poll(5 * BEAT_S * 1000))
+        finally:
+            daemon.close(link)
+
+    assert any(in_time(tmp_path / str(number)) for number in range(8))
 
 
 def test_an_answer_to_a_heartbeat_does_not_keep_a_report_from_being_sent(tmp_path: Path) -> None:
@@ -76,10 +91,10 @@ def test_an_answer_to_a_heartbeat_does_not_keep_a_report_from_being_sent(tmp_pat
         fenced, report = w.Fenced(job=7, fence=1), w.Failed(job=7, fence=1, failure="interrupted", error="e")
         link._report = report  # as if the link's thread had not come round to it
         daemon.send(fenced)
-        assert link.receive(5.0) is not None
+        assert link.receive(SOON_S) is not None
         assert daemon.until(w.Failed) == report
         daemon.send(fenced)
-        assert link.receive(5.0) is not None
+        assert link.receive(SOON_S) is not None
         assert link._report is None
     finally:
         daemon.close(link)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from artd.jobs import end_for_good
+from artd.job_orders import end_for_good
 from artd.lists import read_rows
+from artd.packing.child import PackFailure, PackRequest
 from artd.packing.service import Packer, run_child
 from artd.runs import set_run_state
 from artd.store.blobs import Blobs
@@ -116,6 +118,7 @@ async def test_a_batch_of_nothing_discards_its_groups_and_goes_on(tmp_path):
         request, groups = await store.write(packer._due)
         assert await packer._pack(request, groups)  # trying again at once makes sense
         assert await one(store, "SELECT state FROM trajectory_group") == "discarded"
+        assert await count(store, "trajectory", "reason LIKE '%more than row_length 64%'") == 2
         assert await count(store, "batch") == 0 and not await pack(store, data)
 
 
@@ -127,6 +130,30 @@ async def test_a_run_that_moved_on_while_it_was_packed_gets_no_batch(tmp_path):
         await store.write(lambda c: set_run_state(c, 0, 1, "paused", "x"))
         await packer._pack(request, groups)
         assert await count(store, "batch") == 0 and await count(store, "trajectory", "state = 'queued'") == 2
+
+
+def request(data, count=1):
+    return PackRequest(
+        run="r", step=1, seed=0, row_length=64, scale_rewards=False, base_digest="", db="", blobs_dir="",
+        trajectory_ids=list(range(count)), out_dir=str(data.tmp / "pack"),
+    )  # fmt: skip
+
+
+async def test_a_packer_that_cannot_be_made_is_a_failure_like_any_other(tmp_path, monkeypatch):
+    """Not the daemon's end: the machine has no process, memory or descriptor left, for a while."""
+
+    async def exhausted(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("artd.packing.service.anyio.run_process", exhausted)
+    answer = await run_child(request(data_dir(tmp_path)))
+    assert isinstance(answer, PackFailure) and "no packer could be started" in answer.error
+
+
+async def test_a_packer_that_dies_before_it_reads_a_large_request_is_a_failure_like_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("artd.packing.service.guarded", lambda *_: ["/bin/false"])
+    answer = await run_child(request(data_dir(tmp_path), 200_000))
+    assert isinstance(answer, PackFailure) and "status 1" in answer.error
 
 
 # ---- expert replay --------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from artd.push import MAX_ATTEMPTS
+from artd.push import GONE_S, MAX_ATTEMPTS
 from artd.runs import set_run_state
 from artd_schema import worker as w
+from tests.awake import until
 from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, serve, train_next
 
@@ -250,9 +251,29 @@ async def test_a_push_past_its_deadline_ends_the_engine(tmp_path, clock):
         await asyncio.sleep(0.05)
         assert it.kills == []
         clock.advance(push.deadline_s + push.drain_s + 1)
-        await asyncio.sleep(1.2)
+        store.announce()
+        await until(lambda: it.kills)
         assert len(it.kills) == 1 and "passed its deadline" in it.kills[0][1]
         await settle(task)
+
+
+async def test_an_engine_that_lives_on_after_its_push_failed_is_ended(tmp_path, clock):
+    """It beats, is unknown, and gets nothing more: nobody else would ever end it."""
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
+        clock.advance(GONE_S - 1)
+        it.pusher._watch(clock.monotonic())
+        assert it.kills == [], "it tells first why its server ended"
+        clock.advance(2)
+        it.pusher._watch(clock.monotonic())
+        it.pusher._watch(clock.monotonic())
+        assert len(it.kills) == 1 and "its push failed" in it.kills[0][1]
+        await it.restart_engine()
+        clock.advance(GONE_S + 1)
+        it.pusher._watch(clock.monotonic())
+        assert len(it.kills) == 1
 
 
 async def test_nothing_is_sent_to_an_engine_that_is_not_ready_or_not_connected(tmp_path, clock):

@@ -18,6 +18,7 @@ from artd_schema import worker as w
 from artd_schema.codec import Codec, WireError
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import ExchangeRef
+from tests.awake import SOON_S, until
 from tests.fakes.rows import (
     EVERY_STEP,
     FakeWire,
@@ -55,10 +56,7 @@ class Desk:
     async def ask(self, op, bulk=(), number=5):
         self.replies.clear()
         self.requests.take(b"peer", api.Request(id=number, op=op), list(bulk))
-        for _ in range(500):
-            if self.replies:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: self.replies)
         ((peer, reply),) = self.replies
         assert (peer, reply.id) == (b"peer", number)
         return reply.answer
@@ -231,11 +229,11 @@ async def test_shutdown_is_answered_and_passed_on(tmp_path):
 async def test_events_wait_for_the_first(tmp_path):
     async with open_store(tmp_path) as store:
         desk = Desk(store, tmp_path)
-        asking = asyncio.ensure_future(desk.ask(api.Events(timeout_s=20.0)))
+        asking = asyncio.ensure_future(desk.ask(api.Events(timeout_s=30.0)))
         await asyncio.sleep(0.05)
         assert not asking.done()
         await add_run(store)
-        answer = await asyncio.wait_for(asking, 5)
+        answer = await asyncio.wait_for(asking, SOON_S)
         assert [row["kind"] for row in answer.rows] == ["run.created"]
 
 

@@ -128,8 +128,11 @@ async def test_what_is_refused(tmp_path):
             await back(store, 1)
         assert await count(store, "checkpoint", "abandoned = 1") == 0
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        with pytest.raises(Conflict, match="is finished; export r@1"):
+        with pytest.raises(Conflict, match=r"is finished, .* no step: `artctl export r@1 DIR`, or create another run"):
             await back(store, 1)
+        for step in (0, 7):
+            with pytest.raises(Conflict, match="goes on from no step: create another run"):
+                await back(store, step)
 
 
 async def test_a_step_that_was_left_is_not_gone_back_to(tmp_path):

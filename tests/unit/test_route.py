@@ -9,6 +9,7 @@ import pytest
 from artd.route import Router, load_table
 from artd.runs import set_run_state
 from artd_schema import worker as w
+from tests.awake import SOON_S, until
 from tests.fakes.rows import BASE, MIXTURE, ROUTES, FakeWire, add_run, add_worker, data_dir, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, train_next
 
@@ -110,7 +111,7 @@ async def test_every_new_table_is_sent_once_and_again_to_a_new_gateway(tmp_path)
         assert not wire.sent
         wire.connected["gateway"] = 1
         await add_worker(store, "engine", 1, "ready", "/s")
-        await asyncio.sleep(0.1)
+        await until(lambda: wire.of(w.Route))
         (first,) = wire.of(w.Route)
         assert first.runs == ("r",) and first.engines[0].socket == "/s"
         await store.write(lambda c: c.execute("UPDATE run SET reason = 'x'").rowcount)  # changes no route
@@ -118,7 +119,7 @@ async def test_every_new_table_is_sent_once_and_again_to_a_new_gateway(tmp_path)
         assert len(wire.of(w.Route)) == 1
         wire.connected["gateway"] = 2
         await store.write(lambda c: c.execute("UPDATE run SET reason = 'y'").rowcount)
-        await asyncio.sleep(0.1)
+        await until(lambda: len(wire.of(w.Route)) > 1)
         assert [r.seq for r in wire.of(w.Route)] == [1, 2]
         await settle(task)
 
@@ -163,7 +164,7 @@ async def test_what_the_gateway_confirmed_is_routed(tmp_path):
         wire = FakeWire(gateway=1)
         router = Router(store, wire)
         task = asyncio.ensure_future(router.run())
-        await asyncio.sleep(0.1)
+        await until(lambda: wire.of(w.Route))
         (sent,) = wire.of(w.Route)
         assert router.routed == frozenset()
         router.taken(w.RouteTaken(seq=sent.seq - 1))
@@ -171,10 +172,9 @@ async def test_what_the_gateway_confirmed_is_routed(tmp_path):
         changed = store.change()
         router.taken(w.RouteTaken(seq=sent.seq))
         assert router.routed == {"r@0"}
-        await asyncio.wait_for(changed.wait(), 2)
+        await asyncio.wait_for(changed.wait(), SOON_S)
         await store.write(lambda c: c.execute("UPDATE serving SET state = 'gone'").rowcount)
-        await asyncio.sleep(0.1)
-        assert router.routed == frozenset(), "a name that is served no more"
+        await until(lambda: not router.routed)  # a name that is served no more
         await settle(task)
 
 

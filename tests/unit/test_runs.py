@@ -12,6 +12,7 @@ from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.runs import Runs, set_run_state
 from artd_schema import client_api as api
 from artd_schema.spec import RunSpec, TrainerSpec
+from tests.awake import SOON_S
 from tests.fakes.rows import (
     EVERY_STEP,
     FakeClock,
@@ -227,6 +228,24 @@ async def test_wait_of_a_run_that_does_not_go_on_is_an_error(tmp_path):
             await runs.wait(wait(3))
 
 
+async def test_a_step_that_no_engine_will_get_is_not_waited_for(tmp_path):
+    """Committed, but its run was finished meanwhile, or was paused because its push failed for good: nobody would ever answer."""
+    async with open_store(tmp_path) as store:
+        runs, data = make_runs(store), data_dir(tmp_path)
+        run = await add_run(store)
+        await commit_next(store, data)
+        await store.write(lambda c: set_run_state(c, 0, run, "paused", "push 1 failed 5 times: canary"))
+        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve"), "a paused run is still pushed"
+        await store.write(lambda c: c.execute("UPDATE push SET state = 'failed'").rowcount)
+        with pytest.raises(RequestError, match="paused: push 1 failed 5 times: canary; step 0 will not be served"):
+            await runs.wait(wait(0))
+        await runs.set_state("r", "active")
+        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve")
+        await runs.set_state("r", "finished")
+        with pytest.raises(RequestError, match="run 'r' is finished; step 0 will not be served"):
+            await runs.wait(wait(0))
+
+
 async def test_a_paused_run_still_tells_of_a_step_that_is_served(tmp_path):
     async with open_store(tmp_path) as store:
         runs, data = make_runs(store), data_dir(tmp_path)
@@ -247,4 +266,4 @@ async def test_wait_wakes_with_the_commit(tmp_path):
         assert not waiting.done()
         await commit_next(store, data)
         await serve(store)
-        assert isinstance(await asyncio.wait_for(waiting, 5), api.StepInfo)
+        assert isinstance(await asyncio.wait_for(waiting, SOON_S), api.StepInfo)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 
@@ -12,6 +11,7 @@ from artd.core.deadlines import distrust, time_left
 from artd.recover import identify
 from artd.store.store import get_meta
 from artd.times import STOPPED, Times, resume_retention
+from tests.awake import until
 from tests.fakes.rows import FakeClock, add_run, count, data_dir, make_ingest, one, open_store, settle, submit
 
 pytestmark = pytest.mark.asyncio
@@ -84,9 +84,7 @@ async def test_no_group_is_sealed_by_a_jump_and_each_is_at_its_time(tmp_path, ju
         await asyncio.sleep(0.05)
         assert await one(store, "SELECT state FROM trajectory_group") == "open"
         clock.advance(601)
-        async with asyncio.timeout(5):
-            while await one(store, "SELECT state FROM trajectory_group") == "open":
-                await asyncio.sleep(0.01)
+        await until(lambda: count(store, "trajectory_group", "state <> 'open'"))
         await settle(task)
 
 
@@ -126,9 +124,6 @@ async def test_the_service_looks_every_second(tmp_path, monkeypatch):
         task = asyncio.ensure_future(Times(store).run())
         await asyncio.sleep(0)
         clock.ms += YEAR
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
-                while not await count(store, "event", "kind = 'clock.jumped'"):
-                    await asyncio.sleep(0.01)
+        await until(lambda: count(store, "event", "kind = 'clock.jumped'"))
         assert await deadlines(store) == [600, 30]
         await settle(task)

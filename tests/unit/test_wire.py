@@ -15,6 +15,7 @@ from artd.wire import Local, Router, WorkerWire
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import MAGIC, Codec, WireError
+from tests.awake import until
 from tests.fakes.rows import settle
 
 pytestmark = pytest.mark.asyncio
@@ -49,13 +50,6 @@ async def open_router(folder, kind=w.FromWorker, max_message=1 << 20, **more):
         await settle(task)
         router.close()
         context.destroy(linger=0)
-
-
-async def until(condition, seconds=3.0):
-    end = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "it did not happen"
-        await asyncio.sleep(0.005)
 
 
 async def test_messages_come_with_their_bulk_and_answers_go_back(folder):
@@ -136,7 +130,7 @@ async def test_a_burst_is_taken_whole_and_in_order(folder):
         peer = dealer(b"p")
         for number in range(2000):
             peer.send_multipart(TO_WORKER.encode(w.Progress(job=number, fence=1, done=1, total=1)))
-        await until(lambda: len(taken) == 2000, 10)
+        await until(lambda: len(taken) == 2000)
         assert [m.job for _, m, _ in taken] == list(range(2000))
 
 

@@ -13,6 +13,7 @@ from artd import runtimes
 from artd.config import Gpus, Interpreter, Runtimes, Settings
 from artd.runs import set_run_state
 from artd.supervise.postmortem import Status
+from artd.supervise.spawn import Undead
 from artd.supervise.spec import Info
 from artd.wire import WorkerWire
 from artd.workforce import Boot, Workforce
@@ -31,6 +32,11 @@ class FakeSupervisor:
         self.calls: list[str] = []
         self.stopped = asyncio.Event()
         self.stopped.set()
+        self.states: dict[str, str] = {}
+        self.undead: set[str] = set()
+
+    def state(self, name):
+        return self.states.get(name, "stopped")
 
     def start(self, name):
         self.calls.append(f"start {name}")
@@ -38,6 +44,8 @@ class FakeSupervisor:
     async def stop(self, name, grace_s, reason):
         self.calls.append(f"stop {name}")
         await self.stopped.wait()
+        if name in self.undead:
+            raise Undead(name, 7, "D")
 
 
 def make(store, tmp_path):
@@ -91,6 +99,46 @@ async def test_the_next_run_never_gets_the_last_ones_processes(tmp_path):
         assert found.index("stop trainer") < found.index("start trainer")
         assert found.index("stop engine") < found.index("start engine")
         await settle(task)
+
+
+async def test_an_engine_that_does_not_die_at_the_end_of_its_run_does_not_end_the_daemon(tmp_path):
+    async with open_store(tmp_path) as store:
+        made, supervisor, _ = make(store, tmp_path)
+        await add_run(store)
+        task = asyncio.ensure_future(made._follow_rows())
+        await calls(supervisor, 2)
+        supervisor.undead = {"trainer"}
+        await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
+        assert await calls(supervisor, 2) == ["stop trainer", "stop engine"] and not task.done()
+        await settle(task)
+
+
+async def test_a_runtime_is_not_looked_for_while_its_worker_lives(tmp_path, monkeypatch):
+    """Half a millisecond of the event loop each time, and rows change fifty times a second."""
+    async with open_store(tmp_path) as store:
+        made, supervisor, _ = make(store, tmp_path)
+        await add_run(store)
+        task = asyncio.ensure_future(made._follow_rows())
+        await calls(supervisor, 2)
+        supervisor.states = {"trainer": "ready", "engine": "starting"}
+        monkeypatch.setattr(made, "_interpreter", mock.Mock(side_effect=AssertionError("looked for")))
+        await store.write(lambda c: set_run_state(c, 0, 1, "paused", ""))
+        assert await calls(supervisor, 0) == [] and not task.done()
+        await settle(task)
+
+
+async def test_a_process_that_dies_while_its_hello_is_answered_is_not_connected(tmp_path):
+    """Else it would count as alive until the next one says Hello: a gateway is asked for a hold that it never gives."""
+    async with open_store(tmp_path) as store:
+        workforce, supervisor, _ = make(store, tmp_path)
+        supervisor.names = lambda: ("gateway",)
+        supervisor.info = lambda name: Info(kind="gateway", spawn=3, restarts=0)
+        hello = w.Hello(kind="gateway", name="gateway", instance="i", protocol=PROTOCOL, spawn=3, pid=1, build="b")
+        answering = asyncio.ensure_future(workforce.hello(b"peer", hello))
+        await asyncio.sleep(0)
+        await workforce.on_exit("gateway", 3, Status(1, "", "ended with exit status 1"), True, "")
+        await answering
+        assert workforce.wire.spawn("gateway") is None
 
 
 async def test_the_last_words_of_a_harness_are_the_error_of_its_row(tmp_path):

@@ -12,6 +12,7 @@ from artd.core.states import IllegalTransition
 from artd.store import writer as writer_module
 from artd.store.store import Store, emit, get_meta, move, set_meta
 from artd.store.writer import StoreFull, connect
+from tests.awake import SOON_S
 from tests.fakes.rows import FakeClock, add_run, count, one, open_store
 
 pytestmark = pytest.mark.asyncio
@@ -30,10 +31,10 @@ class Gate:
 
     def __call__(self, c: sqlite3.Connection) -> None:
         self._entered.set()
-        assert self._open.wait(10)
+        assert self._open.wait(SOON_S)
 
     async def entered(self) -> None:
-        assert await asyncio.to_thread(self._entered.wait, 10)
+        assert await asyncio.to_thread(self._entered.wait, SOON_S)
 
     def open(self) -> None:
         self._open.set()
@@ -161,7 +162,7 @@ async def test_an_error_of_commit_ends_the_daemon_and_answers_nobody(tmp_path, m
     await store.write(put("fine"))
     store._writer._connection = Failing(store._writer._connection)
     futures = [store.submit(put(i)) for i in range(3)]
-    assert await asyncio.to_thread(died.wait, 5)
+    assert await asyncio.to_thread(died.wait, SOON_S)
     await asyncio.sleep(0.05)
     assert "disk I/O error" in str(deaths[0]) and not any(future.done() for future in futures)
     later = store.submit(put("later"))
@@ -262,7 +263,7 @@ async def test_change_is_announced_for_changes_only(tmp_path):
         await asyncio.sleep(0.02)
         assert not changed.is_set()
         await store.write(put("a"))
-        await asyncio.wait_for(changed.wait(), 2)
+        await asyncio.wait_for(changed.wait(), SOON_S)
         assert store.change() is not changed
 
 

@@ -132,7 +132,7 @@ CREATE TABLE job (
   CHECK (discard <= cancel)
 ) STRICT;
 CREATE INDEX job_batch ON job (batch_id) WHERE batch_id IS NOT NULL;
-CREATE INDEX job_active ON job (run_id, id) WHERE state IN ('queued', 'running');
+CREATE INDEX job_state ON job (state, run_id);  -- not partial: SQLite takes no IN (...) for a narrower condition
 
 CREATE TABLE attempt (
   job_id INTEGER NOT NULL REFERENCES job,
@@ -166,6 +166,8 @@ CREATE TABLE checkpoint (
   UNIQUE (run_id, epoch)
 ) STRICT;
 CREATE UNIQUE INDEX checkpoint_chain ON checkpoint (run_id, step) WHERE abandoned = 0;
+CREATE INDEX checkpoint_committed ON checkpoint (run_id) WHERE state = 'committed';
+CREATE INDEX checkpoint_job ON checkpoint (job_id);
 
 CREATE TABLE push (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -189,6 +191,7 @@ CREATE TABLE push (
 ) STRICT;
 CREATE UNIQUE INDEX push_live ON push (engine) WHERE state = 'live';
 CREATE UNIQUE INDEX push_sending ON push (engine) WHERE state = 'sending';
+CREATE INDEX push_state ON push (state, engine);
 
 CREATE TABLE serving (
   id INTEGER PRIMARY KEY,
@@ -201,6 +204,8 @@ CREATE TABLE serving (
   created INTEGER NOT NULL
 ) STRICT;
 CREATE UNIQUE INDEX serving_live ON serving (engine, name) WHERE state <> 'gone';
+CREATE INDEX serving_state ON serving (state, engine);
+CREATE INDEX serving_spawn ON serving (spawn, engine);
 
 CREATE TABLE process (
   name TEXT PRIMARY KEY,                     -- trainer, engine, gateway

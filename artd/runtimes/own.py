@@ -1,0 +1,165 @@
+"""Interpreters of the user's own in place of a runtime: each is run once, and says what a worker would find there.
+
+Owner: runtimes. Invariants: the daemon's side imports nothing of theirs: `artd_workers.probe` runs in their processes, with the
+PYTHONPATH and the GPUs that the worker would have; no process outlives `findings`.
+"""
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from artd.runtimes import pip
+from artd.runtimes.finding import Finding
+from artd.supervise.environment import inherited
+
+DEADLINE_S = 60.0
+OLDEST = (3, 11)
+GUIDE = "docs/operations.md, Training on a GPU, has versions that were seen running"
+_PACKAGES = {
+    "megatron.core": "megatron-core",
+    "zmq": "pyzmq",
+    "transformer_engine.pytorch": "transformer-engine[core-cu13,pytorch]",
+}
+_CODE = ("artd_schema", "artd_workers")
+_NVIDIA = Path("/dev/nvidiactl")
+
+
+@dataclass(frozen=True)
+class Own:
+    """worker: trainer or engine; runtime: what it stands in for (megatron or vllm); gpus: those of artd.toml, if any."""
+
+    worker: str
+    runtime: str
+    python: str
+    pythonpath: tuple[str, ...] = ()
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """said: what the probe printed, None when it did not come so far; error: then, why; late: it was still at it."""
+
+    said: dict[str, Any] | None
+    error: str = ""
+    late: bool = False
+
+
+def findings(owns: Sequence[Own], deadline_s: float = DEADLINE_S) -> list[Finding]:
+    """One for each, in that order. All are asked at once."""
+    there = [own for own in owns if shutil.which(own.python)]
+    answers = dict(zip(there, _ask(there, deadline_s), strict=True)) if there else {}
+    return [_finding(own, answers[own]) if own in answers else _no_program(own) for own in owns]
+
+
+# ---- asking -------------------------------------------------------------------------------------------------------------
+
+
+def _ask(owns: Sequence[Own], deadline_s: float) -> list[Answer]:
+    with tempfile.TemporaryDirectory(prefix="artd-doctor-") as folder:
+        code = Path(folder)
+        # A copy: beside the original lies what the daemon's own interpreter has, which must not be found by theirs.
+        for package in _CODE:
+            shutil.copytree(_place(package), code / package, ignore=shutil.ignore_patterns("__pycache__"))
+        children = [_start(own, code, code / own.worker) for own in owns]
+        try:
+            end = time.monotonic() + deadline_s
+            return [_answer(child, code / own.worker, end) for child, own in zip(children, owns, strict=True)]
+        finally:
+            for child in children:
+                if not isinstance(child, OSError):
+                    pip.end_group(child)
+
+
+def _place(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _start(own: Own, code: Path, out: Path) -> "subprocess.Popen[bytes] | OSError":
+    env = inherited(os.environ) | {"PYTHONPATH": os.pathsep.join([str(code), *own.pythonpath])}
+    if own.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own.gpus))
+    try:
+        with open(f"{out}.json", "wb") as said, open(f"{out}.err", "wb") as words:
+            return subprocess.Popen(
+                [own.python, "-m", "artd_workers.probe", own.worker], stdin=subprocess.DEVNULL, stdout=said,
+                stderr=words, env=env, cwd=code, start_new_session=True,
+            )  # fmt: skip
+    except OSError as error:
+        return error
+
+
+def _answer(child: "subprocess.Popen[bytes] | OSError", out: Path, end: float) -> Answer:
+    if isinstance(child, OSError):
+        return Answer(None, str(child))
+    try:
+        code = child.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return Answer(None, "it was still importing when artd doctor gave up", late=True)
+    try:
+        return Answer(json.loads(Path(f"{out}.json").read_text()))
+    except ValueError:
+        last = Path(f"{out}.err").read_text(errors="replace").strip().splitlines()[-1:]
+        return Answer(None, ": ".join([f"it ended with status {code}", *last]))
+
+
+# ---- judging ------------------------------------------------------------------------------------------------------------
+
+
+def _no_program(own: Own) -> Finding:
+    return Finding(
+        own.runtime, "missing", f"your own, {own.python}, is no program", "name another in artd.toml (runtimes)"
+    )
+
+
+def _finding(own: Own, answer: Answer) -> Finding:
+    said = answer.said
+    if said is None:
+        value, state = f"your own: {own.python}: {answer.error}", "warning" if answer.late else "missing"
+        return Finding(own.runtime, state, value, f"{_by_hand(own)} shows more; when it works there, artd doctor again")
+    value = f"your own: {own.python} (Python {said['python']})"
+    if tuple(map(int, said["python"].split(".")[:2])) < OLDEST:
+        return Finding(own.runtime, "missing", value, "artd's workers need 3.11 or newer: name another in artd.toml")
+    found = ", ".join(f"{name} {version}".strip() for name, version in said["versions"].items())
+    if failed := said["failed"]:
+        value += " cannot import " + "; ".join(f"{name} ({error})" for name, error in failed.items())
+        return Finding(own.runtime, "missing", f"{value}. It has {found or 'nothing of it'}", _mend(own, failed))
+    value += f": {found}; torch sees {said['gpus'] or 'no'} GPU{'s' if said['gpus'] > 1 else ''}"
+    if said["refused"]:
+        return Finding(own.runtime, "missing", f"{value}; {said['refused']}", f"install one of these there; {GUIDE}")
+    if lacks := _lacking_gpus(own, said):
+        return Finding(own.runtime, "warning", value, lacks)
+    return Finding(own.runtime, "ok", value)
+
+
+def _mend(own: Own, failed: dict[str, str]) -> str:
+    absent = [name for name, error in failed.items() if error.startswith("ModuleNotFoundError")]
+    if absent != list(failed):
+        return f"{_by_hand(own)} shows all of it: versions that do not fit each other, most often; {GUIDE}"
+    packages = " ".join(shlex.quote(_PACKAGES.get(name, name)) for name in absent)
+    return f"{own.python} -m pip install {packages}; {GUIDE}"
+
+
+def _by_hand(own: Own) -> str:
+    module = {"trainer": "megatron.core", "engine": "vllm"}[own.worker]
+    folders = f"PYTHONPATH={shlex.quote(os.pathsep.join(own.pythonpath))} " if own.pythonpath else ""
+    return f"{folders}{own.python} -c 'import torch, {module}'"
+
+
+def _lacking_gpus(own: Own, said: dict[str, Any]) -> str:
+    """What to do where it sees fewer GPUs than it should; a machine without one lacks nothing."""
+    wanted = f"gpus.{own.worker} = {list(own.gpus)} in artd.toml" if own.gpus else "this machine has a GPU"
+    if said["gpus"] >= len(own.gpus) and (said["gpus"] or not _NVIDIA.exists()):
+        return ""
+    why = "nvidia-smi lists those that there are" if said["cuda"] else "its torch is a CPU build: install one for CUDA"
+    return f"{wanted}, and torch sees {said['gpus'] or 'none'}: {why}"

@@ -1,0 +1,120 @@
+"""What the services ask of the database, of rows that a run of weeks has by the million: nothing reads a whole table."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from artd import times
+from artd.config import Retention
+from artd.gc import Collector
+from artd.job_orders import end_for_good
+from artd.push import Pusher
+from artd.retain import Retain
+from artd.rollback import rollback
+from artd.route import load_table
+from artd.runs import Runs
+from artd.store.blobs import Blobs
+from artd_schema import client_api as api
+from artd_schema import worker as w
+from tests.fakes.rows import EVERY_STEP as ROUTED
+from tests.fakes.rows import (
+    FakeWire,
+    add_run,
+    add_worker,
+    by_reference,
+    data_dir,
+    exchange,
+    make_ingest,
+    open_store,
+    submit,
+)
+from tests.fakes.steps import claim, commit_next, make_dispatch, make_pusher, pack, serve, train_next
+
+pytestmark = pytest.mark.asyncio
+SMALL = ("run", "r", "process", "p", "meta", "CONSTANT", "ref", "pragma_foreign_key_list", "sqlite_schema")
+"""Tables, by name or alias, that a run does not grow."""
+BOUNDED = ("group_open", "run_one_active", "batch_tensors")
+"""Partial indexes of what is not over yet, or kept still."""
+NEWEST = re.compile(r"ORDER BY [\w ,]*DESC LIMIT 1$")
+"""Read backwards, and only to the first that fits."""
+
+
+def scans(c: sqlite3.Connection, sql: str) -> list[str]:
+    """Whole tables that a statement reads."""
+    steps = [row[3] for row in c.execute(f"EXPLAIN QUERY PLAN {sql}")]
+    found = [step for step in steps if step.startswith("SCAN")]
+    return [
+        step
+        for step in found
+        if step.split()[1] not in SMALL and step.rpartition(" ")[2] not in BOUNDED and not NEWEST.search(sql)
+    ]
+
+
+async def test_no_service_reads_a_whole_table(tmp_path):
+    asked: dict[str, None] = {}
+    async with open_store(tmp_path) as store:
+        read = store.read
+
+        async def noted(sql, parameters=()):
+            for value in parameters:
+                sql = sql.replace("?", repr(value), 1)
+            asked[sql] = None
+            return await read(sql)
+
+        store.read = noted
+        store._writer._connection.set_trace_callback(lambda sql: asked.__setitem__(sql, None))
+        await live(store, data_dir(tmp_path))
+        store._writer._connection.set_trace_callback(None)
+    with closing(sqlite3.connect(tmp_path / "artd.db")) as c:
+        wanted = [sql for sql in asked if re.match(r"SELECT|UPDATE|DELETE|WITH", sql)]
+        assert len(wanted) > 100
+        assert {sql: found for sql in wanted if (found := scans(c, sql))} == {}
+
+
+async def live(store, data):
+    """A bit of everything that the services do while the daemon runs."""
+    await add_run(store)
+    await commit_next(store, data)
+    await serve(store, 1, data)
+    ingest, runs = make_ingest(store, data), Runs(store, lambda: None, ROUTED)
+    dispatch, wire = make_dispatch(store, data), FakeWire(trainer=1, engine=1, gateway=1)
+    pusher: Pusher = make_pusher(store, data, wire)
+    await exchange(ingest)
+    await ingest.submit(by_reference(("resp-1",), group="refs"), [])
+    await ingest.seal(api.Seal(run="r", group="refs"))
+    for _ in range(2):
+        await train_next(store, data)
+        await pusher._send_due()
+        push = wire.of(w.Push)[-1]
+        await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
+        await store.write(load_table)
+        await runs.wait(api.WaitStep(run="r", step=9, timeout_s=0.0))
+    await store.write(ingest._seal_due)
+    await store.write(Retain(store, data)._retire)
+    order = await claim_another(store, data, dispatch)
+    await dispatch.late(w.Staged(job=order.job, fence=0, dir=order.dir, manifest_sha="0" * 64))
+    await dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="x"))
+    await dispatch.died(1, True, "gone")
+    await store.write(lambda c: end_for_good(c, 0, order.job, True))
+    await store.write(lambda c: rollback(c, 0, api.Rollback(run="r", step=1, lineage=0)))
+    await runs.wait(api.WaitStep(run="r", step=1, timeout_s=0.0))
+    await pusher.engine_died("gone")
+    await add_worker(store, "engine", 2, "ready", "/e.sock")
+    for _ in range(2):
+        await pusher._send_due()
+    await store.write(lambda c: times.follow(c, store.clock.now_ms(), 10_000))
+    await Collector(store, Blobs(data.blobs), Retention()).collect()
+
+
+async def claim_another(store, data, dispatch):
+    """The order of a train job that is not staged."""
+    ingest = make_ingest(store, data)
+
+    for number in range(2):
+        await submit(ingest, group="last", key=f"last-{number}", reward=float(number))
+    assert await pack(store, data)
+    return await claim(store, data, dispatch)
