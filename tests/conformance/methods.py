@@ -28,6 +28,7 @@ from .spawn import Spawn, manifest, refused
 
 Case = Callable[[Bench], None]
 KEEPS: tuple[InFlight, ...] = ("keep", "recompute")
+TRIES = 5
 
 
 class Request(threading.Thread):
@@ -40,7 +41,6 @@ class Request(threading.Thread):
         self.start()
         while self.is_alive() and not spawn.running():
             time.sleep(0.005)
-        assert self.is_alive(), f"a request of {tokens} tokens is too short for this engine: {self.ended}"
 
     def run(self) -> None:
         spawn, model, tokens = self._what
@@ -52,6 +52,14 @@ class Request(threading.Thread):
     def end(self) -> str:
         self.join(2 * SOON_S)
         return self.ended
+
+
+def under_way(spawn: Spawn, tokens: int) -> Request:
+    """One that the engine works on; tried again when it was over before this process got to look."""
+    for _ in range(TRIES):
+        if (request := Request(spawn, spawn.name(0), tokens)).is_alive():
+            return request
+    raise AssertionError(f"a request of {tokens} tokens is too short for this engine: {request.ended}")
 
 
 def soon(bench: Bench) -> Deadline:
@@ -87,7 +95,7 @@ def is_healthy(bench: Bench) -> None:
 
 def pause_waits_for_requests(bench: Bench) -> None:
     spawn = ready(bench)
-    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens // 2)
+    adapter, request = spawn.adapter(), under_way(spawn, bench.kind.tokens // 2)
     assert adapter.pause(bench.kind.patience_s, soon(bench)) is False
     assert request.end() == "length"
     assert paused(spawn)
@@ -97,7 +105,7 @@ def pause_waits_for_requests(bench: Bench) -> None:
 
 def pause_aborts_what_does_not_end(bench: Bench) -> None:
     spawn = ready(bench)
-    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens)
+    adapter, request = spawn.adapter(), under_way(spawn, bench.kind.tokens)
     assert adapter.pause(0.1, soon(bench)) is True
     assert request.end() == "abort"
     assert paused(spawn)
@@ -107,7 +115,7 @@ def pause_aborts_what_does_not_end(bench: Bench) -> None:
 
 def pause_without_drain_aborts_at_once(bench: Bench) -> None:
     spawn = ready(bench)
-    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens)
+    adapter, request = spawn.adapter(), under_way(spawn, bench.kind.tokens)
     adapter.pause(0.0, soon(bench))
     assert request.end() == "abort"
     adapter.resume(soon(bench))
@@ -118,7 +126,7 @@ def pause_lets_requests_go_on(bench: Bench) -> None:
     spawn = ready(bench)
     adapter = spawn.adapter()
     for in_flight in KEEPS:
-        request = Request(spawn, spawn.name(0), bench.kind.tokens)
+        request = under_way(spawn, bench.kind.tokens)
         assert adapter.pause(0.0, soon(bench), in_flight) is not adapter.capabilities.keeps
         assert paused(spawn) and request.is_alive() is adapter.capabilities.keeps
         adapter.finish("toy@0", soon(bench))
@@ -129,7 +137,7 @@ def pause_lets_requests_go_on(bench: Bench) -> None:
 
 def abort_all_ends_requests(bench: Bench) -> None:
     spawn = ready(bench)
-    adapter, request = spawn.adapter(), Request(spawn, spawn.name(0), bench.kind.tokens)
+    adapter, request = spawn.adapter(), under_way(spawn, bench.kind.tokens)
     adapter.abort_all(soon(bench))
     assert request.end() == ("abort" if adapter.capabilities.abort_route else "length")
     assert not paused(spawn)
@@ -303,7 +311,7 @@ def the_servers_own_routes_obey_their_owner(bench: Bench) -> None:
     """A harness of another spawn or instance, or somebody who says nothing of it, neither pauses nor resumes this engine, nor
     touches its labels, caches, transfers, adapters and requests."""
     spawn = ready(bench)
-    request = Request(spawn, spawn.name(0), bench.kind.tokens)
+    request = under_way(spawn, bench.kind.tokens)
     for owner in (guard.owner(INSTANCE, spawn.number - 1), guard.owner("another", spawn.number), "nobody"):
         other, why = spawn.adapter(owner=owner), "belongs to"
         for name in GUARDED if other.capabilities.abort_route else GUARDED[:-1]:
