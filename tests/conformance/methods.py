@@ -54,10 +54,10 @@ class Request(threading.Thread):
         return self.ended
 
 
-def under_way(spawn: Spawn, tokens: int) -> Request:
+def under_way(spawn: Spawn, tokens: int, model: str = "") -> Request:
     """One that the engine works on; tried again when it was over before this process got to look."""
     for _ in range(TRIES):
-        if (request := Request(spawn, spawn.name(0), tokens)).is_alive():
+        if (request := Request(spawn, model or spawn.name(0), tokens)).is_alive():
             return request
     raise AssertionError(f"a request of {tokens} tokens is too short for this engine: {request.ended}")
 
@@ -375,7 +375,7 @@ def adapters_come_and_go(bench: Bench) -> None:
     adapter.load_adapter("other", folder, soon(bench))
     assert spawn.serves(3, "other") and spawn.serves(0)
     assert not adapter.in_flight("other", soon(bench))
-    request = Request(spawn, "other", bench.kind.tokens)
+    request = under_way(spawn, bench.kind.tokens, "other")
     assert adapter.in_flight("other", soon(bench))
     assert not adapter.in_flight("nobody", soon(bench))
     adapter.unload_adapter("other", soon(bench))
