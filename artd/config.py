@@ -51,23 +51,25 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_message_mib: all frames of one message together. max_body_kib: a trajectory body kept in a database row; a
     larger one becomes a file. min_free_mib: with less free disk space than this the daemon answers
     `busy`; reserve_mib: size of a file that is given up when the disk is full. lease_s: a worker that was silent for so many
-    seconds is ended and started again."""
+    seconds is ended and started again. log_mib: a log that is larger begins anew, 0: never."""
 
     max_message_mib: Positive = 64
     max_body_kib: Positive = 64
     min_free_mib: Positive = 256
     reserve_mib: Annotated[int, Meta(ge=0)] = 64
     lease_s: Lease = 30.0
+    log_mib: Annotated[int, Meta(ge=0)] = 64
 
 
 class Retention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Days after which contents go; their rows stay. 0: never. trajectories_days: bodies of trained and discarded trajectories;
     batches_days: tensors of batches that no kept checkpoint was trained on; exchanges_days: responses that no trajectory
-    was made of."""
+    was made of; events_days: events, which have no row besides."""
 
     trajectories_days: Days = 30.0
     batches_days: Days = 30.0
     exchanges_days: Days = 7.0
+    events_days: Days = 90.0
 
 
 class Interpreter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """Contents that have had their time go, and so do files that nothing refers to; rows stay.
 
-Owner of: the payload `expired` of trajectories and batches, unused exchanges, `blob` rows that nothing refers to, the trash of
+Owner of: the payload `expired` of trajectories and batches, unused exchanges, old events, `blob` rows that nothing refers to, the trash of
 `blobs`. Invariants: rows in a state that can still change are never touched; nothing goes by its age while retention
 has stopped (`times`) or the clock has jumped; everything is decided in the writer, a little at a time, so that nobody
 waits for it; why a file that is put again meanwhile is safe stands in `store.blobs`.
@@ -31,6 +31,7 @@ FIRST_S = 60.0
 PERIOD_S = 600.0
 ROWS, FILES = 256, 64
 """Of one transaction."""
+ALL = 1 << 62
 VACUUM_PAGES = 256
 VACUUM_STEPS = 40
 DAY_MS = 86_400_000
@@ -81,6 +82,11 @@ EXPIRIES = (
         "SELECT e.id, coalesce(length(e.turn), b.bytes) AS bytes FROM exchange e LEFT JOIN blob b ON b.sha = e.blob"
         " WHERE e.trajectory_id IS NULL AND e.created < ? ORDER BY e.created LIMIT ?",
         "DELETE FROM exchange WHERE id = ?",
+    ),
+    Expiry(  # they come in the order of time: only the oldest are looked at
+        "event", "events_days",
+        "SELECT id, length(data) AS bytes FROM event WHERE id < (SELECT min(id) FROM event) + ?2 AND at < ?1",
+        "DELETE FROM event WHERE id = ?",
     ),
 )  # fmt: skip
 
@@ -150,7 +156,7 @@ class Collector:
         """What a pass would do, without what the expired ones would leave behind."""
         for expiry in EXPIRIES:
             if (before := self._before(expiry)) is not None and not done.stopped:
-                found = await self._store.read(expiry.find, (before, -1))
+                found = await self._store.read(expiry.find, (before, ALL))
                 done.add("expired", expiry.kind, (row["bytes"] for row in found))
         kinds = {row["sha"]: row["kind"] for row in await self._unused()}
         for _name, size, kind in await self._loose(kinds):

@@ -24,6 +24,7 @@ from .errors import Busy
 from .gc import Collector
 from .ingest import Ingest
 from .lease import Leases
+from .log_files import LogFiles
 from .packing.service import Packer
 from .push import Pusher
 from .requests import Requests, Send
@@ -53,6 +54,7 @@ class Services:
         self._disk = disk = Disk(data.root, limits.min_free_mib << 20, store.clock, limits.reserve_mib << 20)
         self._times = times = Times(store)
         self._collector = Collector(store, blobs, settings.retention, times.jumped)
+        self._logs = LogFiles(data.logs, limits.log_mib << 20)
         self.workforce = workforce = Workforce(
             store=store, wire=wire, data=data, settings=settings, boot=boot, announce=announce,
             on_death=self._worker_died,
@@ -88,7 +90,7 @@ class Services:
             self.workforce, self._routes, self._packer, self._dispatch, self._pusher, self._ingest, self._retain, self._leases
         ):  # fmt: skip
             group.start_soon(service.run)
-        for watch in (self._times.run, self._collector.run):
+        for watch in (self._times.run, self._collector.run, self._logs.run):
             group.start_soon(watch)
         group.start_soon(self._disk.run, self._store)
 

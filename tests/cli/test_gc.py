@@ -38,7 +38,7 @@ def gc(artctl: Call, *words: str) -> dict[tuple[str, str], int]:
 
 def test_dry_then_done_then_the_trash(folder: Path, artctl: Call) -> None:
     would = gc(artctl, "--dry-run")
-    assert {kind for what, kind in would if what == "expired"} == {"trajectory", "batch", "exchange"}
+    assert {kind for what, kind in would if what == "expired"} == {"trajectory", "batch", "exchange", "event"}
     assert gc(artctl, "--dry-run") == would and check(folder, deep=True).clean
     done = gc(artctl)
     assert would.items() <= done.items() and sum(n for (what, _), n in done.items() if what == "trashed") == len(
@@ -51,7 +51,7 @@ def test_dry_then_done_then_the_trash(folder: Path, artctl: Call) -> None:
 
 def test_the_settings_of_the_folder_count(folder: Path, tmp_path: Path, artctl: Call) -> None:
     config = tmp_path / "artd.toml"
-    config.write_text("[retention]\ntrajectories_days = 0\nbatches_days = 0\nexchanges_days = 1e6\n")
+    config.write_text("[retention]\ntrajectories_days = 0\nbatches_days = 0\nexchanges_days = 1e6\nevents_days = 0\n")
     assert gc(artctl, "--config", str(config)) == {}
 
 

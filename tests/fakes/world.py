@@ -166,7 +166,7 @@ async def fill(store: Store, data: DataDir) -> None:
         await world.submit(f"s{step}", 0.0, 1.0, turns=step)
         await world.step()
     await world.retire()
-    await store.write(lambda c: set_run_state(c, 0, world.number, "finished", ""))
+    await store.write(lambda c: set_run_state(c, store.clock.now_ms(), world.number, "finished", ""))
     await world.begin("r", MIXTURE)
     await world.refer("s1", 0.0, 1.0)
     await world.step()

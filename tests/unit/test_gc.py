@@ -17,6 +17,7 @@ from artd.gc import EXPIRIES, REFERENCES, Collector
 from artd.intake import insert_many
 from artd.requests import Requests
 from artd.store.blobs import GRACE_S, TRASH, Blobs, add_row
+from artd.store.store import emit
 from artd.times import stop_retention
 from artd_schema import client_api as api
 from artd_schema.trajectory import ExchangeRef
@@ -237,7 +238,25 @@ async def test_contents_go_with_age_and_rows_stay(folder, clock):
         await place.collect()
         names = {name for folder in place.blobs.folders() for name, _ in place.blobs.files(folder)}
         assert len(names) == await count(store, "blob") and place.trash() == set()
-        assert {expiry.kind for expiry in EXPIRIES} == {"trajectory", "batch", "exchange"}
+        assert {expiry.kind for expiry in EXPIRIES} == {"trajectory", "batch", "exchange", "event"}
+    assert check(folder, deep=True).clean
+
+
+async def test_old_events_go_and_their_numbers_are_not_used_again(folder, clock, monkeypatch):
+    monkeypatch.setattr(gc, "ROWS", 3)
+    async with open_store(folder, clock) as store:
+        place = Place(store, folder, clock, Retention(trajectories_days=0, batches_days=0, exchanges_days=0))
+        old = await count(store, "event")
+        clock.advance(89 * DAY_S)
+        await store.write(lambda c: emit(c, store.clock.now_ms(), "", "young", ""))
+        newest = await one(store, "SELECT max(id) FROM event")
+        assert await place.collect(dry=True) == await place.collect() == {}
+        clock.advance(2 * DAY_S)
+        assert await place.collect(dry=True) == {("expired", "event"): old}
+        assert await place.collect() == {("expired", "event"): old} and old > 2 * gc.ROWS
+        kinds = [row["kind"] for row in await store.read("SELECT kind FROM event ORDER BY id")]
+        assert kinds == ["young", *["event.expired"] * -(-old // gc.ROWS)]
+        assert await one(store, "SELECT min(id) FROM event") == newest
     assert check(folder, deep=True).clean
 
 
@@ -283,7 +302,7 @@ async def test_nothing_goes_by_age_while_retention_has_stopped(folder, clock):
         assert (await place.collector.collect(resume=True)).rows() == []
         place.collector._jumped = lambda: False
         assert {row["kind"] for row in (await place.collector.collect()).rows() if row["what"] == "expired"} == {
-            "trajectory", "batch", "exchange"
+            "trajectory", "batch", "exchange", "event"
         }  # fmt: skip
 
 
