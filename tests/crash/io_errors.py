@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import anyio
 import msgspec
 
-from artd import daemon, jobs, requests, retain
+from artd import daemon, job_orders, requests, retain
 from artd.clock import Clock
 from artd.dispatch import TRAINER
 from artd.packing import child, service
@@ -254,7 +254,7 @@ class Daemon:
         for (job,) in await made.read("SELECT id FROM job WHERE state = 'quarantined'"):
             self.failing.heal()
             self.answers.append("quarantined")
-            await made.write(lambda c, job=job: jobs.retry(c, made.clock.now_ms(), job))
+            await made.write(lambda c, job=job: job_orders.retry(c, made.clock.now_ms(), job))
 
     def _tell(self, kind: str, what: object, number: int = 0) -> None:
         with open(self._life.told, "ab") as file:

@@ -18,6 +18,8 @@ CHILD = """
 import sys, time
 from tests.awake import Awake
 with Awake() as passed:
+    while not passed.seconds:
+        time.sleep(0.01)
     print("up", flush=True)
     sys.stdin.readline()
     print(passed.seconds)
