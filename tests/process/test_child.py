@@ -167,8 +167,12 @@ async def test_guardian_killed_session_is_searched(instance: str, tmp_path: Path
     """A descendant that dropped its environment carries no tag; its session still tells."""
     program = "import os, time\nif os.fork() == 0: os.execve('/bin/sleep', ['sleep', '600'], {})\ntime.sleep(600)"
     child = helpers.start(instance, program, tmp_path / "log")
-    await until(lambda: len(procfs.session_members(child.session)) == 3)
-    (bare,) = [stat for stat in procfs.session_members(child.session) if procfs.environment(stat.pid) == {}]
+
+    def without_tags() -> list[procfs.Stat]:
+        return [stat for stat in procfs.session_members(child.session) if procfs.environment(stat.pid) == {}]
+
+    await until(lambda: len(procfs.session_members(child.session)) == 3 and len(without_tags()) == 1)
+    (bare,) = without_tags()
     os.kill(child.pid, signal.SIGKILL)
     await asyncio.wait_for(child.wait(), SOON_S)
     assert not procfs.alive(procfs.Identity(procfs.boot_id(), bare.pid, bare.ticks))
