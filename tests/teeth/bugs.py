@@ -131,7 +131,7 @@ BUGS = (
     ),
     Bug(
         "goes-on-without-a-hold", "artd/push.py",
-        "            await self._hold(message, held)\n", "            pass\n",
+        "            await self._hold(sending)\n", "            pass\n",
         "tests/unit/test_hold.py::test_hold_is_asked_when_the_engine_wants_to_pause_and_proceed_sent_when_it_is_confirmed",
     ),
     Bug(
@@ -173,11 +173,6 @@ BUGS = (
         "a-cancelled-scope-keeps-the-connection", "client/artd_client/connection.py",
         "        self._task.cancel()\n        if self._link", "        self._task.cancel()\n        await asyncio.sleep(0)\n        if self._link",
         "tests/unit/test_client_cancel.py::test_a_client_in_a_cancelled_scope_is_closed_whole",
-    ),
-    Bug(
-        "nobody-asks-the-new-gateway", "artd/push.py",
-        "            await self._hold(sending)\n", "            pass\n",
-        "tests/unit/test_hold.py::test_a_gateway_that_was_started_while_the_row_was_written_has_to_confirm",
     ),
     Bug(
         "an-engine-lives-on-after-a-failed-push", "artd/push.py",
