@@ -7,12 +7,9 @@ condition that follows from another one is not told twice.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, NamedTuple
-
-from msgspec.structs import fields
-
-from artd_schema.spec import EngineSpec, TrainerSpec
 
 from . import show
 from .probe import option, start_command
@@ -26,14 +23,6 @@ RETRIED_MS = 60_000
 """A packer that fails tries again within seconds."""
 
 
-_ASKED = [
-    f"{of}.{field.name}" for of, kind in (("trainer", TrainerSpec), ("engine", EngineSpec)) for field in fields(kind)
-]
-_SPEC = re.compile(
-    r"torch sees (no GPU|\d)|Torch not compiled with CUDA|No CUDA GPUs are available|Failed to infer device type"
-    rf"|support current device cpu|invalid device ordinal|trainer\.\*_parallel|(?<![\w.])({'|'.join(map(re.escape, _ASKED))})\b"
-)
-"""A death for which the run's spec asks: its text names a field of the spec, or a GPU that is not there."""
 _BARE = re.compile(r"(ended with exit status \d+|killed by \w+)$")
 
 
@@ -93,11 +82,26 @@ def _why(error: str) -> str:
 def _again(run: Row, error: str, look: str, where: str) -> str:
     """What to do about a worker that nothing starts any more."""
     resume = f"artctl resume {run['name']}{where}"
-    if not _SPEC.search(error):
+    if not _of_the_spec().search(error):
         return f"{look}, then {resume}"
     finish = f"artctl finish {run['name']}{where}"
     return (
         f"{finish} and another run that asks for what is there (a spec never changes); or get that here, then {resume}"
+    )
+
+
+@functools.cache
+def _of_the_spec() -> re.Pattern[str]:
+    """A death for which the run's spec asks: its text names a field of the spec, or a GPU that is not there."""
+    from msgspec.structs import fields  # here: a status that finds nothing of the sort is quick without it
+
+    from artd_schema.spec import EngineSpec, TrainerSpec
+
+    kinds = (("trainer", TrainerSpec), ("engine", EngineSpec))
+    asked = [re.escape(f"{of}.{field.name}") for of, kind in kinds for field in fields(kind)]
+    return re.compile(
+        r"torch sees (no GPU|\d)|Torch not compiled with CUDA|No CUDA GPUs are available|Failed to infer device type"
+        rf"|support current device cpu|invalid device ordinal|trainer\.\*_parallel|(?<![\w.])({'|'.join(asked)})\b"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +197,13 @@ def test_a_worker_that_its_run_s_spec_breaks_is_not_just_started_again(
     assert (f"artctl finish toy --data-dir {made.data} and another run" in told) == (first == "finish")
     made.connection.execute("UPDATE process SET state = 'backoff' WHERE name = ?", (worker,))
     assert json.loads(artctl("status", "--json")[1])["next"].split()[1] == "logs", "artd tries it again by itself"
+
+
+def test_what_nobody_needs_is_not_imported(made: Made) -> None:
+    """Imports are most of a short command."""
+    code = f"import sys; from artd.cli import ctl; ctl.main(['status', '--data-dir', {str(made.data)!r}]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "artd.cli.remedy" in done.stdout.split() and "msgspec" not in done.stdout.split()
 
 
 def test_trajectories_that_fit_no_row_are_counted(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
