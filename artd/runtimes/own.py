@@ -4,7 +4,6 @@ Owner: runtimes. Invariants: the daemon's side imports nothing of theirs: `artd_
 PYTHONPATH and the GPUs that the worker would have; no process outlives `findings`.
 """
 
-import importlib.util
 import json
 import os
 import shlex
@@ -19,6 +18,7 @@ from typing import Any
 
 from artd.runtimes import pip
 from artd.runtimes.finding import Finding
+from artd.supervise.code import install_code
 from artd.supervise.environment import inherited
 
 DEADLINE_S = 60.0
@@ -29,7 +29,6 @@ _PACKAGES = {
     "zmq": "pyzmq",
     "transformer_engine.pytorch": "transformer-engine[core-cu13,pytorch]",
 }
-_CODE = ("artd_schema", "artd_workers")
 _NVIDIA = Path("/dev/nvidiactl")
 
 
@@ -65,24 +64,16 @@ def findings(owns: Sequence[Own], deadline_s: float = DEADLINE_S) -> list[Findin
 
 def _ask(owns: Sequence[Own], deadline_s: float) -> list[Answer]:
     with tempfile.TemporaryDirectory(prefix="artd-doctor-") as folder:
-        code = Path(folder)
         # A copy: beside the original lies what the daemon's own interpreter has, which must not be found by theirs.
-        for package in _CODE:
-            shutil.copytree(_place(package), code / package, ignore=shutil.ignore_patterns("__pycache__"))
-        children = [_start(own, code, code / own.worker) for own in owns]
+        code, outs = install_code(Path(folder)), [Path(folder) / own.worker for own in owns]
+        children = [_start(own, code, out) for own, out in zip(owns, outs, strict=True)]
         try:
             end = time.monotonic() + deadline_s
-            return [_answer(child, code / own.worker, end) for child, own in zip(children, owns, strict=True)]
+            return [_answer(child, out, end) for child, out in zip(children, outs, strict=True)]
         finally:
             for child in children:
                 if not isinstance(child, OSError):
                     pip.end_group(child)
-
-
-def _place(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _start(own: Own, code: Path, out: Path) -> "subprocess.Popen[bytes] | OSError":

@@ -14,6 +14,7 @@ from artd import runtimes
 from artd.runtimes import own
 from artd.runtimes.finding import Finding
 from artd.runtimes.own import Own
+from artd.supervise import procfs
 from artd_workers import probe
 from tests.awake import SOON_S
 
@@ -131,14 +132,7 @@ def test_they_are_asked_at_once_and_none_outlives_the_deadline(tmp_path: Path) -
     assert "still importing" in found[0].value
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2, "the second was asked after the first"
-    assert not [pid for pid in pids if _lives(pid)]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not [stat for stat in map(procfs.read_stat, pids) if stat is not None and stat.state not in "ZX"]
 
 
 @pytest.mark.parametrize("kind", ["trainer", "engine"])
