@@ -19,11 +19,19 @@ SOON_S = 60.0
 LOOK_S, GAP_S = 0.02, 0.1
 
 
-async def until(condition: Callable[[], Any]) -> None:
+async def until(condition: Callable[[], Any], seconds: float = SOON_S) -> None:
     """Return when it holds; what it gives may be awaitable. Raises TimeoutError."""
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(seconds):
         while not (await found if inspect.isawaitable(found := condition()) else found):
             await asyncio.sleep(LOOK_S / 4)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = SOON_S, what: str = "what is waited for") -> None:
+    """`until` where no loop runs. Raises AssertionError."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"no sign of {what} within {seconds} s"
+        time.sleep(LOOK_S / 10)
 
 
 class Awake:

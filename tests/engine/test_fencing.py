@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from artd_schema import worker as w
 from artd_schema.paths import process_ticks
 from artd_workers.engines.base import Deadline
 from artd_workers.engines.vllm.adapter import VllmAdapter
-from tests.awake import SOON_S
+from tests.awake import SOON_S, wait_until
 from tests.engine import folders
 from tests.engine.conftest import Bench
 from tests.engine.daemon import SPAWN, FakeDaemon
@@ -43,13 +41,6 @@ def newer() -> Iterator[Bench]:
         made = Bench(Path(folder), spawn=SPAWN + 1, fences=1)
         yield made
         made.shm.unlink(missing_ok=True)
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, f"no sign of {what}"
-        time.sleep(0.01)
 
 
 def serve(daemon: FakeDaemon, push: w.Push) -> str:
@@ -86,7 +77,7 @@ def test_a_harness_that_wakes_after_its_replacement(bench: Bench, newer: Bench, 
         # Its fence is the greater one, as that of another instance may be.
         old.send(bench.push(0, fence=100, drain_s=30.0, **source))
         old.expect(w.Pausing)
-        until(lambda: at in bench.routes(), at)
+        wait_until(lambda: at in bench.routes(), what=at)
         ticks = process_ticks(old.process.pid)
         old.process.send_signal(signal.SIGSTOP)
         socket = serve(new, newer.push(1))

@@ -7,9 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from artd_workers.engines.base import Deadline, EngineError
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.server import TERM_S
-from tests.awake import SOON_S, Awake
+from tests.awake import SOON_S, Awake, wait_until
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
 
@@ -50,21 +48,14 @@ def request(socket: str, seconds: float, model: str = "toy") -> tuple[threading.
 
     thread = threading.Thread(target=run)
     thread.start()
-    until(lambda: ended or RUNNING in call(socket, "GET", "/metrics", deadline=Deadline(SOON_S)))
+    wait_until(lambda: ended or RUNNING in call(socket, "GET", "/metrics", deadline=Deadline(SOON_S)))
     assert not ended, f"a request of {seconds} s is too short: {ended}"
     return thread, ended
 
 
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def gone(bench: Bench) -> None:
     """Nothing of the server is left: no process, no socket, no scratch file. Its log stays."""
-    until(lambda: not bench.processes())
+    wait_until(lambda: not bench.processes())
     assert not Path(bench.config.dir).exists()
     assert not bench.shm.exists()
     assert Path(bench.config.log).exists()
@@ -177,7 +168,7 @@ def test_an_older_fence_is_refused_and_changes_nothing(bench: Bench) -> None:
 def waits(daemon: FakeDaemon, bench: Bench, route: str) -> None:
     """The push under way has come to this call."""
     daemon.expect(w.Pausing)
-    until(lambda: route in bench.routes())
+    wait_until(lambda: route in bench.routes())
 
 
 def asked(daemon: FakeDaemon, push: w.Push) -> None:
@@ -268,8 +259,8 @@ def test_lora_push_loads_under_its_name_and_unloads_after_the_last_request(bench
         headers = {guard.HEADER: guard.owner(INSTANCE, SPAWN)}
         call(socket, "POST", "/abort_requests", {}, deadline=Deadline(SOON_S), headers=headers)
         thread.join()
-        until(lambda: bench.routes()[-1] == "/v1/unload_lora_adapter")
-        until(lambda: [left.name for left in adapters.iterdir()] == ["2-2"])
+        wait_until(lambda: bench.routes()[-1] == "/v1/unload_lora_adapter")
+        wait_until(lambda: [left.name for left in adapters.iterdir()] == ["2-2"])
     loads = [call["body"] for call in bench.calls() if call["route"] == "/v1/load_lora_adapter"]
     assert [body["lora_name"] for body in loads] == ["toy@1", "toy@2"]
     assert all("load_inplace" not in body for body in loads)
@@ -360,7 +351,7 @@ def test_server_dies_with_a_killed_harness(bench: Bench) -> None:
         pid = int(Path(bench.config.log).read_text().split()[2])
         assert pid in bench.processes()
         daemon.process.kill()
-        until(lambda: pid not in bench.processes())
+        wait_until(lambda: pid not in bench.processes())
         for other in bench.processes():
             os.kill(other, signal.SIGKILL)
     assert bench.shm.exists()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from artd_workers.engines.direct import checksum
 from artd_workers.engines.direct.ring import Page
 from artd_workers.engines.direct.session import Session
 from artd_workers.engines.fence import Gate
+from tests.awake import wait_until
 from tests.direct_rig import MemoryPort
 
 SOON_S = 30.0
@@ -177,16 +177,9 @@ class Team:
 
     def stage(self, fence: Fence) -> None:
         self.session.stage(fence, SOON_S)
-        until(self.session.staged)
+        wait_until(self.session.staged, SOON_S)
 
     def same(self) -> bool:
         wanted = [torch.stack(self.parts[:3]), *self.parts[3:]]
         both = zip(self.tensors, wanted, strict=True)
         return all(torch.equal(tensor.view(torch.int16), one.view(torch.int16)) for tensor, one in both)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)

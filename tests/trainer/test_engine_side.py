@@ -26,6 +26,7 @@ from artd_workers.engines.direct.watch import ProcessWatch
 from artd_workers.engines.fence import FenceError, Gate
 from artd_workers.engines.vllm.hashing import Entry, Hasher, WeightError, entries
 from artd_workers.engines.vllm.load import Checking, InPlace, Update
+from tests.awake import wait_until
 from tests.direct_rig import MemoryQueue, Pair, feeding
 from tests.trainer.test_direct import MOE, made
 
@@ -58,13 +59,6 @@ def offered_by(one: Pair, pid: int, ticks: int) -> Offer:
     return msgspec.structs.replace(offer, feeds=feeds)
 
 
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 # ---- a trainer that dies ----------------------------------------------------------------------------------------------
 
 
@@ -72,7 +66,7 @@ def test_a_dead_trainers_memory_is_let_go_at_once(ready: Pair, other: subprocess
     ready.push()
     assert ready.port.opened
     other.kill()
-    until(lambda: not ready.port.opened)
+    wait_until(lambda: not ready.port.opened, SOON_S)
     with pytest.raises(PullError, match="no trainer's offer"):
         ready.session.pull(ready.fence(), 1.0)
 
@@ -81,7 +75,7 @@ def test_a_pull_that_waits_for_a_dead_trainer_ends_at_once(ready: Pair, other: s
     threading.Timer(0.1, other.kill).start()
     with pytest.raises(PullError, match="process ended"):
         ready.session.pull(ready.fence(), 60.0)  # nobody feeds it
-    until(lambda: not ready.port.opened)
+    wait_until(lambda: not ready.port.opened, SOON_S)
 
 
 def test_staging_that_waits_for_a_dead_trainer_ends_at_once(ready: Pair, other: subprocess.Popen[bytes]) -> None:
@@ -89,7 +83,7 @@ def test_staging_that_waits_for_a_dead_trainer_ends_at_once(ready: Pair, other: 
     ready.session.stage(fence, 60.0)
     assert ready.session.staged() == {}
     other.kill()
-    until(lambda: not ready.port.opened)
+    wait_until(lambda: not ready.port.opened, SOON_S)
     with pytest.raises(PullError, match="nothing is staged"):
         ready.session.staged()
     with pytest.raises(PullError, match="nothing is staged"):
@@ -120,13 +114,13 @@ def test_no_mapping_is_closed_under_a_copy(
         pull.start()
         assert began.wait(SOON_S)
         other.kill()
-        until(lambda: all(feed.gone() for feed in link._opened))
+        wait_until(lambda: all(feed.gone() for feed in link._opened), SOON_S)
         time.sleep(0.05)  # what closes them would have come by now
         go.set()
         pull.join()
         ready.source.abort()  # nobody takes the rest
     assert open_then and all(open_then)
-    until(lambda: not ready.port.opened)
+    wait_until(lambda: not ready.port.opened, SOON_S)
 
 
 def _quietly(call: Callable[[], Any]) -> None:
@@ -166,7 +160,9 @@ def test_a_watch_that_is_stopped_says_nothing_and_leaves_no_descriptor(other: su
     watches = [ProcessWatch(other.pid, process_ticks(other.pid) or 0, told.append) for _ in range(3)]
     for watch in watches:
         watch.stop()
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # fewer: those of the test before may be on their way
+    wait_until(
+        lambda: len(os.listdir("/proc/self/fd")) <= before, SOON_S
+    )  # fewer: those of the test before may be on their way
     other.kill()
     assert told == [] and not any(watch.gone.is_set() for watch in watches)
 
@@ -190,7 +186,7 @@ def test_room_is_for_the_weights_once_more(ready: Pair, monkeypatch: pytest.Monk
     fence = ready.fence()
     with feeding(ready, fence.fence, SOON_S):
         ready.session.stage(fence, SOON_S)
-        until(ready.session.staged)
+        wait_until(ready.session.staged, SOON_S)
     assert ready.session.room(), "the spare memory is there already"
     ready.session.drop_spare()
     assert not ready.session.room()

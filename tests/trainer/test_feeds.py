@@ -24,9 +24,10 @@ from artd_workers.engines.direct.staging import whole
 from artd_workers.engines.fence import FenceError
 from artd_workers.engines.vllm.direct import extension
 from artd_workers.engines.vllm.direct.extension import DirectExtension
+from tests.awake import wait_until
 from tests.direct_rig import MemoryQueue
 
-from .feeds_rig import BUFFERS, CUT, ROWS, SOON_S, WIDTH, Team, until
+from .feeds_rig import BUFFERS, CUT, ROWS, SOON_S, WIDTH, Team
 
 pytestmark = pytest.mark.torch
 
@@ -67,8 +68,10 @@ def test_two_feeds_fill_the_engine_bit_for_bit(team: Team) -> None:
 def test_feeds_are_pulled_side_by_side(team: Team) -> None:
     """Each process fills its next buffer only when the engine has copied as many of the other's."""
     pages = [side.page for side in team.sides]
-    team.sides[0].fill_turn = lambda turn: until(lambda: team.stop.is_set() or pages[1].done >= min(turn, 2))
-    team.sides[1].fill_turn = lambda turn: until(lambda: team.stop.is_set() or pages[0].done >= turn + 1)
+    team.sides[0].fill_turn = lambda turn: wait_until(
+        lambda: team.stop.is_set() or pages[1].done >= min(turn, 2), SOON_S
+    )
+    team.sides[1].fill_turn = lambda turn: wait_until(lambda: team.stop.is_set() or pages[0].done >= turn + 1, SOON_S)
     team.open()
     team.pull()
     assert team.same()
@@ -213,13 +216,13 @@ def test_the_end_of_one_process_ends_the_pull_and_closes_all(
         threading.Timer(0.05, other.kill).start()
         if staged:
             team.session.stage(fence, 60.0)
-            until(lambda: not team.port.opened)
+            wait_until(lambda: not team.port.opened, SOON_S)
             team.session.staged()
         team.session.pull(fence, 60.0)
 
     with pytest.raises(PullError, match="nothing is staged" if staged else f"process ended .*pid {other.pid}"):
         team.push(call, team.sides[:1])
-    until(lambda: not team.port.opened)
+    wait_until(lambda: not team.port.opened, SOON_S)
     if staged:  # the weights were never touched
         team.open()
         team.pull()
@@ -233,7 +236,7 @@ def test_the_end_of_a_process_that_has_given_all_ends_the_pull_too(team: Team, o
 
     def late(turn: int) -> None:
         if turn == 3:
-            until(lambda: pages[1].done == 2)
+            wait_until(lambda: pages[1].done == 2, SOON_S)
             other.kill()
             team.stop.wait(SOON_S)
 

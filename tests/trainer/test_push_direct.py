@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from artd_workers.trainer.merge import BaseWeights, Stored, merged_tensors
 from artd_workers.trainer.placement import Placement
 from artd_workers.trainer.worker import TrainerWorker
 from tests import toys
-from tests.awake import Awake
+from tests.awake import Awake, wait_until
 from tests.direct_rig import MemoryPort, engine_model, engine_table, fused
 
 from .jobs import push_of, spec_for, table_of
@@ -72,7 +71,7 @@ class Engine:
     def pull(self, ref: w.CheckpointRef, number: int, timeout_s: float = WAIT_S) -> None:
         """As the harness and its engine take a push."""
         if not self._opened:
-            until((self._meeting / "offer").exists)
+            wait_until((self._meeting / "offer").exists)
             self.session.open(msgspec.msgpack.decode((self._meeting / "offer").read_bytes(), type=Offer))
             self._opened = True
         self.session.expect({entry.name: entry.sum64 or 0 for entry in table_of(ref).tensors})
@@ -91,13 +90,6 @@ def on_disk(ref: w.CheckpointRef, spec: Any) -> Iterator[tuple[str, Tensor]]:
         return merged_tensors(Stored(folder / "model.safetensors", list(BaseWeights(spec.model))), {}, 1.0, dtype)
     scale = spec.lora.alpha / spec.lora.rank
     return merged_tensors(BaseWeights(spec.model), load_file(folder / "adapter_model.safetensors"), scale, dtype)
-
-
-def until(true: Any) -> None:
-    end = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 class Bench:
@@ -124,7 +116,7 @@ class Bench:
         return self._pushes
 
     def ended(self) -> None:
-        until(lambda: not self.worker._pusher._running)
+        wait_until(lambda: not self.worker._pusher._running)
 
     def refused(self, number: int) -> w.Refused:
         self.ended()
@@ -162,7 +154,7 @@ def test_steps_reach_two_engines(tmp_path: Path, toy_folders: dict[str, Path], g
     assert bench.served(one, first) and not first.holds(zero, bench.spec)
     assert (first.meeting.stat().st_mode & 0o777, (first.meeting / "page").exists()) == (0o700, True)
     assert bench.served(one, second)
-    until(lambda: not (first.meeting / "page").exists())
+    wait_until(lambda: not (first.meeting / "page").exists())
     two = bench.desk.commit(2, one)
     assert bench.served(two, second)
 
@@ -196,7 +188,7 @@ def test_training_waits_for_a_push_and_does_not_change_it(
     zero = bench.desk.commit(0, None)
     before = clones(bench)
     number = bench.push(zero, engine)
-    until((engine.meeting / "offer").exists)
+    wait_until((engine.meeting / "offer").exists)
     renew, train = Frozen.renew, trainer.train_step
     monkeypatch.setattr(Frozen, "renew", lambda frozen: (waiting.set(), renew(frozen))[1])
     monkeypatch.setattr(trainer, "train_step", lambda *rest: (training.set(), train(*rest))[1])
@@ -223,7 +215,7 @@ def test_a_push_that_nobody_takes_ends(tmp_path: Path, toy_folders: dict[str, Pa
     first, second = bench.engine("first"), bench.engine("second")
     zero = bench.desk.commit(0, None)
     number = bench.push(zero, first)
-    until((first.meeting / "offer").exists)
+    wait_until((first.meeting / "offer").exists)
     with Awake() as took:
         bench.worker._take(w.PushEnd(push=number, fence=number), [])
         bench.ended()

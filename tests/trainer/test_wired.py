@@ -27,6 +27,7 @@ from artd_workers.engines.direct.wire import Wired, turns_of
 from artd_workers.engines.nccl import NcclError
 from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.trainer.direct.source import Source
+from tests.awake import wait_until
 from tests.direct_rig import MemoryPort, Pair, feeding
 from tests.plain_wire import PlainWire
 
@@ -155,7 +156,7 @@ def test_nothing_is_received_into_a_buffer_that_was_not_copied(ready: Both, monk
     monkeypatch.setattr(ready.source._lane.queue, "mark", lambda: _Made(), raising=False)
     with feeding(ready, fence.fence, PATIENCE_S):
         pull.start()
-        until(lambda: ready.theirs.worked == 4)
+        wait_until(lambda: ready.theirs.worked == 4)
         time.sleep(0.05)
         assert ready.theirs.log[0] == ("recv", 8) and len(ready.theirs.log) == 1 + 3
         copied.set()
@@ -166,13 +167,6 @@ def test_nothing_is_received_into_a_buffer_that_was_not_copied(ready: Both, monk
 class _Made:
     def done(self) -> bool:
         return True
-
-
-def until(true: Any) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 # ---- refusals, and nothing hangs ----------------------------------------------------------------------------------------
@@ -226,7 +220,7 @@ def test_a_trainer_that_hangs_in_the_middle_ends_the_pull_at_its_deadline(ready:
     deadline = Deadline(60.0)
 
     def passes() -> None:
-        until(lambda: ready.theirs.worked > 2)
+        wait_until(lambda: ready.theirs.worked > 2)
         deadline._end = 0.0
 
     threading.Thread(target=passes).start()
@@ -266,7 +260,7 @@ def test_a_trainer_that_dies_in_the_middle_ends_the_pull_at_once(tmp_path: Path,
                     one.session.pull(fence, 60.0)
             wire = one.theirs
             assert wire.watchdog.bitten.wait(PATIENCE_S) and "process has ended" in wire.reason
-            until(lambda: one.session._link is None)
+            wait_until(lambda: one.session._link is None)
     finally:
         trainer.kill()
         trainer.wait()

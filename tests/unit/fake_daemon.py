@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -16,11 +17,14 @@ from artd_schema import PROTOCOL, paths
 from artd_schema import client_api as api
 from artd_schema.codec import Codec
 from artd_schema.spec import RunSpec
+from tests import awake
 
 RUN = api.RunInfo(
     name="r", state="active", reason="", spec=RunSpec(model="/m"), step=-1, served=-1, created=True,
     base_url="http://127.0.0.1:9/v1", api_key="secret",
 )  # fmt: skip
+
+until = functools.partial(awake.until, seconds=5.0)
 
 
 def usual(op: api.Op) -> Any:

@@ -20,15 +20,9 @@ from artd_client.connection import Connection
 from artd_schema import client_api as api
 from artd_schema.codec import digest, to_json
 from artd_schema.trajectory import Turn
-from tests.unit.fake_daemon import RUN, FakeDaemon, usual
+from tests.unit.fake_daemon import RUN, usual
 
 ONE = turn([1, 2], [3], [-0.5])
-
-
-@pytest.fixture
-def daemon(tmp_path):
-    with FakeDaemon(tmp_path / "data") as fake:
-        yield fake
 
 
 def choices(*indices):

@@ -11,15 +11,9 @@ import pytest
 import artd_client
 from artd_client import Client, SyncClient, turn
 from artd_schema import client_api as api
-from tests.unit.fake_daemon import FakeDaemon, usual
+from tests.unit.fake_daemon import usual
 
 ONE = turn([1, 2], [3], [-0.5])
-
-
-@pytest.fixture
-def daemon(tmp_path):
-    with FakeDaemon(tmp_path / "data") as fake:
-        yield fake
 
 
 def deaf(op):

@@ -20,21 +20,9 @@ from artd_schema import PROTOCOL
 from artd_schema import client_api as api
 from artd_schema.codec import Codec
 from artd_schema.trajectory import Turn
-from tests.unit.fake_daemon import RUN, FakeDaemon, usual
+from tests.unit.fake_daemon import RUN, FakeDaemon, until, usual
 
 ONE = turn([1, 2], [3], [-0.5])
-
-
-@pytest.fixture
-def daemon(tmp_path):
-    with FakeDaemon(tmp_path / "data") as fake:
-        yield fake
-
-
-async def until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.asyncio

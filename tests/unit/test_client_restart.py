@@ -10,26 +10,14 @@ import artd_client
 from artd_client import Client, turn
 from artd_client import connection as connection_module
 from artd_schema import client_api as api
-from tests.unit.fake_daemon import FakeDaemon, usual
+from tests.unit.fake_daemon import until, usual
 
 ONE = turn([1, 2], [3], [-0.5])
-
-
-@pytest.fixture
-def daemon(tmp_path):
-    with FakeDaemon(tmp_path / "data") as fake:
-        yield fake
 
 
 def draining(op):
     """A daemon that is stopping."""
     return usual(op) if isinstance(op, api.List) else api.Error(code="draining", message="the daemon is stopping")
-
-
-async def until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.asyncio
