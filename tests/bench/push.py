@@ -7,14 +7,13 @@ one host and vLLM 0.25.1 on PYTHONPATH (see `tests/gpu/push.py`); `--layers 4 --
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.bench import gpu_script
 from tests.bench.report import Report, parser
 
 GOALS = {"in place": 0.20, "staged": 0.07, "in place, 32 streams, KV kept": 0.25, "staged, 32 streams, KV kept": 0.10}
@@ -24,16 +23,12 @@ GAP_S = 0.40
 HELD_MIB = 2.0
 
 
-def lines(layers: int, gpus: int, rounds: int, out: Path, scratch: Path) -> list[dict[str, Any]]:
-    """What the script says of each item, as far as it came. Kernels that Triton compiled in an earlier run are not ready in this one."""
-    words = ["--layers", layers, "--gpus", gpus, "--rounds", rounds, "--out", out, "--items", "repeat,streams,gap"]
+def lines(layers: int, gpus: int, rounds: int, out: Path, scratch: Path) -> list[gpu_script.Line]:
+    """What the script says. Kernels that Triton compiled in an earlier run are not ready in this one."""
+    words = ["--layers", layers, "--gpus", gpus, "--rounds", rounds, "--items", "repeat,streams,gap"]
     share = ["--share", 0.5 if layers > 8 else 0.4]
-    own = [sys.executable, "-m", "tests.gpu.push", *map(str, [*words, *share])]
     env = os.environ | {"TRITON_CACHE_DIR": str(scratch / "triton")}
-    status = subprocess.run(own, env=env, check=False, stdout=subprocess.DEVNULL).returncode
-    said = out / "push.jsonl"
-    found = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
-    return found + ([{"item": "tests.gpu.push", "failed": f"exit status {status}"}] if status else [])
+    return gpu_script.lines("push", [*words, *share], out, env)
 
 
 def add(report: Report, line: dict[str, Any], goals: bool) -> None:
@@ -71,10 +66,7 @@ def main() -> int:
             add(report, line, goals=args.layers == 48 and not line.get("cold"))
         for name, value in line.get("warm", {}).items():
             report.add(f"{line['what']}: {name}", value, "s" if name == "seconds" else "")
-    met = report.finish(args.json)
-    failed = [f"{line['item']}: {line['failed']}" for line in found if "failed" in line]
-    print(*failed, sep="\n", file=sys.stderr)
-    return int(met != 0 or bool(failed))
+    return gpu_script.finish(report, found, args.json)
 
 
 if __name__ == "__main__":

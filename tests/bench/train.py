@@ -7,15 +7,14 @@ and Transformer Engine on PYTHONPATH (see `tests/gpu/README.md`); `--tiny` tries
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.bench import gpu_script
 from tests.bench.report import Report, parser
 
 TOKENS_PER_S = 20_000
@@ -23,16 +22,6 @@ SAVED, FILL = 0.8, 0.97
 REPLAY_PERCENT = 0.5
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """48 layers leave too little for fragments; nothing here shares its memory."""
-
-
-def lines(items: str, tiny: bool, out: Path) -> list[dict[str, Any]]:
-    """What the script says, as far as it came."""
-    words = ["--items", items, "--out", str(out), *["--tiny"] * tiny]
-    own = [sys.executable, "-m", "tests.gpu.trainer", *words]
-    status = subprocess.run(own, env=ALLOCATOR | os.environ, check=False, stdout=subprocess.DEVNULL).returncode
-    said = out / "trainer.jsonl"
-    found = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
-    return found + ([{"item": "tests.gpu.trainer", "error": f"exit status {status}"}] if status else [])
 
 
 def speed(report: Report, line: Mapping[str, Any], goals: bool) -> None:
@@ -66,15 +55,13 @@ def main() -> int:
     args = options.parse_args()
     report = Report("LoRA training on one GPU")
     with tempfile.TemporaryDirectory(prefix="artd-bench-") as scratch:
-        found = lines(args.items, args.tiny, args.out or Path(os.environ.get("OUT", scratch)))
+        words, out = ["--items", args.items, *["--tiny"] * args.tiny], args.out or Path(os.environ.get("OUT", scratch))
+        found = gpu_script.lines("trainer", words, out, ALLOCATOR | os.environ)
     for key, add in {"mfu": speed, "share_of_saved": sharing, "wall": replay}.items():
         for line in found:
             if key in line:
                 add(report, line, not args.tiny)
-    met = report.finish(args.json)
-    failed = [f"{line['item']}: {line['error']}" for line in found if "error" in line]
-    print(*failed, sep="\n", file=sys.stderr)
-    return int(met != 0 or bool(failed))
+    return gpu_script.finish(report, found, args.json, failure="error")
 
 
 if __name__ == "__main__":
