@@ -27,10 +27,11 @@ from artd_workers.engines.direct import checksum
 from artd_workers.engines.direct.device import DeviceError
 from artd_workers.engines.direct.pull import PullError
 from tests import toys
+from tests.awake import wait_until
 from tests.other_memory import OtherPort
 
 from .jobs import push_of, spec_for, table_of
-from .test_push_direct import Engine, on_disk, until
+from .test_push_direct import Engine, on_disk
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
@@ -267,7 +268,7 @@ def test_training_goes_on_beside_a_push(family: Family) -> None:
         zero = layout.commit(0)
         engine = layout.engine("beside")
         number = layout.push(zero, engine)
-        until((engine.meeting / "offer").exists)
+        wait_until((engine.meeting / "offer").exists)
         layout.train(1, zero)
         time.sleep(0.5)
         engine.pull(zero, number)
@@ -282,7 +283,7 @@ def test_a_push_that_nobody_takes_ends_on_all_ranks(family: Family) -> None:
         zero = layout.commit(0)
         first, second = layout.engine("told"), layout.engine("late")
         number = layout.push(zero, first)
-        until((first.meeting / "offer").exists)
+        wait_until((first.meeting / "offer").exists)
         layout.family.lead("end", push=number)
         assert layout.idle()
         with pytest.raises(PullError, match="failed to fill"):
@@ -298,12 +299,12 @@ def test_a_rank_that_dies_under_a_push_ends_it(own_family: Family) -> None:
     zero = layout.commit(0)
     engine = layout.engine("engine")
     number = layout.push(zero, engine)
-    until((engine.meeting / "offer").exists)
+    wait_until((engine.meeting / "offer").exists)
     time.sleep(0.2)  # both wait with full buffers
     own_family.ranks[1].kill()
     with pytest.raises((PullError, DeviceError)):
         engine.pull(zero, number)
     assert layout.idle() and not engine.holds(zero, layout.spec)
-    until(lambda: not layout.port.opened)
+    wait_until(lambda: not layout.port.opened)
     assert "failed before" in layout.refused(zero, engine).reason
     assert "rank 1" in layout.refused(zero, layout.engine("other")).reason

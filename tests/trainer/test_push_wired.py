@@ -23,11 +23,12 @@ from artd_workers.engines.direct.pull import PullError
 from artd_workers.engines.direct.wire import Receiver
 from artd_workers.engines.nccl import Library, NcclError
 from artd_workers.trainer.direct.sender import Sender
+from tests.awake import wait_until
 from tests.compiled import library
 from tests.direct_rig import MemoryPort
 from tests.plain_wire import PlainWire
 
-from .test_push_direct import Bench, grouped, small, until
+from .test_push_direct import Bench, grouped, small
 from .test_stock import FAILS, FAILS_LATER, FAKE, FINE, HANGS, ID, INIT, NEVER, PATIENCE_S
 
 __all__ = ["grouped", "small"]
@@ -65,7 +66,7 @@ def test_steps_reach_two_engines(bench: Bench) -> None:
     )
     assert len(wires(bench)) == 1, "both went over one connection"
     assert served(bench, one, second)
-    until(lambda: wires(bench)[0].watchdog.bitten.is_set())
+    wait_until(lambda: wires(bench)[0].watchdog.bitten.is_set())
     assert served(bench, bench.desk.commit(2, one), second)
     assert len(wires(bench)) == 2 and bench.ear.said == [m for m in bench.ear.said if not isinstance(m, w.Refused)]
 
@@ -113,7 +114,7 @@ def test_the_daemons_end_of_a_push_ends_it_and_its_connection(bench: Bench) -> N
     assert served(bench, zero, engine)
     one = bench.desk.commit(1, zero)
     number = bench.push(one, engine, transfer="nccl", deadline_s=60.0)
-    until(lambda: wires(bench)[0].log[-1][0] == "send" and bench.worker._pusher._running)
+    wait_until(lambda: wires(bench)[0].log[-1][0] == "send" and bench.worker._pusher._running)
     bench.worker._take(w.PushEnd(push=number, fence=number), [])
     said = bench.refused(number)
     assert said.transfer is None and "the push has ended" in said.reason
@@ -197,7 +198,7 @@ def test_pushes_over_nccls_calls(
     assert len(made) == 2 and fake.aborts == 0 and all(end.joined for end in made)
     engine.session.close()
     bench.worker._pusher._pair.retire()  # type: ignore[union-attr]
-    until(lambda: fake.aborts == 2)
+    wait_until(lambda: fake.aborts == 2)
 
 
 STEPS = {INIT: "ncclCommInitRankConfig", SEND: "ncclSend", RECV: "ncclRecv"}

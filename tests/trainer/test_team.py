@@ -22,8 +22,7 @@ from artd_workers.trainer.direct.pair import Direct
 from artd_workers.trainer.direct.source import Aborted
 from artd_workers.trainer.direct.team import Abort, Answer, Close, Ended, Give, Open, Opened, Order, Others, Team
 from artd_workers.trainer.ways import Unable
-
-from .test_push_direct import until
+from tests.awake import wait_until
 
 pytestmark = pytest.mark.torch
 FEED = Feed(pid=1, ticks=1, segments=(), units=())
@@ -151,7 +150,7 @@ def pair(tmp_path: Path) -> Any:
         direct.send(message, snapshot, Deadline(seconds))  # type: ignore[arg-type]
 
     def say(error: str = "") -> None:
-        until(lambda: others._busy)
+        wait_until(lambda: others._busy)
         script.team.take(1, msgspec.msgpack.encode(Ended("p", 2, error)))
 
     return SimpleNamespace(script=script, own=own, send=send, say=say)
@@ -235,9 +234,9 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_abort_comes_through_while_a_push_is_fed(peer: Any) -> None:
     peer.tell(Open("/x/direct-1"))
     peer.tell(Give("/x/direct-1", 0, 5, 10.0))
-    until(lambda: peer.frozen._reader)
+    wait_until(lambda: peer.frozen._reader)
     peer.tell(Abort("/x/direct-1"))
-    until(lambda: len(peer.said) == 2)
+    wait_until(lambda: len(peer.said) == 2)
     assert peer.said == [Opened("/x/direct-1", FEED), Ended("/x/direct-1", 5, "Aborted: over")]
     assert Slow.made[0].folder == Path("/x/direct-1.3")
     peer.tell(Close("/x/direct-1"))
@@ -248,7 +247,7 @@ def test_another_version_is_not_fed(peer: Any) -> None:
     peer.tell(Open("/x/p"))
     peer.frozen.renew(4)
     peer.tell(Give("/x/p", 3, 5, 10.0))
-    until(lambda: len(peer.said) == 2)
+    wait_until(lambda: len(peer.said) == 2)
     assert "Stale" in peer.said[1].error
 
 
@@ -256,7 +255,7 @@ def test_another_version_is_not_fed(peer: Any) -> None:
 def test_what_is_fed_ends_before_its_page_goes(peer: Any, how: str) -> None:
     peer.tell(Open("/x/p"))
     peer.tell(Give("/x/p", 0, 5, 10.0))
-    until(lambda: peer.frozen._reader)
+    wait_until(lambda: peer.frozen._reader)
     peer.tell(Close("/x/p")) if how == "closed" else peer.end(None)
     assert Slow.made[0].closed.wait(30.0)
     assert peer.said[1].error == "Aborted: over"
