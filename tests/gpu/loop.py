@@ -81,9 +81,11 @@ def settings(args: argparse.Namespace) -> list[str]:
     if not args.stack:
         return flags
     config = args.folder / "artd.toml"
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = [int(gpu) for gpu in seen.split(",")] if seen else list(range(args.gpus))
     trainer = [f"{args.stack}/te", f"{args.stack}/megatron"]
     config.write_text(
-        f"[gpus]\ntrainer = {list(range(args.tensor_parallel))}\nengine = [{args.gpus - 1}]\n"
+        f"[gpus]\ntrainer = {gpus[: args.tensor_parallel]}\nengine = [{gpus[args.gpus - 1]}]\n"
         f'[runtimes.trainer]\npython = "{sys.executable}"\npythonpath = {json.dumps(trainer)}\n'
         f'[runtimes.engine]\npython = "{sys.executable}"\npythonpath = ["{args.stack}/vllm"]\n'
     )

@@ -26,7 +26,7 @@ from artd_workers.engines.vllm import command, guard, stock
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.server import Server
 from artd_workers.trainer.stock import Sender
-from tests.gpu.push_server import ROOT, model_folder
+from tests.gpu.push_server import ROOT, model_folder, visible
 
 Line = dict[str, Any]
 START_S, PUSH_S = 240.0, 60.0
@@ -48,7 +48,7 @@ class Engine(VllmAdapter):
         )
         path = [*(str(ROOT / part) for part in ("", "workers", "schema")), os.environ.get("PYTHONPATH", "")]
         own = {
-            "CUDA_VISIBLE_DEVICES": str(gpu),
+            "CUDA_VISIBLE_DEVICES": visible(gpu),
             "CUDA_DEVICE_MAX_CONNECTIONS": "8",  # CUDA's own: `lines` sets the trainer's
             "ARTD_INSTANCE": INSTANCE,
             "ARTD_SPAWN": str(SPAWN),
@@ -196,5 +196,5 @@ def changed(variables: dict[str, str]) -> Iterator[None]:
 
 def gpu_mib(gpu: int) -> int:
     """Memory in use on a GPU, by whomever."""
-    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={visible(gpu)}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
