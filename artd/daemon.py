@@ -39,6 +39,7 @@ from .services import Services
 from .store import fs
 from .store.migrate import SchemaMismatch
 from .store.store import Store, get_meta, set_meta
+from .store.writer import StoreFull
 from .supervise import procfs
 from .supervise.code import install_code
 from .supervise.reap import Leftover, Recorded, reap
@@ -216,7 +217,7 @@ def _token(c: sqlite3.Connection) -> str:
 def _ended(data: DataDir, error: BaseException) -> int:
     """The exit status where the disk or the database ended the daemon, and a line about it; anything else is raised again."""
     causes = list(_causes(error))
-    if all(fs.is_full(cause) or _sqlite_code(cause) == sqlite3.SQLITE_FULL for cause in causes):
+    if all(map(_is_full, causes)):
         print(f"artd: {data.root}: {causes[0]}. Next: free space, or another --data-dir", file=sys.stderr)
         return 1
     if all(getattr(cause, "errno", 0) in BROKEN or _sqlite_code(cause) == sqlite3.SQLITE_IOERR for cause in causes):
@@ -238,6 +239,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, StoreFull) or fs.is_full(error) or _sqlite_code(error) == sqlite3.SQLITE_FULL
+
+
 def _sqlite_code(error: BaseException) -> int:
     """Primary result code of an error of SQLite; 0 for none."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
@@ -245,10 +250,12 @@ def _sqlite_code(error: BaseException) -> int:
 
 def _fatal(error: BaseException) -> None:
     """COMMIT or fsync failed: what is durable is unknown. Nobody is answered; the next boot reads the database and
-    decides."""
+    decides. A full disk is told from a failing one: it is no fault of the disk, and is mended otherwise."""
+    full = _is_full(error)
     log.critical(
-        "the store failed (%s); what is durable is unknown, so artd ends here. Next: artd start", error, exc_info=error
-    )
+        "the store failed (%s); what is durable is unknown, so artd ends here. Next: %sartd start",
+        error, "free space, then " if full else "", exc_info=None if full else error,
+    )  # fmt: skip
     logging.shutdown()
     os._exit(EX_IOERR)
 

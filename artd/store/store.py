@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,11 +19,10 @@ import msgspec
 from ..clock import Clock
 from ..core.states import IllegalTransition, sources
 from .migrate import migrate
-from .writer import FULL_RETRY_S, StoreFull, Writer, connect, fold
+from .writer import FULL_RETRY_S, HURRIED_TRIES, StoreFull, Writer, connect, fold
 
 T = TypeVar("T")
 WAKE_S = 0.02
-HURRIED_TRIES = 3
 
 
 class Reader(Protocol):
@@ -53,7 +53,7 @@ class Store:
         self.path = path
         self.clock = clock
         self._on_fatal = on_fatal
-        self._patient = True
+        self._hurried = threading.Event()
         self._make_writer = writer
         self._open_reader = open_reader
         self._changed = asyncio.Event()
@@ -70,6 +70,7 @@ class Store:
         finally:
             connection.close()
         self._writer = self._make_writer(self.path, self._on_fatal)
+        self._writer.hurried = self._hurried
         self._writer.start(asyncio.get_running_loop(), self.announce)
         self._reader = await self._open_reader(self.path)
 
@@ -93,14 +94,14 @@ class Store:
                 return await self._writer.submit(fn)
             except StoreFull as error:
                 refused += 1
-                if not self._patient and refused >= HURRIED_TRIES:
+                if self._hurried.is_set() and refused >= HURRIED_TRIES:
                     self._on_fatal(error)
                     raise
                 await asyncio.sleep(FULL_RETRY_S)
 
     def hurry(self) -> None:
         """The daemon ends: a full disk is not waited for any more; if giving up the reserve does not help, it is the end."""
-        self._patient = False
+        self._hurried.set()
 
     def on_full(self, free: Callable[[], None]) -> None:
         """free: called in the writer's thread when there is no room to commit."""

@@ -13,6 +13,7 @@ import logging
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ MAX_GROUP = 256
 CHECKPOINT_BYTES = 4 << 20
 CHECKPOINT_BUSY_BYTES = 64 << 20
 FULL_RETRY_S = 0.5
+HURRIED_TRIES = 3
 
 
 class StoreFull(Exception):
@@ -63,9 +65,10 @@ class Writer:
         self._on_fatal = on_fatal
         self._queue: queue.SimpleQueue[tuple[Write, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="artd-writer", daemon=True)
-        self._stopping = threading.Event()
         self.commits = 0
         self.writes = 0
+        self.hurried = threading.Event()
+        """Set when the daemon ends: a full disk gets HURRIED_TRIES more tries and is not waited for."""
         self.on_full: Callable[[], None] = lambda: None
         """Called in the writer's thread when there was no room for a commit: may free some."""
 
@@ -83,7 +86,7 @@ class Writer:
 
     def stop(self) -> None:
         """Finish what is queued, truncate the WAL, close."""
-        self._stopping.set()
+        self.hurried.set()
         self._queue.put(None)
         self._thread.join()
 
@@ -147,6 +150,7 @@ class Writer:
         commit, so only after one has succeeded is "no" the answer for certain; until there is room for one, nobody is
         answered. Errors: sqlite3.OperationalError when the daemon is to end first: then it is unknown.
         """
+        refused = 0
         while True:
             self._make_room()
             try:
@@ -158,8 +162,10 @@ class Writer:
                 self._connection.execute("COMMIT")
                 return
             except sqlite3.OperationalError as error:
-                if not _is_full(error) or self._stopping.wait(FULL_RETRY_S):
+                refused += self.hurried.is_set()
+                if not _is_full(error) or refused >= HURRIED_TRIES:
                     raise
+            time.sleep(FULL_RETRY_S)
 
     def _apply(self, fn: Write) -> tuple[Any, BaseException | None]:
         connection = self._connection

@@ -45,6 +45,7 @@ STUCK_S = 0.25
 PATIENCE_S = 30.0
 SPEED = 300
 UNCLEAR, LOST = 3, 4
+STOPPING = "the life is over\n"
 PROGRESS = """
 SELECT (SELECT sum(step) FROM run), (SELECT count(*) FROM batch), (SELECT count(*) FROM trajectory),
   (SELECT count(*) FROM exchange), (SELECT count(*) FROM checkpoint WHERE state = 'retired')"""
@@ -63,12 +64,14 @@ class Life(msgspec.Struct, frozen=True):
 
 class Ended(msgspec.Struct, frozen=True):
     """code: 0 lived on and reached its step, else as the daemon exits; 3: by an exception that the daemon has no line for; 4:
-    it stood still. booted: the services had started; answers: codes that clients were refused with."""
+    it stood still. booted: the services had started; answers: codes that clients were refused with; stopping: its step was
+    reached, and it was ending."""
 
     code: int
     said: str = ""
     booted: bool = True
     answers: tuple[str, ...] = ()
+    stopping: bool = False
 
 
 class FastClock(Clock):
@@ -181,6 +184,7 @@ class Daemon:
             while dispatch._claim is not None and not await made.read("SELECT 1 FROM job WHERE state = 'running'"):
                 await asyncio.sleep(0.005)  # memory comes to equal the rows
             group.cancel_scope.cancel()
+        sys.stderr.write(STOPPING)
         made.hurry()
         await made.close()
 
@@ -286,7 +290,8 @@ def fork(life: Life, log: Path) -> Ended:
         raw = file.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     ended = msgspec.json.decode(raw, type=Ended) if raw else Ended(code)
-    return msgspec.structs.replace(ended, said=ended.said + log.read_text(errors="replace"))
+    said = ended.said + log.read_text(errors="replace")
+    return msgspec.structs.replace(ended, said=said, stopping=STOPPING in said)
 
 
 def _child(life: Life, writing: int, log: Path) -> NoReturn:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import sqlite3
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from artd.store import writer as writer_module
 from artd.store.fs import is_full
 from artd.store.store import set_meta
 from artd_schema import worker as w
+from tests.awake import SOON_S
 from tests.fakes.rows import FakeClock, FakeWire, add_run, count, data_dir, make_ingest, one, open_store, stage, submit
 from tests.fakes.steps import claim, commit_next, make_dispatch, pack, staged
 
@@ -216,6 +218,48 @@ async def test_a_daemon_that_ends_does_not_wait_for_a_full_disk(tmp_path, monkey
         with pytest.raises(writer_module.StoreFull):
             await large
         assert isinstance(ends[0], writer_module.StoreFull)
+
+
+async def test_a_daemon_that_ends_gives_a_commit_without_room_three_more_tries(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(writer_module, "FULL_RETRY_S", 0.01)
+    died = threading.Event()
+    ends: list[BaseException] = []
+    rooms: list[int] = []
+
+    def make_room() -> None:
+        rooms.append(len(rooms))
+        if len(rooms) == 5:
+            store.hurry()
+
+    def fatal(error: BaseException) -> None:
+        ends.append(error)
+        died.set()
+
+    async with open_store(tmp_path, on_fatal=fatal) as store:
+        cramped = store._writer._connection = Cramped(store._writer._connection, 1 << 30)
+        store.on_full(make_room)
+        unknown = store.submit(lambda c: set_meta(c, "lost", "1"))
+        assert await asyncio.to_thread(died.wait, SOON_S), "it waits for ever"
+        assert len(rooms) == 4 + 3
+        assert [getattr(end, "sqlite_errorcode", 0) for end in ends] == [sqlite3.SQLITE_FULL]
+        await asyncio.sleep(0.05)
+        assert not unknown.done(), "what is unknown is not answered"
+        cramped.inner.close()
+
+
+async def test_room_that_comes_while_the_writer_stops_is_no_end(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(writer_module, "FULL_RETRY_S", 0.01)
+    async with open_store(tmp_path) as store:
+        writer, go_on = store._writer, threading.Event()
+        cramped = writer._connection = Cramped(writer._connection, 3)
+        refused = store.submit(lambda c: go_on.wait(SOON_S))
+        stopping = asyncio.create_task(asyncio.to_thread(writer.stop))
+        await asyncio.sleep(0.1)  # the stop is there before the first COMMIT
+        go_on.set()
+        await stopping
+        assert cramped.left == 0
+        with pytest.raises(writer_module.StoreFull):
+            await asyncio.wait_for(refused, SOON_S)
 
 
 async def test_what_says_that_nothing_more_can_be_written() -> None:
