@@ -32,22 +32,28 @@ TRIES = 5
 
 
 class Request(threading.Thread):
-    """A completion in flight. ended: why it ended, or the error."""
+    """A completion in flight. ended: why it ended, or the error; looks: how often it was not seen to run yet."""
 
     def __init__(self, spawn: Spawn, model: str, tokens: int) -> None:
         super().__init__(daemon=True)
         self._what = (spawn, model, tokens)
-        self.ended = ""
+        self.ended, self.looks, self.seconds = "", 0, 0.0
         self.start()
         while self.is_alive() and not spawn.running():
+            self.looks += 1
             time.sleep(0.005)
+
+    def __str__(self) -> str:
+        return f"{self.ended or 'no answer'} after {self.seconds:.1f} s and {self.looks} looks"
 
     def run(self) -> None:
         spawn, model, tokens = self._what
+        began = time.monotonic()
         try:
             self.ended = spawn.complete(model, tokens)
         except EngineError as error:
             self.ended = str(error)
+        self.seconds = time.monotonic() - began
 
     def end(self) -> str:
         self.join(2 * SOON_S)
@@ -56,10 +62,12 @@ class Request(threading.Thread):
 
 def under_way(spawn: Spawn, tokens: int, model: str = "") -> Request:
     """One that the engine works on; tried again when it was over before this process got to look."""
+    over = []
     for _ in range(TRIES):
         if (request := Request(spawn, model or spawn.name(0), tokens)).is_alive():
             return request
-    raise AssertionError(f"a request of {tokens} tokens is too short for this engine: {request.ended}")
+        over.append(str(request))
+    raise AssertionError(f"a request of {tokens} tokens is too short for this engine: {'; '.join(over)}")
 
 
 def soon(bench: Bench) -> Deadline:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -104,6 +104,7 @@ class Spawn:
         made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number))
         answer = made.daemon.expect((w.Ready, w.Down), 600.0)
         made.socket = answer.socket if isinstance(answer, w.Ready) else ""
+        made._leave_a_cpu()
         return made
 
     # ---- what is done to it -------------------------------------------------------------------------------------------
@@ -125,9 +126,7 @@ class Spawn:
 
     def kill_workers(self) -> None:
         """SIGKILL the server's other processes, which hold the weights, and leave the main one."""
-        harness = self.daemon.process.pid
-        mine = [one for one in procfs.session_members(harness) if one.pid not in (harness, self.server)]
-        procfs.strike([one for one in mine if str(RELAY) not in _command(one.pid)], signal.SIGKILL)
+        procfs.strike([one for one in self._engine() if one.pid != self.server], signal.SIGKILL)
 
     def adapter(self, deadline_s: float = 20.0, owner: str = "") -> Adapter:
         """An adapter of its own to the server, through the relay. owner: in place of this spawn's."""
@@ -138,6 +137,15 @@ class Spawn:
         with self.daemon:
             pass
         procfs.strike(procfs.session_members(self.daemon.process.pid), signal.SIGKILL)
+
+    def _leave_a_cpu(self) -> None:
+        """To everybody else. On two CPUs vLLM kept both as long as it had a request: busy loops beside it got 2 % each, and a
+        test ran again when the request that it wanted to see in flight was over."""
+        first, *others = sorted(os.sched_getaffinity(0))
+        threads = [thread for one in self._engine() for thread in Path(f"/proc/{one.pid}/task").glob("*")]
+        for thread in threads:
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), others or [first])
 
     # ---- what is seen of it -------------------------------------------------------------------------------------------
 
@@ -158,6 +166,12 @@ class Spawn:
     def living(self) -> list[int]:
         """Processes of its session that live."""
         return [one.pid for one in procfs.session_members(self.daemon.process.pid)]
+
+    def _engine(self) -> list[procfs.Stat]:
+        """The server's processes that live."""
+        harness = self.daemon.process.pid
+        mine = [one for one in procfs.session_members(harness) if one.pid != harness]
+        return [one for one in mine if str(RELAY) not in _command(one.pid)]
 
     def ask(self, route: str, body: Any = None, method: str = "POST", timeout_s: float = 60.0) -> Any:
         """What the server answers a client of its own."""

@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-sys.path.insert(0, str(Path(__file__).parent))
-from folders import scores, seed_of_adapter, seed_of_table, tensors_of
-
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from artd_workers.engines import checkpoint
 from artd_workers.engines.base import EngineError, Fence
 from artd_workers.engines.fence import FenceError, Gate
 from artd_workers.engines.vllm import guard
+from tests.engine.folders import scores, seed_of_adapter, seed_of_table, tensors_of
 
 SCRIPT = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
 LOCK = threading.Lock()
@@ -77,6 +76,7 @@ class Wire:
 class ServerState:
     weights: str = ""
     staged: str = ""
+    pulled: list[bytes] | None = None
     label: str = ""
     wire: Wire = field(default_factory=lambda: Wire(""))
     expected: list[list[Any]] = field(default_factory=list)
@@ -258,23 +258,24 @@ def direct(route: str, kwargs: dict[str, Any]) -> dict[str, Any]:
             STATE.polls += 1
             if STATE.polls == 1:
                 return {}
-            pulled(STATE.pull_s)
+            STATE.pulled = pulled(STATE.pull_s)
             return {"copied": 0.01}
         case "pull" | "swap" as call:
             assert STATE.paused
             GATE.begin(Fence(**kwargs["fence"]), "direct")
             if call == "pull":
-                pulled(kwargs["timeout_s"])
+                STATE.pulled = pulled(kwargs["timeout_s"])
+            if STATE.pulled is not None:
+                verify(STATE.expected, iter(STATE.pulled))
             STATE.weights = seed_of_table(STATE.expected)
             GATE.finish("direct")
             return {"summed": 0.01}
     return {}
 
 
-def pulled(timeout_s: float) -> None:
-    """Take the expected tensors from the trainer's side. Raises Unfit."""
-    if Path(STATE.wire.path).exists():
-        verify(STATE.expected, STATE.wire.read(STATE.expected, timeout_s))
+def pulled(timeout_s: float) -> list[bytes] | None:
+    """The expected tensors, from the trainer's side where there is one. What they sum to is known when they are swapped in."""
+    return list(STATE.wire.read(STATE.expected, timeout_s)) if Path(STATE.wire.path).exists() else None
 
 
 def load(table: list[list[Any]], source: Iterator[bytes] | Iterator[str]) -> None:

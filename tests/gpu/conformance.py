@@ -42,6 +42,8 @@ ENV = {"PYTHONPATH": os.pathsep.join(PATH), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 """CUDA's own number of connections, as an engine and a trainer of one process have it; `lines` says otherwise."""
 END = time.monotonic() + 540.0
 """Of the script: what is left by then is said, not begun."""
+CASES = list(filter(None, os.environ.get("CASES", "").split(",")))
+"""Names of the only ones to try: what an earlier run had no time for."""
 Cases = list[tuple[str, Callable[[], None]]]
 
 
@@ -69,7 +71,7 @@ class VllmOnGpu:
     patience_s = 60.0
     tokens = 1500
     workers = True
-    ahead = 3
+    ahead = 2
 
     def __init__(self, folder: Path, way: str) -> None:
         """way: "in_place" or "staged" for live pushes, or "lora"."""
@@ -113,7 +115,7 @@ def tried(way: str, tiny: bool, cases: Callable[[Bench], Cases]) -> Iterator[dic
     with tempfile.TemporaryDirectory(prefix="artd-k-") as folder:
         began = time.monotonic()
         bench = Bench(kind(Path(folder), way, tiny))
-        left = cases(bench)
+        left = [case for case in cases(bench) if not CASES or case[0] in CASES]
         try:
             spare(bench, len(left))
             bench.engine()
