@@ -44,7 +44,11 @@ def replay(report: Report, line: Mapping[str, Any], goals: bool) -> None:
     what, cost = line["what"], line["wall"]
     report.add(f"{what}: rounds", line["rounds"], "")
     report.add(f"{what}: mean", cost["percent"], "%")
-    report.add(f"{what}: upper end of 95 %", cost["interval"][1], "%", REPLAY_PERCENT if goals else None, "<=")
+    report.add(f"{what}: mean, upper end of 95 %", cost["interval"][1], "%")
+    report.add(f"{what}: shift", cost["shift_percent"], "%")
+    report.add(
+        f"{what}: shift, upper end of 95 %", cost["shift_interval"][1], "%", REPLAY_PERCENT if goals else None, "<="
+    )
 
 
 def main() -> int:

@@ -3,7 +3,6 @@ is held."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import safe_open
 
 from artd_workers.engines.direct.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters
+from tests.gpu.held import held
 
 
 class Watched:
@@ -99,11 +99,9 @@ class ProbeCalls:
             found[tag] = found.get(tag, 0) + 1
         return found
 
-    def probe_held(self) -> dict[str, int]:
-        """Bytes of the GPU in use, descriptors, mappings."""
-        free, total = torch.cuda.mem_get_info()
-        maps = Path("/proc/self/maps").read_text().count("\n")
-        return {"gpu_bytes": total - free, "descriptors": len(os.listdir("/proc/self/fd")), "mappings": maps}
+    def probe_held(self) -> dict[str, Any]:
+        """See `held`."""
+        return held()
 
     def probe_addresses(self) -> dict[str, Any]:
         """Addresses of the tensors, in the table's order."""

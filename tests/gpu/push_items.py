@@ -22,6 +22,8 @@ from artd_workers.engines.vllm.adapter import rows
 from artd_workers.models.codec import peft_names
 from artd_workers.trainer.merge import merge
 
+from .held import grown
+from .held import held as held_now
 from .push_gap import gap, streams
 from .push_refusals import refusals
 from .push_rig import Line, Rig, apart, over
@@ -148,10 +150,11 @@ def repeat(rig: Rig, rounds: int) -> Iterator[Line]:
             line["first_token"] = rig.first_token()
             lines.append(line)
             if number in (5, rounds):
-                held[number] = {"engine": rig.engine.rpc("probe_held"), "trainer": own_held()}
+                held[number] = {"engine": rig.engine.rpc("probe_held"), "trainer": held_now()}
+        more = {side: grown([one[side] for one in held.values()]) for side in ("engine", "trainer")}
         yield {
             "what": "staged" if way else "in place", "rounds": rounds, "median": over(lines, statistics.median),
-            "largest": over(lines, max), "smallest": over(lines, min), "held": held,
+            "largest": over(lines, max), "smallest": over(lines, min), "held": held, "mapped_more": more,
         }  # fmt: skip
 
 
@@ -159,12 +162,3 @@ ITEMS: dict[str, Callable[[Rig, int], Iterator[Line]]] = {
     "open": opened, "table": table, "in_place": in_place, "staged": staged, "stock_road": stock_road, "refusals": refusals,
     "repeat": repeat, "streams": streams, "gap": gap, "truth": truth, "sleep": sleep,
 }  # fmt: skip
-
-
-def own_held() -> Line:
-    used = {}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        used = {"gpu_bytes": total - free}
-    maps = Path("/proc/self/maps").read_text().count("\n")
-    return used | {"descriptors": len(os.listdir("/proc/self/fd")), "mappings": maps}

@@ -10,8 +10,9 @@ import gc
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from artd_workers.trainer.step import Optimizer, train_step
 from . import rows
 from .policies import made, on, settle
 
-SECONDS = 60
+SECONDS = 45
 """How long `cost` goes on with the rounds of a row length, of which there are at least 30."""
-LENGTHS = {"one row": 16_384, "two rows": 8192}
-"""Row lengths by how many rows they make of the batch. In one row the device sets the pace, and steps differ little from each
-other; in two it takes about as long as what launches its kernels, whose jitter shows."""
+GROUPS = 6
+LENGTHS = {"two rows": 16_384, "one row": 32_768}
+"""Row lengths by how many rows they make of the batch. Rows so long that the device sets the pace: of 8,192 it takes little longer
+than what launches its kernels, and a round's percentage scattered by 8 to 12."""
 WARM = 6
 Times = tuple[float, float]
 
@@ -46,7 +48,7 @@ class Steps:
     def take(self, length: int) -> None:
         """The batch in rows of at most `length` tokens from now on (tiny: a sixteenth)."""
         plan, each = self._policy.plan, 32 if self.tiny else 512
-        live = rows.packed(3, 8, each, each, length // 16 if self.tiny else length, plan.vocab_size)
+        live = rows.packed(GROUPS, 8, each, each, length // 16 if self.tiny else length, plan.vocab_size)
         self.batches = {"live": live, "replayed": rows.with_routes(self._policy, live)}
         self.about = {"layers": plan.layers, "row_tokens": [len(row.tokens) for row in live.rows]}
 
@@ -128,17 +130,26 @@ def _rounds(steps: Steps) -> dict[str, list[Times]]:
 
 
 def compared(live: list[float], replayed: list[float]) -> dict[str, Any]:
-    """By how many percent replayed steps took longer, two of each a round: mean and median with their 95 % intervals, the
-    mean's by the normal distribution and the median's by order statistics; all seconds in quantiles."""
+    """By how many percent replayed steps took longer, two of each a round: the rounds, their mean and their Hodges-Lehmann shift
+    (J. L. Hodges, E. L. Lehmann, 1963), each with its 95 % interval; all seconds in quantiles."""
     pairs = zip(live[::2], live[1::2], replayed[::2], replayed[1::2], strict=True)
-    percent = sorted(100 * ((c + d) / (a + b) - 1) for a, b, c, d in pairs)
-    count, mean = len(percent), statistics.mean(percent)
-    half, skip = 1.96 * statistics.stdev(percent) / count**0.5, max(0, int((count - 1.96 * count**0.5) / 2) - 1)
+    percent = [100 * ((c + d) / (a + b) - 1) for a, b, c, d in pairs]
+    mean, half = statistics.mean(percent), 1.96 * statistics.stdev(percent) / len(percent) ** 0.5
+    shift, interval = shifted(percent)
     return {
-        "percent": mean, "interval": [mean - half, mean + half], "median_percent": statistics.median(percent),
-        "median_interval": [percent[skip], percent[-1 - skip]], "sd_of_a_round": statistics.stdev(percent),
-        "live_s": _quantiles(live), "replayed_s": _quantiles(replayed),
+        "percent": mean, "interval": [mean - half, mean + half], "shift_percent": shift, "shift_interval": interval,
+        "live_s": _quantiles(live), "replayed_s": _quantiles(replayed), "rounds": [round(one, 3) for one in percent],
     }  # fmt: skip
+
+
+def shifted(values: Sequence[float]) -> tuple[float, list[float]]:
+    """The median of the means of all pairs, and the 95 % interval that goes with Wilcoxon's signed-rank test (its normal
+    approximation): a round in which something else had the machine moves neither."""
+    count = len(values)
+    means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
+    spread = 1.96 * (count * (count + 1) * (2 * count + 1) / 24) ** 0.5
+    skip = max(0, int(count * (count + 1) / 4 - spread))
+    return statistics.median(means), [means[skip], means[-1 - skip]]
 
 
 def _quantiles(seconds: list[float]) -> list[float]:

@@ -56,10 +56,11 @@ def speed(layers: int, recomputes: list[int]) -> Item:
     return item
 
 
-def timed(policy: Policy, optimizer: Optimizer, batch: Batch, tiny: bool, steps: int = 3) -> dict[str, Any]:
+def timed(policy: Policy, optimizer: Optimizer, batch: Batch, tiny: bool, steps: int = 5) -> dict[str, Any]:
     tokens = sum(len(row.tokens) for row in batch.rows)
     settle(tiny)
-    train_step(policy, optimizer, batch, LossSpec(), 0)
+    for _ in range(1 if tiny else 2):
+        train_step(policy, optimizer, batch, LossSpec(), 0)
     seconds = []
     for _ in range(1 if tiny else steps):
         settle(tiny)
@@ -144,8 +145,8 @@ def profile(tiny: bool) -> Iterator[dict[str, Any]]:
         train_step(policy, optimizer, batch, LossSpec(), 0)
         settle(tiny)
     averages = seen.key_averages()
-    launched = [(round(e.self_cpu_time_total), e.count, e.key[:60]) for e in averages if e.self_cpu_time_total]
-    yield {"what": "CPU microseconds, calls, operation", "operations": sorted(launched, reverse=True)[:50]}
+    calls = [(round(e.self_cpu_time_total), e.count, e.key[:60]) for e in averages if e.self_cpu_time_total]
+    yield {"what": "CPU microseconds, calls, operation", "operations": sorted(calls, reverse=True)[:50]}
     if not tiny:
         cuda = torch.autograd.DeviceType.CUDA
         kernels = [(round(e.self_device_time_total), e.count, e.key[:100]) for e in averages if e.device_type == cuda]

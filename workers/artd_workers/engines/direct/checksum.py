@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -69,50 +71,46 @@ class Span:
     step: int = 0
 
 
+Column = npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """Spans cut into blocks for a kernel, as int64 [blocks] each. Of span i they are ends[i - 1] .. ends[i].
+    """Spans cut into blocks for a kernel on a device, as int64 [blocks] each, here. Of span i they are ends[i - 1] .. ends[i].
 
-    striped: how many of the first i spans have rows, [spans + 1]; rows: None when none has, else int64 [blocks, 4]: how many of its
+    striped: how many of the first i spans have rows, [spans + 1]; rows: None when none has, else int64 [4, blocks]: how many of its
     span's words are in blocks before this one, width, pitch, step. A block of rows has its span's address and first position.
     """
 
-    address: Tensor
-    other: Tensor
-    first: Tensor
-    words: Tensor
-    part: Tensor
+    device: torch.device
+    address: Column
+    other: Column
+    first: Column
+    words: Column
+    part: Column
     ends: tuple[int, ...]
     striped: tuple[int, ...]
-    rows: Tensor | None
+    rows: Column | None
 
     @classmethod
     def cut(cls, spans: Sequence[Span], device: str | torch.device, size: int = BLOCK) -> Blocks:
-        columns = [[s.address for s in spans], [s.other for s in spans], [s.first for s in spans]]
-        address, other, first = (torch.tensor(column, dtype=torch.int64) for column in columns)
-        words = torch.tensor([s.words for s in spans], dtype=torch.int64)
-        part = torch.tensor([s.part for s in spans], dtype=torch.int64)
-        counts = (words + size - 1) // size
-        ends = counts.cumsum(0)
-        number = torch.arange(int(counts.sum())) - torch.repeat_interleave(ends - counts, counts)
-        before = number * size
-
-        def spread(column: Tensor) -> Tensor:
-            return torch.repeat_interleave(column, counts, dim=0)
-
+        """By numpy: torch would do each line in all of its threads, which costs milliseconds where others use the cores."""
+        columns = [(s.address, s.other, s.first, s.words, s.part, s.width, s.pitch, s.step or s.width) for s in spans]
+        table = np.array(columns, dtype=np.int64).reshape(-1, 8).T
+        counts = (table[3] + size - 1) // size
+        ends = counts.cumsum()
+        address, other, first, words, part, width, pitch, step = np.repeat(table, counts, axis=1)
+        before = (np.arange(len(address)) - np.repeat(ends - counts, counts)) * size
         skip, rows = before, None
         striped = tuple(accumulate((s.width > 0 for s in spans), initial=0))
         if striped[-1]:
-            lines = spread(torch.tensor([(s.width, s.pitch, s.step or s.width) for s in spans]).view(-1, 3))
-            skip = torch.where(lines[:, 0] > 0, 0, before)
+            skip = np.where(width > 0, 0, before)
             # What lies together is a single row, however long.
-            rows = torch.cat([(before - skip)[:, None], torch.where(lines[:, :1] > 0, lines, size)], 1).to(device)
-        table = (
-            spread(address) + skip * WORD, torch.where(spread(other) > 0, spread(other) + skip * WORD, 0),
-            spread(first) + skip, torch.minimum(spread(words) - before, torch.tensor(size)), spread(part),
+            rows = np.stack([before - skip, *(np.where(width > 0, column, size) for column in (width, pitch, step))])
+        return cls(
+            torch.device(device), address + skip * WORD, np.where(other > 0, other + skip * WORD, 0), first + skip,
+            np.minimum(words - before, size), part, tuple(ends.tolist()), striped, rows,
         )  # fmt: skip
-        at, source, begin, count, owner = (column.to(device) for column in table)
-        return cls(at, source, begin, count, owner, tuple(ends.tolist()), striped, rows)
 
 
 def wrong_parts(found: Tensor, wanted: Tensor, parts: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ end; `copy_sum` hashes what it reads back from where it has written.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -63,30 +64,35 @@ class Table:
     """Blocks whose addresses are offsets from a tensor of this device. Owner of: those offsets."""
 
     def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self._anchor = torch.zeros(2, dtype=torch.int64, device=blocks.address.device)
+        self._ends, self._striped = blocks.ends, blocks.striped
+        self._anchor = torch.zeros(2, dtype=torch.int64, device=blocks.device)
         at = self._anchor.data_ptr()
-        self._here = (blocks.address - at) // WORD
-        self._there = torch.where(blocks.other > 0, (blocks.other - at) // WORD, 0)
-        both = torch.cat((blocks.address, blocks.other))
-        # To ask the device is to wait for it: other streams read these tables, and fill memory that was got just before.
-        whole = bool((both % 16 == 0).all()) and bool((blocks.words % 2 == 0).all())
-        self._aligned = 2 if at % 16 == 0 and whole else 1
+        there = np.where(blocks.other > 0, (blocks.other - at) // WORD, 0)
+        count = len(blocks.address)
+        columns = np.zeros(
+            (5, count + count % 2), np.int64
+        )  # even: Triton has a kernel for each alignment of its pointers
+        columns[:, :count] = (blocks.address - at) // WORD, there, blocks.first, blocks.words, blocks.part
+        # Copied from memory that is not pinned: torch waits for it, so that other streams may read these tables.
+        self._here, self._there, self._first, self._words, self._part = torch.from_numpy(columns).to(blocks.device)
+        self._rows = None if blocks.rows is None else torch.from_numpy(blocks.rows.T.copy()).to(blocks.device)
+        both = np.concatenate((blocks.address, blocks.other))
+        whole = at % 16 == 0 and not (both % 16).any() and not (blocks.words % 2).any()
+        self._aligned = 2 if whole else 1
         self._warm()
 
     def sum(self, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
         """Add the sums of spans i .. j - 1 to `sums` [parts], on the current stream; copy: from the spans' other addresses,
         first."""
-        blocks = self._blocks
-        begin, end = (0 if i == 0 else blocks.ends[i - 1] for i in spans)
+        begin, end = (0 if i == 0 else self._ends[i - 1] for i in spans)
         i, j = spans
-        self._launch(begin, end - begin, blocks.words, blocks.part, sums, copy, blocks.striped[j] > blocks.striped[i])
+        self._launch(begin, end - begin, self._words, self._part, sums, copy, self._striped[j] > self._striped[i])
 
     def _warm(self) -> None:
         """Have the kernels compiled now: the first push would wait for that with its engine paused."""
-        words, part = (torch.zeros_like(one[:1]) for one in (self._blocks.words, self._blocks.part))
+        words, part = (torch.zeros_like(one[:1]) for one in (self._words, self._part))
         sums = torch.zeros_like(self._anchor)
-        for rows in (False,) if self._blocks.rows is None else (False, True):
+        for rows in (False,) if self._rows is None else (False, True):
             for copy in (False, True):
                 self._launch(0, len(words), words, part, sums, copy, rows)
 
@@ -94,10 +100,9 @@ class Table:
         """Of `count` blocks behind the first `skip`. rows: whether some of them are of rows."""
         if count == 0:
             return
-        blocks = self._blocks
         # Whole tensors and a number: parts of them, begun anywhere, would be compiled for each alignment.
         _sum_blocks[(count,)](
-            self._anchor, self._here, self._there, blocks.first, words, part, sums, skip,
-            blocks.words if blocks.rows is None else blocks.rows,
+            self._anchor, self._here, self._there, self._first, words, part, sums, skip,
+            self._words if self._rows is None else self._rows,
             P1, P2, P3, BLOCK, _STEP, copy, self._aligned, rows, num_warps=8,
         )  # fmt: skip
