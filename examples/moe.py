@@ -91,13 +91,13 @@ async def mismatch(run, step: int, seed: int, data_dir: str) -> dict[str, Any]:
         start_new_session=True,  # of a Ctrl-C it hears from here alone
     )  # fmt: skip
     try:
-        out, words = await probe.communicate()
+        out, errors = await probe.communicate()
     except asyncio.CancelledError:
         probe.send_signal(signal.SIGINT)
         await probe.wait()
         raise
     if probe.returncode:
-        raise SystemExit(f"artctl mismatch ended with {probe.returncode}:\n{words.decode()}")
+        raise SystemExit(f"artctl mismatch ended with {probe.returncode}:\n{errors.decode()}")
     return dict(json.loads(out)["passes"])
 
 

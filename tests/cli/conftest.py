@@ -59,7 +59,7 @@ class FakeDaemon:
         self.tell("ready", url="http://127.0.0.1:4000", started=T0 - 3_840_000)
 
     def tell(self, state: str, **changes: object) -> None:
-        self.file = dataclasses.replace(self.file, state=state, **changes)  # type: ignore[arg-type]
+        self.file = dataclasses.replace(self.file, state=state, **changes)
         paths.write_daemon_file(self.data, self.file)
 
     def die(self) -> None:

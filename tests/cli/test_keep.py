@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,9 @@ def change(data: Path, sql: str) -> None:
         assert c.execute(sql).rowcount != 0
 
 
-def documented(text: str, schema: str) -> dict[str, object]:
+def documented(text: str, schema: str) -> dict[str, Any]:
     """The document, whose keys the section of its schema explains."""
-    content: dict[str, object] = json.loads(text)
+    content: dict[str, Any] = json.loads(text)
     assert content["schema"] == schema
     section = DOCUMENT.partition(f"## {schema}")[2].partition("\n## ")[0]
     words = set(re.findall(r"\w+", section)) | {"schema", "at", "at_iso", "data_dir", "created_iso"}

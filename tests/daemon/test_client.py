@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ async def test_calls_that_reach_a_stopping_daemon_are_answered_by_the_next_one(r
         rig.terminate()  # its trainer takes a while to go
         rig.until(lambda: rig.state() == "draining", "draining")
         calls = [run.submit("h", 0.0, turns=[turn([1], [3], [-1.0])]), run.pause(), run.seal("g"), run.wait(0)]
-        asked = [asyncio.create_task(call) for call in calls]
+        asked: list[asyncio.Task[Any]] = [asyncio.create_task(call) for call in calls]
         assert [row["state"] for row in await client.runs()] == ["active"]
         assert not any(task.done() for task in asked)
         await asyncio.to_thread(rig.died)

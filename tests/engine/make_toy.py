@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import toys
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests import toys
 
 
 def main() -> None:

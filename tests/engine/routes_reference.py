@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-from make_checkpoint import hugging_face
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.engine.make_checkpoint import hugging_face
 
 
 @torch.no_grad()

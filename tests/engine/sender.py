@@ -23,8 +23,8 @@ from artd_schema.manifest import WeightTable
 from artd_workers.engines.gloo import TRAINER, broadcast, join
 from artd_workers.trainer.merge import BaseWeights, merged_tensors
 
-sys.path.insert(0, str(Path(__file__).parent))
-from make_checkpoint import ALPHA, RANK, entry
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.engine.make_checkpoint import ALPHA, RANK, entry
 
 
 def disturb(tensor: torch.Tensor) -> torch.Tensor:

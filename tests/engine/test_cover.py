@@ -54,7 +54,7 @@ def spoilt(draw: random.Random, pieces: list[Piece], size: int) -> list[Piece]:
     if what == 1:
         out += [pieces[number]] * 2
     elif what == 2:
-        out.append((0, at + draw.choice((-1, 1)), count, *rows))  # type: ignore[arg-type]
+        out.append((0, at + draw.choice((-1, 1)), count, *rows))
     elif what == 3 and (rows or [count])[0] > 1:
         width, pitch = rows or (count, 0)
         out.append((0, at, count // width * (width - 1), width - 1, pitch) if rows else (0, at, count - 1))

@@ -128,7 +128,7 @@ def test_pushes_from_disk_and_directly_take_turns(bench: Bench) -> None:
 def test_every_call_can_fail(bench: Bench, route: str, phase: str) -> None:
     bench.prepare()
     adapter = Failing(route, room=route != "direct_pull")
-    pusher = Pusher(adapter, bench.config.spec, "toy", bench.root, "i", 1, adapter.hold)  # type: ignore[arg-type]
+    pusher = Pusher(adapter, bench.config.spec, "toy", bench.root, "i", 1, adapter.hold)
     with pytest.raises(PushError, match="no such luck") as failed:
         pusher.run(direct(bench, 0))
     assert failed.value.phase == phase

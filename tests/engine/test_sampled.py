@@ -234,7 +234,7 @@ def test_every_step_of_the_runner_is_seen_before_it_runs() -> None:
     seen: list[Any] = []
     runner = SimpleNamespace(execute_model=lambda *args, **kwargs: seen.append(("ran", args, kwargs)) or "output")
     book = SampleBook()
-    book.step = lambda scheduled: seen.append(("saw", scheduled))  # type: ignore[method-assign]
+    book.step = lambda scheduled: seen.append(("saw", scheduled))
     watch(runner, book)
     assert runner.execute_model("scheduled", "tensors", more=1) == "output"
     assert seen == [("saw", "scheduled"), ("ran", ("scheduled", "tensors"), {"more": 1})]

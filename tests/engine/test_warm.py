@@ -123,12 +123,13 @@ def monitor(**_: Any) -> None:
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Triton's hooks, among modules with the names that a warm-up imports."""
     found = SimpleNamespace(jit_post_compile_hook=monitor)
-    for name, content in {
+    contents: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.config": {"CUDAGraphMode": SimpleNamespace(NONE="none")},
         "vllm.triton_utils": {"HAS_TRITON": True},
         "triton": {"knobs": SimpleNamespace(runtime=found)},
-    }.items():
+    }
+    for name, content in contents.items():
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -249,7 +250,7 @@ class Sick:
 def test_an_engine_that_is_sick_after_it_is_not_ready(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_TOLD_S", 0.05)
     bench.prepare()
-    worker = EngineWorker(SimpleNamespace(send=None, receive=lambda _: None), bench.config)  # type: ignore[arg-type]
-    worker._server = SimpleNamespace(ended=threading.Event())  # type: ignore[assignment]
+    worker = EngineWorker(SimpleNamespace(send=None, receive=lambda _: None), bench.config)
+    worker._server = SimpleNamespace(ended=threading.Event())
     with pytest.raises(EngineError, match="does not answer after its warm-up"):
-        worker._warm(Sick(), Deadline(5))  # type: ignore[arg-type]
+        worker._warm(Sick(), Deadline(5))

@@ -46,10 +46,10 @@ def run(
     """A worker whose push thread has got one live push and ended by `_broken` or by a failure."""
     bench.prepare()
     link = StubLink()
-    worker = EngineWorker(link, bench.config)  # type: ignore[arg-type]
+    worker = EngineWorker(link, bench.config)
     link.react = lambda message: react(worker, message)
     worker._take(bench.push(0, source="live"))
-    pusher: Pusher = StubPusher(result)  # type: ignore[assignment]
+    pusher: Pusher = StubPusher(result)
     thread = threading.Thread(target=worker._push_all, args=(pusher,), daemon=True)
     thread.start()
     thread.join(SOON_S)

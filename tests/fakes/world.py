@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import functools
 import shutil
+import sqlite3
 import tempfile
 from pathlib import Path
 
@@ -121,7 +122,7 @@ class World:
     async def cancel(self) -> None:
         """End the queued job; its trajectories wait again."""
 
-        def write(c: object) -> None:
+        def write(c: sqlite3.Connection) -> None:
             job = c.execute("SELECT * FROM job WHERE state = 'queued'").fetchone()
             abandon(c, self.store.clock.now_ms(), job, self.name)
 

@@ -64,7 +64,7 @@ async def test_a_body_over_the_limit_is_a_413_that_names_both_sizes(rig: Rig) ->
         for _ in range(20):
             yield b"x" * 100
 
-    error(await rig.http.post("/v1/completions", content=chunks()), 413, "body_too_large")  # type: ignore[arg-type]
+    error(await rig.http.post("/v1/completions", content=chunks()), 413, "body_too_large")
 
 
 async def test_unknown_paths_and_methods(rig: Rig) -> None:

@@ -234,7 +234,7 @@ async def test_an_adapter_may_be_unloaded_once_its_tokens_are_out(rig: Rig) -> N
 async def test_an_inconsistent_reply_is_a_502_and_never_recorded(
     rig: Rig, engine: FakeEngine, break_it: object, word: str
 ) -> None:
-    engine.edit = lambda reply: break_it(reply["choices"][0])  # type: ignore[operator]
+    engine.edit = lambda reply: break_it(reply["choices"][0])
     response = await rig.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (502, "engine_failed")
     assert word in response.json()["error"]["message"]

@@ -126,7 +126,7 @@ async def test_a_hold_that_comes_while_a_prompt_is_rendered_stops_the_request(ri
 
     async def slow(request: object, body: dict[str, object]) -> object:
         await hold(rig)
-        return await render(request, body)  # type: ignore[arg-type]
+        return await render(request, body)
 
     engine.replace("/v1/chat/completions/render", slow)
     request = asyncio.create_task(rig.chat())

@@ -42,7 +42,7 @@ class Toy(Trainer):
         super().__init__(json.loads((base / "config.json").read_text()), device)
 
     def _draw(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return super()._draw(self._base)  # type: ignore[arg-type]
+        return super()._draw(self._base)
 
     def _adapter_sizes(self) -> dict[str, tuple[int, int]]:
         parts = [part for row in self.codec.lora_rows() for part in row.parts]

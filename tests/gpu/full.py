@@ -149,10 +149,12 @@ def restore(tiny: bool) -> Iterator[dict[str, Any]]:
         trainer.discard()
         seconds: dict[str, float] = {}
         trainer._restore(parent, seconds)
-        kept = {checkpoint.MODEL: trainer._trained.state(), checkpoint.OPTIMIZER: trainer._optimizer.state()}
+        trained = trainer._trained
+        assert isinstance(trained, FullState)
+        kept = {checkpoint.MODEL: trained.state(), checkpoint.OPTIMIZER: trainer._optimizer.state()}
         equal = {file: same(load_file(Path(parent.dir) / file), now) for file, now in kept.items()}
         yield {"what": "step 1 restored, bit for bit", "equal": equal, "seconds": seconds}
-        del trainer, kept
+        del trainer, trained, kept
         gc.collect()
         yield jobs.again_afresh(folder, checkpoint.MODEL)
 

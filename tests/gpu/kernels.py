@@ -106,7 +106,10 @@ def merge(tiny: bool) -> Iterator[Line]:
         checked = range(0, count, max(1, count // 4))
         wanted = {
             i: exact(
-                weight[i * rows : (i + 1) * rows].cpu(), *(adapter[n].cpu() for n in peft_names(parts[i])), SCALE, dtype
+                weight[i * rows : (i + 1) * rows].cpu(),
+                *(adapter[n].cpu() for n in peft_names(parts[i])),
+                scale=SCALE,
+                dtype=dtype,
             )
             for i in checked
         }
@@ -276,7 +279,7 @@ def linear(tiny: bool) -> Iterator[Line]:
             "slope times B": lambda slope=slope, b=b: slope @ b,
             "gradient of B": lambda slope=slope, low=low: slope.t() @ low,
             "gradient of A": lambda x=x, low=low: low.t() @ x,
-        }  # type: ignore[misc]
+        }
         yield {"what": f"linear {name}"} | {way: 1e6 * timed(call, tiny) for way, call in ways.items()}
 
 

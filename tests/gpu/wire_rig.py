@@ -46,7 +46,7 @@ class Sent:
     def connect(self) -> None:
         """A new connection, and its offer."""
         trainer = self._trainer
-        holdings = trainer.served.holdings  # type: ignore[union-attr]
+        holdings = trainer.served.holdings
         self.wire = self._port.wire()
         trainer.source = Source(holdings, holdings.plan(self._table), self._folder, self.wire)
         self.offer: Offer = trainer.source.offer()
@@ -75,7 +75,7 @@ class WireRig(Rig):
     shared: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.trainer = Sent(self.trainer)  # type: ignore[assignment]
+        self.trainer = Sent(self.trainer)
 
     def open(self, offer: Offer) -> Line:
         if self.shared:

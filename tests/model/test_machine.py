@@ -413,7 +413,7 @@ COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_b
 
 
 @pytest.mark.timeout(300)
-class TestMachine(Rules.TestCase):
+class TestMachine(Rules.TestCase):  # type: ignore[valid-type]
     """Without shrinking, which takes minutes: `TestLong` makes examples small."""
 
     settings = settings(
@@ -423,5 +423,5 @@ class TestMachine(Rules.TestCase):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-class TestLong(Rules.TestCase):
+class TestLong(Rules.TestCase):  # type: ignore[valid-type]
     settings = settings(max_examples=200, stateful_step_count=60, **COMMON)

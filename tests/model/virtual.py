@@ -37,7 +37,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now = 0.0
         self._clock_resolution = 1e-6  # a timer reached by adding may lie a rounding error ahead
-        self._selector.select = self._pass_time  # type: ignore[method-assign]
+        self._selector.select = self._pass_time  # type: ignore[attr-defined]
         self._timers = 0
 
     def time(self) -> float:

@@ -173,8 +173,10 @@ class World:
                 for task in (boot, crashed):
                     task.cancel()
                 await asyncio.gather(boot, crashed, return_exceptions=True)
-                for connection in (*life.readers, *life.writers):
-                    await connection.close() if isinstance(connection, InlineReader) else connection.stop()
+                for reader in life.readers:
+                    await reader.close()
+                for writer in life.writers:
+                    writer.stop()
             await self._bury()
 
     async def _bury(self) -> None:

@@ -140,7 +140,7 @@ def _wait_channel(pid: int) -> str:
 
 def start(instance: str, program: str, log: Path, **tag: int | str) -> Child:
     """Spawn a Python program under a guardian, with tags."""
-    return spawn("trainer", python(program), tags(instance, **tag), log)  # type: ignore[arg-type]
+    return spawn("trainer", python(program), tags(instance, **tag), log)
 
 
 SPAWNER = """

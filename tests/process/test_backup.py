@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -55,7 +56,7 @@ def a_backup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def rows(root: Path, sql: str) -> list[tuple[object, ...]]:
+def rows(root: Path, sql: str) -> list[tuple[Any, ...]]:
     with closing(sqlite3.connect(f"file:{root / 'artd.db'}?mode=ro", uri=True)) as c:
         return c.execute(sql).fetchall()
 

@@ -97,7 +97,7 @@ async def test_guardian_killed_leaves_nothing(instance: str, tmp_path: Path) -> 
 async def test_stopped_guardian_is_worked_around(instance: str, tmp_path: Path) -> None:
     child = helpers.start(instance, helpers.SETSID, tmp_path / "log")
     await until(lambda: len(helpers.tagged(instance)) == 3)
-    child._signal = lambda number: signal.pidfd_send_signal(child._pidfd, number) if number != signal.SIGCONT else None  # type: ignore[method-assign]
+    child._signal = lambda number: signal.pidfd_send_signal(child._pidfd, number) if number != signal.SIGCONT else None
     os.kill(child.pid, signal.SIGSTOP)
     assert await child.kill(6.0) == -signal.SIGKILL
     assert not helpers.tagged(instance)

@@ -102,7 +102,7 @@ def test_stopped_guardian_wakes_when_the_daemon_dies(instance: str, tmp_path: Pa
     with helpers.spawner(instance, tmp_path / "log", helpers.SETSID) as daemon:
         guardian, ticks = _up(daemon, instance, 3)
         procfs.signal_exact(guardian, ticks, signal.SIGSTOP)
-        helpers.until(lambda: procfs.read_stat(guardian).state == "T")  # type: ignore[union-attr]
+        helpers.until(lambda: procfs.read_stat(guardian).state == "T")
         before = helpers.tagged(instance)
         daemon.kill()
         helpers.gone(instance, before, BOUND_S)

@@ -64,7 +64,7 @@ def test_transitions_of_the_design() -> None:
     assert {tuple(pair.split()) for pair in drawn} <= legal
     for state, to in {("stopped", "ready"), ("broken", "ready"), ("starting", "busy"), ("backoff", "ready")}:
         with pytest.raises(IllegalTransition, match=f"process: '{state}' may not become '{to}'"):
-            follow(state, to)  # type: ignore[arg-type]
+            follow(state, to)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_the_supervisor_knows_comes_first() -> None:
     assert explain(None, "", 0, "could not be started: [Errno 28] No space left on device").cause == "disk full"
 
 
-def test_tail_of_a_log_that_was_truncated_or_removed(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_tail_of_a_log_that_was_truncated_or_removed(tmp_path) -> None:
     log = tmp_path / "log"
     assert read_tail(log) == ""
     log.write_bytes(b"a\n\xff\n" * 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import tempfile
 from collections.abc import Callable
@@ -191,20 +192,19 @@ def test_the_body_of_a_trajectory(body):
         ingest(op, body)
 
 
+@functools.cache
 def _ingest() -> Callable[[api.Submit, bytes], object]:
     """What `Ingest` does with a body before any row."""
-    if not hasattr(_ingest, "made"):
 
-        async def make() -> None:
-            with tempfile.TemporaryDirectory(prefix="artd-fuzz.") as root:
-                async with open_store(Path(root)) as store:
-                    await add_run(store)
-                    made = Ingest(store, Blobs(Path(root) / "blobs"), 1 << 16)
-                    facts = await made.facts("r")
-                    _ingest.made = lambda op, body: made._check(op, facts, body)
+    async def make() -> Callable[[api.Submit, bytes], object]:
+        with tempfile.TemporaryDirectory(prefix="artd-fuzz.") as root:
+            async with open_store(Path(root)) as store:
+                await add_run(store)
+                made = Ingest(store, Blobs(Path(root) / "blobs"), 1 << 16)
+                facts = await made.facts("r")
+                return lambda op, body: made._check(op, facts, body)
 
-        asyncio.run(make())
-    return _ingest.made
+    return asyncio.run(make())
 
 
 BODIES = (

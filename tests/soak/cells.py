@@ -75,7 +75,7 @@ class Draw:
             if (cell.phase == "recover") == recovering
             for action in ("kill", "pause")
         ]
-        return self._rng.choices(choices, [self._weight(cell, action) for cell, action in choices])[0]  # type: ignore[arg-type,return-value]
+        return self._rng.choices(choices, [self._weight(cell, action) for cell, action in choices])[0]
 
     def _weight(self, cell: Cell, action: str) -> float:
         goal = KILLS if action == "kill" else PAUSES

@@ -18,7 +18,7 @@ from tests.soak.table import Hit, Verdict
 
 
 def hits(cell: Cell, action: str, count: int, **changes) -> list[Hit]:
-    made = Hit(process=cell.process, phase=cell.phase, action=action, point="p", workers="fake", **changes)  # type: ignore[arg-type]
+    made = Hit(process=cell.process, phase=cell.phase, action=action, point="p", workers="fake", **changes)
     return [made] * count
 
 

@@ -122,7 +122,7 @@ class FakeDaemon:
     def staged(self, run: w.Run) -> w.Staged:
         self.send(run)
         self.expect(w.Accepted)
-        report = self.expect(w.Staged, w.Failed)
+        report: w.Staged | w.Failed = self.expect(w.Staged, w.Failed)
         assert isinstance(report, w.Staged), f"{report.failure}: {report.error}\n{report.trace}"
         self._kept = [m for m in self._kept if not isinstance(m, w.Staged | w.Progress)]
         return report

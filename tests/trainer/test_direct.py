@@ -19,6 +19,7 @@ from artd_workers.engines.base import Deadline
 from artd_workers.engines.direct import checksum
 from artd_workers.engines.direct.cover import CoverError
 from artd_workers.engines.direct.pull import PullError, _joined
+from artd_workers.engines.direct.ring import Page
 from artd_workers.engines.direct.session import WrongWeights
 from artd_workers.engines.fence import FenceError
 from artd_workers.engines.vllm.direct.survey import parameters, survey
@@ -233,7 +234,8 @@ def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
 def test_a_feed_nobody_takes_ends(ready: Pair) -> None:
     with pytest.raises(TimeoutError, match="0 of"):
         ready.feed(9, 0.05)
-    assert ready.source.outlet.failed
+    page = ready.source.outlet
+    assert isinstance(page, Page) and page.failed
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ def test_gaps_and_overlaps_are_named(table: EngineTable) -> None:
 def recorded() -> EngineTable:
     """vLLM 0.25.1's own table of two layers of Qwen3-30B-A3B's shape, as a GPU run wrote it (`tests.gpu.push`, item table)."""
     found = json.loads((Path(__file__).parent / "vllm_0251_qwen3_moe.json").read_text())
-    tensors = tuple(EngineTensor(*map(_tuples, line), 0, 0) for line in found["tensors"])
+    tensors = tuple(EngineTensor(*map(_tuples, line), segment=0, at=0) for line in found["tensors"])
     return EngineTable(
         engine=found["engine"], version=found["version"], moe_backend=found["moe_backend"], tensors=tensors
     )

@@ -167,7 +167,7 @@ def test_an_offer_that_is_not_whole_is_not_opened(team: Team) -> None:
     with pytest.raises(CoverError, match="gives part 5"):
         team.session.open(team.offer())
     for edit in ({"segment": 3}, {"segment": -1}, {"byte": 1 << 20}, {"byte": -8}):
-        second.edit = lambda run, edit=edit: msgspec.structs.replace(run, **edit)  # type: ignore[misc]
+        second.edit = lambda run, edit=edit: msgspec.structs.replace(run, **edit)
         with pytest.raises(CoverError, match="outside of the memory"):
             team.session.open(team.offer())
     assert team.port.opened == []

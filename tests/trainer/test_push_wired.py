@@ -73,7 +73,9 @@ def test_steps_reach_two_engines(bench: Bench) -> None:
 
 def wires(bench: Bench) -> list[PlainWire]:
     """The trainer's ends."""
-    return bench.desk.trainer._port.wires  # type: ignore[union-attr]
+    port = bench.desk.trainer._port
+    assert isinstance(port, MemoryPort)
+    return port.wires
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -197,7 +199,7 @@ def test_pushes_over_nccls_calls(
     assert served(bench, zero, engine) and served(bench, bench.desk.commit(1, zero), engine)
     assert len(made) == 2 and fake.aborts == 0 and all(end.joined for end in made)
     engine.session.close()
-    bench.worker._pusher._pair.retire()  # type: ignore[union-attr]
+    bench.worker._pusher._pair.retire()
     wait_until(lambda: fake.aborts == 2)
 
 
@@ -262,7 +264,7 @@ def test_what_an_abort_has_ended_does_not_count_as_received(fake: Fake, two: tup
     receiver = Receiver(two[1], [64], [torch.zeros(64, dtype=torch.uint8).data_ptr()])
     receiver._header.zero_()
     fake._fake.fake_pipe(-1, -1)  # from now on whatever is called is done at once
-    two[1].check = partial(_aborted_after, two[1].check, threading.Event())  # type: ignore[method-assign]
+    two[1].check = partial(_aborted_after, two[1].check, threading.Event())
     with pytest.raises(PullError, match="aborted"), receiver.take(0, Deadline(PATIENCE_S)):
         assert receiver.fence == 0
     assert receiver._fence == -1 and receiver._posted == 0

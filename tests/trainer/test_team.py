@@ -139,7 +139,7 @@ def pair(tmp_path: Path) -> Any:
     """A pair that has been offered; `say` gives rank 1's answer to its push of fence 2."""
     script = Script(lambda order: [Opened("p", FEED)] if isinstance(order, Open) else [])
     direct, own = Direct(str(tmp_path / "p")), Own()
-    direct._giver = own  # type: ignore[assignment]
+    direct._giver = own
     script.team.pair("p", lambda: None)
     others = direct._others = script.team.pair("p", direct.abort)
     others.begin()
@@ -147,7 +147,7 @@ def pair(tmp_path: Path) -> Any:
 
     def send(seconds: float = 30.0) -> None:
         message, snapshot = SimpleNamespace(fence=2), SimpleNamespace(version=1)
-        direct.send(message, snapshot, Deadline(seconds))  # type: ignore[arg-type]
+        direct.send(message, snapshot, Deadline(seconds))
 
     def say(error: str = "") -> None:
         wait_until(lambda: others._busy)
@@ -224,7 +224,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Member(
         3,
         SimpleNamespace(frozen=frozen, device=torch.device("cpu")),
-    )  # type: ignore[arg-type]
+    )
     made.line = SimpleNamespace(send=lambda data: said.append(msgspec.msgpack.decode(data, type=Answer)))
     return SimpleNamespace(
         frozen=frozen, said=said, tell=lambda order: made.take(msgspec.msgpack.encode(order)), end=made.take

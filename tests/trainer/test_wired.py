@@ -67,12 +67,12 @@ class Both(Pair):
 
 @contextmanager
 def wired(shape: dict[str, Any], folder: Path, **rest: Any) -> Iterator[Both]:
-    one = made(shape, folder, **rest)
+    one = Both(**vars(made(shape, folder, **rest)))
     one.source.close()
-    one.__class__, one.ours = Both, one.port.wire()  # type: ignore[attr-defined]
+    one.ours = one.port.wire()
     one.source = Source(one.served.holdings, one.plan, folder, one.ours)
     try:
-        yield one  # type: ignore[misc]
+        yield one
     finally:
         one.session.close()
         one.source.close()
@@ -176,7 +176,7 @@ def ended(one: Both, match: str) -> None:
     """Both ends are aborted, the engine's with this reason, and are not used again."""
     assert one.theirs.watchdog.bitten.wait(PATIENCE_S) and match in one.theirs.reason
     with pytest.raises(PullError, match="was aborted"):
-        one.session._link.pull.run(99, Deadline(SHORT_S), None)  # type: ignore[union-attr]
+        one.session._link.pull.run(99, Deadline(SHORT_S), None)
 
 
 def test_one_flipped_bit_is_refused(ready: Both) -> None:
@@ -225,7 +225,7 @@ def test_a_trainer_that_hangs_in_the_middle_ends_the_pull_at_its_deadline(ready:
 
     threading.Thread(target=passes).start()
     with pytest.raises(PullError, match="60 s passed"):
-        ready.session._link.pull.run(1, deadline, None)  # type: ignore[union-attr]
+        ready.session._link.pull.run(1, deadline, None)
     ended(ready, "60 s passed")
 
 
@@ -289,22 +289,22 @@ def test_an_engine_that_nobody_meets_gives_up_and_keeps_nothing(tmp_path: Path) 
     with wired(MOE, tmp_path) as one:
         one.session.open(one.source.offer(), SHORT_S)
         with pytest.raises(PullError, match=r"was not met over NCCL: it was not done within 0.3 s"):
-            one.session._link.pull.run(1, Deadline(PATIENCE_S), None)  # type: ignore[union-attr]
+            one.session._link.pull.run(1, Deadline(PATIENCE_S), None)
         one.session.open(one.source.offer(), 60.0)
         with pytest.raises(PullError, match=r"was not met over NCCL: 0.3 s passed"):
-            one.session._link.pull.run(1, Deadline(SHORT_S), None)  # type: ignore[union-attr]
+            one.session._link.pull.run(1, Deadline(SHORT_S), None)
         assert one.theirs.watchdog.bitten.wait(PATIENCE_S) and untouched(one)
 
 
 def test_a_new_offer_ends_the_connection_of_the_one_before(ready: Both, tmp_path: Path) -> None:
-    before, ring = ready.theirs, ready.session._link._opened[0]._ring  # type: ignore[union-attr]
-    assert len(ring) == 3
+    before, opened = ready.theirs, ready.session._link._opened[0]
+    assert isinstance(opened, Wired) and len(opened._ring) == 3
     (other := tmp_path / "other").mkdir()
     with wired(MOE, other) as one:
         one.session = ready.session
         one.port = ready.port
         one.open()
-        assert before.watchdog.bitten.is_set() and not one.theirs.reason and ring == []
+        assert before.watchdog.bitten.is_set() and not one.theirs.reason and opened._ring == []
 
 
 # ---- offers that are no ring ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import threading
+from collections.abc import Generator
 from types import SimpleNamespace
 
 import msgspec
@@ -372,6 +373,7 @@ def test_the_sync_client_does_the_same(daemon):
         assert art.runs() == art.jobs() == art.workers() == art.rows("jobs") == run.trajectories() == run.groups() == []
         assert run.batches() == run.jobs() == run.checkpoints() == run.pushes() == []
         events = run.events(after=6)
+        assert isinstance(events, Generator)
         assert [next(events)["id"], next(events)["id"]] == [7, 8]
         events.close()
         assert (run.name, run.model, run.state, run.base_url, run.api_key) == (

@@ -12,7 +12,7 @@ import pytest
 from artd import gc
 from artd.check import check
 from artd.config import Retention
-from artd.errors import NotFound
+from artd.errors import NotFound, RequestError
 from artd.gc import EXPIRIES, REFERENCES, Collector
 from artd.intake import insert_many
 from artd.requests import Requests
@@ -176,7 +176,8 @@ async def test_a_file_that_went_before_its_row_came_is_noticed(tmp_path, clock):
         parcel = ingest._to_blob(ingest._check(op, run, body()))
         parcel.file.unlink()
         (outcome,) = await store.write(lambda c: insert_many(c, 0, [parcel]))
-        assert outcome.code == "busy" and await count(store, "blob") == await count(store, "trajectory_group") == 0
+        assert isinstance(outcome, RequestError) and outcome.code == "busy"
+        assert await count(store, "blob") == await count(store, "trajectory_group") == 0
         assert not (await submit(ingest, key="k")).duplicate
 
 

@@ -82,7 +82,7 @@ async def test_a_batch_larger_than_a_lookup(tmp_path):
         parcels = [parcel(f"k{number}", group=f"g{number}") for number in range(2 * intake.LOOKUP + 7)]
         for duplicate in (False, True):
             outcomes = await store.write(lambda c: insert_many(c, 1, parcels))
-            assert [o.duplicate for o in outcomes] == [duplicate] * len(parcels)
+            assert [repeated for _, repeated, _ in map(plain, outcomes)] == [duplicate] * len(parcels)
         assert await count(store, "trajectory") == len(parcels)
 
 

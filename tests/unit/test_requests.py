@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -140,7 +141,7 @@ async def test_nothing_a_client_sends_ends_the_daemon(tmp_path):
         desk = Desk(store, tmp_path)
         await add_run(store)
         await desk.ask(api.Submit(run="r", group="g", reward=1.0, key="first"), [body()])
-        odd = [
+        odd: list[dict[str, Any]] = [
             {"metadata": {"x": msgspec.msgpack.Ext(5, b"data")}},
             {"metadata": {"x": {(1, 2): 3}}},
             {"metadata": {"x": 2**64 - 1}},

@@ -243,6 +243,7 @@ async def test_waiting_looks_at_the_chain(tmp_path):
             return await runs.wait(api.WaitStep(run="r", step=step, timeout_s=0.0))
 
         left = await wait(2)
+        assert isinstance(left, api.StepInfo)
         await back(store, 1)
         assert await wait(1) == api.Pending(step=1, phase="serve"), "step 1 is not served"
         assert isinstance(await wait(2), api.Stalled)

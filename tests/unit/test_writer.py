@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import threading
 
+import aiosqlite
 import pytest
 
 from artd.core.states import IllegalTransition
@@ -160,7 +161,7 @@ async def test_an_error_of_commit_ends_the_daemon_and_answers_nobody(tmp_path, m
 
     await store.open()
     await store.write(put("fine"))
-    store._writer._connection = Failing(store._writer._connection)
+    store._writer._connection = failing = Failing(store._writer._connection)
     futures = [store.submit(put(i)) for i in range(3)]
     assert await asyncio.to_thread(died.wait, SOON_S)
     await asyncio.sleep(0.05)
@@ -169,7 +170,7 @@ async def test_an_error_of_commit_ends_the_daemon_and_answers_nobody(tmp_path, m
     await asyncio.sleep(0.05)
     assert not later.done() and len(deaths) == 1
     await store.close()
-    store._writer._connection._inner.close()
+    failing._inner.close()
 
 
 async def test_pragmas_of_the_writer(tmp_path):
@@ -191,7 +192,7 @@ async def test_pragmas_of_the_writer(tmp_path):
 async def test_only_the_writer_checkpoints(tmp_path):
     async with open_store(tmp_path) as store:
         reader = store._reader
-        assert reader is not None
+        assert isinstance(reader, aiosqlite.Connection)
         wal = store.path.with_name("artd.db-wal")
         await store.write(lambda c: set_meta(c, "big", "x" * 100_000))
         before = wal.stat().st_size
