@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ class TinyEngine(ProbeCalls, DirectExtension):
     "stock loader" fuses by hand."""
 
     def __init__(self, config: dict[str, Any]) -> None:
+        sys.setswitchinterval(1e-4)  # the trainer's feed is in this process: a pull that polls would starve it
         self._config, self._awake = config, threading.Event()
         self._awake.set()
         self._steps: list[tuple[float, float, int, int]] = []
