@@ -23,8 +23,8 @@ from .store.blobs import hash_file
 from .store.store import emit, move
 
 MANIFEST = "manifest.json"
-_HASHERS = 4
-"""Files that are hashed beside each other: adapter and moments of a large model are gigabytes each."""
+_HASHERS = 8
+"""Files that are hashed beside each other: adapter and moments of a large model are gigabytes."""
 
 
 class BadResult(Exception):

@@ -64,7 +64,7 @@ def staged(folder: Path, files: Files) -> str:
     """As the trainer does it; the manifest's sha256."""
     with Staging(folder) as staging:
         for name, tensors in files.items():
-            staging.tensors(name, tensors)
+            (staging.sharded if name == OPTIMIZER else staging.tensors)(name, tensors)
         staging.json(STATE, State(step=1))
         staging.weights("merged", ())
         return staging.finish(

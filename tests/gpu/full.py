@@ -22,7 +22,6 @@ from tests.gpu import lines  # first: it sets the environment
 import torch  # isort: skip
 import msgspec
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
@@ -152,7 +151,7 @@ def restore(tiny: bool) -> Iterator[dict[str, Any]]:
         trained = trainer._trained
         assert isinstance(trained, FullState)
         kept = {checkpoint.MODEL: trained.state(), checkpoint.OPTIMIZER: trainer._optimizer.state()}
-        equal = {file: same(load_file(Path(parent.dir) / file), now) for file, now in kept.items()}
+        equal = {name: same(jobs.stored(Path(parent.dir), name), now) for name, now in kept.items()}
         yield {"what": "step 1 restored, bit for bit", "equal": equal, "seconds": seconds}
         del trainer, trained, kept
         gc.collect()

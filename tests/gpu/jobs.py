@@ -8,6 +8,7 @@ the daemon's messages would call them.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from artd_schema.manifest import WeightEntry, WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
@@ -152,11 +154,17 @@ def entries(step: Path) -> dict[str, WeightEntry]:
     return {entry.name: entry for entry in table.tensors}
 
 
+def stored(step: Path, name: str) -> dict[str, Tensor]:
+    """What a checkpoint has under this name, in however many files."""
+    files = checkpoint.shards_of(name, os.listdir(step))
+    return {key: tensor for file in files for key, tensor in load_file(step / file).items()}
+
+
 def compared(one: Path, two: Path, weights: str = checkpoint.ADAPTER) -> dict[str, Any]:
     """Differences of two checkpoints of the same step. weights: the file of what is trained."""
     found: dict[str, Any] = {}
     for name in (weights, checkpoint.OPTIMIZER):
-        ours, theirs = load_file(one / name), load_file(two / name)
+        ours, theirs = stored(one, name), stored(two, name)
         assert list(ours) == list(theirs)
         found[name] = max(float((ours[key].double() - theirs[key].double()).abs().max()) for key in ours)
     tables = [list(entries(step).values()) for step in (one, two)]

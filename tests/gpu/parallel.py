@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file
 
 from artd.packing.manifest import pack
 from artd.packing.spec import PackSpec, Source
@@ -33,6 +32,7 @@ from artd_schema.trajectory import RouteShape, Sampling, Turn
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 from artd_workers.models import seeded
 from tests.gpu import shape
+from tests.gpu.jobs import stored
 
 LAYERS = 4
 SIZES = {False: (4, 8, 512, 512, 8192), True: (3, 3, 20, 12, 64)}
@@ -68,7 +68,7 @@ def item(name: str, tiny: bool) -> Iterator[dict[str, Any]]:
 def distance(folder: Path, name: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the losses, of the gradients' norm, and of the first step's gradients themselves (relative)."""
     alone = json.loads((folder / "alone" / "metrics.json").read_text())["steps"]
-    moments = [load_file(folder / one / "1" / "optimizer.safetensors") for one in (name, "alone")]
+    moments = [stored(folder / one / "1", "optimizer.safetensors") for one in (name, "alone")]
     ours, theirs = (torch.cat([m[key].flatten() for key in m if key.endswith(".exp_avg")]) for m in moments)
     return {
         "loss": [a["loss"] - b["loss"] for a, b in zip(steps, alone, strict=True)],

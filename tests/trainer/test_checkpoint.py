@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,57 @@ def test_what_is_no_safetensors_file_is_told(tmp_path: Path, raw: bytes) -> None
         sha = files.finish(**FIELDS)
     ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(tmp_path / "one"))
     with pytest.raises(CheckpointError, match="not a trainer's checkpoint"):
+        checkpoint.read(ref, ADAPTER)
+
+
+# ---- moments in several files -----------------------------------------------------------------------------------------
+
+
+def spread(folder: Path, tensors: dict[str, Tensor]) -> CheckpointRef:
+    with Staging(folder) as files:
+        files.tensors(ADAPTER, {"a": torch.ones(2)})
+        files.sharded(OPTIMIZER, tensors)
+        files.json(STATE, State(step=1))
+        sha = files.finish(**FIELDS)
+    return CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(folder))
+
+
+def test_moments_that_fit_one_file_are_one(tmp_path: Path) -> None:
+    spread(tmp_path / "one", drawn())
+    assert (tmp_path / "one" / OPTIMIZER).read_bytes() == save(contiguous(drawn()), {"format": "pt"})
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_large_moments_are_files_in_the_order_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int
+) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD", 4000)
+    monkeypatch.setattr(staging, "STREAMS", streams)
+    tensors = {f"{number:02}": torch.randn(400 + number) for number in reversed(range(20))} | {"07x": torch.randn(3000)}
+    refs = [
+        spread(tmp_path / name, dict(given)) for name, given in (("one", tensors), ("two", sorted(tensors.items())))
+    ]
+    assert refs[0].sha == refs[1].sha, "whatever the order in which they were given"
+    files = checkpoint.shards_of(OPTIMIZER, os.listdir(tmp_path / "one"))
+    assert files == [f"optimizer-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    held = [sorted(load(path.read_bytes())) for path in (tmp_path / "one" / file for file in files)]
+    assert list(chain(*held)) == sorted(tensors) and ["07x"] in held
+    assert all(sum(tensors[name].nbytes for name in names) <= 4000 for names in held if names != ["07x"])
+    found = checkpoint.read(refs[0], ADAPTER).optimizer
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    (tmp_path / "one" / files[3]).unlink()
+    with pytest.raises(CheckpointError, match=f"{files[3]} is missing"):
+        checkpoint.read(refs[0], ADAPTER)
+
+
+def test_a_checkpoint_without_moments_is_told(tmp_path: Path) -> None:
+    with Staging(tmp_path / "one") as files:
+        files.tensors(ADAPTER, drawn())
+        files.tensors("optimizer-old.safetensors", drawn())
+        files.json(STATE, State(step=1))
+        sha = files.finish(**FIELDS)
+    ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(tmp_path / "one"))
+    with pytest.raises(CheckpointError, match=OPTIMIZER):
         checkpoint.read(ref, ADAPTER)
 
 

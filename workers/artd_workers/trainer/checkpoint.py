@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,13 @@ from ..engines.direct.checksum import sum_of
 from . import tensor_file
 from .staging import MANIFEST, WEIGHTS, Files  # noqa: F401 - WEIGHTS is a file of a checkpoint like those below
 
+SUFFIX = ".safetensors"
 STATE = "state.json"
 ADAPTER, ADAPTER_CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
 MODEL = "model.safetensors"
+SHARD = 1 << 30
+"""Bytes of one file of moments: files are hashed, written and read beside each other, and one alone by one core."""
+READERS = 8
 
 
 class CheckpointError(ValueError):
@@ -100,6 +105,34 @@ class Staging(Files):
         what goes wrong is raised there."""
         self.stream(name, tensor_file.chunks(tensors))
 
+    def sharded(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """The same in files of about `SHARD` bytes, in the order of the tensors' names; see `shards_of`."""
+        cut: list[dict[str, Tensor]] = [{}]
+        room = SHARD
+        for key in sorted(tensors):
+            if cut[-1] and tensors[key].nbytes > room:
+                cut.append({})
+                room = SHARD
+            cut[-1][key] = tensors[key]
+            room -= tensors[key].nbytes
+        for file, part in zip(_shard_names(name, len(cut)), cut, strict=True):
+            self.tensors(file, part)
+
+
+def _shard_names(name: str, count: int) -> list[str]:
+    """`name` itself where one file is enough, else as Hugging Face names the parts of a model."""
+    stem = name.removesuffix(SUFFIX)
+    return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)] if count > 1 else [name]
+
+
+def shards_of(name: str, files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's files that hold what `Staging.sharded` wrote under this name. Raises KeyError where none does."""
+    part = re.compile(rf"{re.escape(name.removesuffix(SUFFIX))}-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
+    found = sorted(file for file in files if file == name or part.fullmatch(file))
+    if not found:
+        raise KeyError(name)
+    return found
+
 
 def read(ref: CheckpointRef, weights: str) -> Loaded:
     """Read a committed checkpoint. weights: the file with what is trained, ADAPTER or MODEL.
@@ -111,13 +144,13 @@ def read(ref: CheckpointRef, weights: str) -> Loaded:
     try:
         manifest = msgspec.json.decode(raw.data, type=CheckpointManifest)
         shas = {entry.name: entry.sha256 for entry in manifest.files}
-        names = (weights, OPTIMIZER, STATE)
-        with ThreadPoolExecutor(len(names)) as pool:
-            trained, moments, state = pool.map(lambda name: _read(folder / name, shas[name]), names)
+        names = (weights, STATE, *shards_of(OPTIMIZER, shas))
+        with ThreadPoolExecutor(READERS) as pool:
+            trained, state, *moments = pool.map(lambda name: _read(folder / name, shas[name]), names)
         return Loaded(
             manifest,
             tensor_file.parsed(trained),
-            tensor_file.parsed(moments),
+            {key: tensor for file in moments for key, tensor in tensor_file.parsed(file).items()},
             msgspec.json.decode(state.data, type=State),
         )
     except CheckpointError:

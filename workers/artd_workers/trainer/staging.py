@@ -26,6 +26,8 @@ CHUNK = 32 << 20
 """Bytes of a large file that are hashed and written at a time."""
 BUFFERS = 3
 """Chunks of a file in memory: one is made while one is hashed and one written."""
+STREAMS = 8
+"""Files that are written beside each other; the next one begins when one of them has ended."""
 SYNC_EVERY = 8 * CHUNK
 """Bytes after which the disk is told to begin: left alone, Linux keeps a file of some GB in memory until its fsync."""
 
@@ -41,6 +43,7 @@ class Files:
         self.folder = folder
         self._files: list[FileEntry] = []
         self._streams: list[Future[FileEntry]] = []
+        self._pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="artd-stage")
         self._stop = Event()
 
     def __enter__(self) -> Self:
@@ -48,7 +51,7 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._wait()
+        self._pool.shutdown()
 
     def add(self, name: str, data: bytes) -> None:
         _write_file(self.folder / name, data)
@@ -57,13 +60,10 @@ class Files:
     def stream(self, name: str, chunks: Iterator[memoryview]) -> None:
         """Write a file beside whatever else is written; what goes wrong is raised by `finish`.
 
-        chunks: asked for in a thread of the file's own. The memory of one may be used again when the one `BUFFERS` after it
+        chunks: asked for in another thread, one at a time. The memory of one may be used again when the one `BUFFERS` after it
         is asked for.
         """
-        handle = _create(self.folder / name)
-        pool = ThreadPoolExecutor(1, thread_name_prefix="artd-stage")
-        self._streams.append(pool.submit(_pour, name, handle, chunks, self._stop))
-        pool.shutdown(wait=False)
+        self._streams.append(self._pool.submit(_pour, self.folder / name, chunks, self._stop))
 
     def json(self, name: str, value: object) -> None:
         self.add(name, to_json(value))
@@ -99,9 +99,11 @@ class Stopped(Exception):
     """A stream was told to end."""
 
 
-def _pour(name: str, handle: int, chunks: Iterator[memoryview], stop: Event) -> FileEntry:
+def _pour(path: Path, chunks: Iterator[memoryview], stop: Event) -> FileEntry:
     """Write a whole file and fsync it. Hashing, writing and waiting for the disk let the interpreter go: each in a thread."""
-    sha, size, unsynced = hashlib.sha256(), 0, 0
+    if stop.is_set():
+        raise Stopped(f"{path.name} was given up")
+    sha, size, unsynced, handle = hashlib.sha256(), 0, 0, _create(path)
     under_way: deque[tuple[Future[None], Future[None]]] = deque()
     with (
         os.fdopen(handle, "wb", buffering=0),
@@ -117,12 +119,12 @@ def _pour(name: str, handle: int, chunks: Iterator[memoryview], stop: Event) -> 
                 synced.result()
                 synced, unsynced = syncing.submit(os.fdatasync, handle), 0
             if stop.is_set():
-                raise Stopped(f"{name} was given up")
+                raise Stopped(f"{path.name} was given up")
         for one in under_way:
             _settle(one)
         synced.result()
         os.fsync(handle)
-    return FileEntry(name, size, sha.hexdigest())
+    return FileEntry(path.name, size, sha.hexdigest())
 
 
 def _settle(chunk: tuple[Future[None], Future[None]]) -> None:

@@ -218,7 +218,7 @@ class Trainer:
         started = time.perf_counter()
         with Staging(Path(job.dir)) as staging:
             self._trained.stage(staging)
-            staging.tensors(checkpoint.OPTIMIZER, moments)
+            staging.sharded(checkpoint.OPTIMIZER, moments)
             staging.json(checkpoint.STATE, state)
             staging.weights(self.spec.rollout_weights_mode, snapshot.entries)
             sha = staging.finish(
