@@ -26,6 +26,7 @@ from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.awake import LOOK_S, SOON_S, Awake
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
+from tests.spare_cpu import leave_a_cpu
 
 HERE = Path(__file__).parent
 TOOL_ENV = {"PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -169,6 +170,7 @@ def start(
             started.socket = answer.socket
             started.scratch = held_scratch(daemon.process.pid)
             assert started.scratch, "the real server holds files in /dev/shm: the tests no longer see them"
+            leave_a_cpu(pid for pid in started.pids() if pid != daemon.process.pid)
             yield started
 
 
