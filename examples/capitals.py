@@ -3,7 +3,8 @@
     python examples/capitals.py [--steps 8] [--seed 0] [--model DIR]
 
 A prompt asks for a capital; the reward is for the right city, and the shorter the answer the better. 24 countries are
-trained on, 16 are held out. To train on a reward of your own, change `PROMPT`, `COUNTRIES` and `reward`.
+trained on, 16 are held out. To train on a reward of your own, change `PROMPT`, `CAPITALS` and `reward`; `gates` says what has
+to come of this one.
 """
 
 from __future__ import annotations
@@ -157,6 +158,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="Hugging Face folder; default: SmolLM2-135M-Instruct, converted on first use")
     parser.add_argument("--steps", type=int, default=8, help="train steps (default: 8, about 40 s each on two cores)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the sampling and the adapter (default: 0)")
-    parser.add_argument("--data-dir", help="default: a new folder, removed at the end")
+    parser.add_argument("--data-dir", help="an empty folder, which is kept; default: a new one, removed at the end")
     parser.add_argument("--out", default="demo-out", help="where reward.png and result.json go")
     sys.exit(demo.guard(main, parser.parse_args()))

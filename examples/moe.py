@@ -167,6 +167,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--steps", type=int, default=LEARNING_STEPS, help="at most (default: 24)")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the sampling (default: 0)")
-    parser.add_argument("--data-dir", help="default: a new folder, removed at the end")
+    parser.add_argument("--data-dir", help="an empty folder, which is kept; default: a new one, removed at the end")
     parser.add_argument("--out", default="demo-out/moe", help="where reward.png and result.json go")
     sys.exit(demo.guard(main, parser.parse_args()))

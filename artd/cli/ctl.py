@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from .outcome import Parser, arguments, guarded, shared
+from .outcome import Parser, arguments, guarded, parsed, shared
 
 VERBS = {
     "status": "status",
@@ -59,7 +59,7 @@ def chosen(words: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = arguments(argv)
-    args = parser(chosen(words)).parse_args(words)
+    args = parsed(parser(chosen(words)), words)
     return guarded(lambda: int(args.run(args)), getattr(args, "data_dir", None))
 
 

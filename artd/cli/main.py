@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from . import check, doctor, replay_job, restore, runtime, start, stop
-from .outcome import OK, Parser, arguments, guarded, shared
+from .outcome import OK, Parser, arguments, guarded, parsed, shared
 
 VERBS = (start, stop, check, restore, replay_job, runtime, doctor)
 EPILOG = """Look at a daemon and steer it with artctl. Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 5 not found,
@@ -41,7 +41,7 @@ def _version(_args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments(argv))
+    args = parsed(parser(), arguments(argv))
     return guarded(lambda: int(args.run(args)), getattr(args, "data_dir", None))
 
 

@@ -7,6 +7,7 @@ Owner of: no state. Invariants: data goes to stdout, talk to stderr; every failu
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shlex
@@ -59,8 +60,28 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
             known = [word.strip(" '") for word in found[2].split(",")]
+            verb, other = found[1], _OTHER.get(self.prog, "")
+            if other and verb in _verbs(other):
+                self.exit(USAGE, f"error: {verb} is a verb of {other}, not of {self.prog}\nnext: {other} {verb}\n")
             message = f"unknown {_what(message)} {found[1]!r}{near(found[1], known)}; there is {', '.join(known)}"
         self.exit(USAGE, f"error: {message}\nnext: {self.prog} --help\n")
+
+
+_OTHER = {"artd": "artctl", "artctl": "artd"}
+
+
+def _verbs(command: str) -> Iterable[str]:
+    """The verbs of one of the two commands."""
+    made = importlib.import_module({"artd": "artd.cli.main", "artctl": "artd.cli.ctl"}[command]).parser()
+    return next(action.choices for action in made._actions if isinstance(action, Verbs))
+
+
+def parsed(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """What the words say. What is left over is usage, of the verb that was given."""
+    args, left = parser.parse_known_args(words)
+    if left:
+        parser.exit(USAGE, f"error: unrecognized arguments: {' '.join(left)}\nnext: {parser.prog} {args.verb} --help\n")
+    return args
 
 
 def _what(message: str) -> str:

@@ -66,7 +66,8 @@ def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
     if worker["state"] in ("broken", "backoff"):
         why = f": {_why(error)}" if error else ""
         again = _again(run, error, look, where) if worker["state"] == "broken" and name != "gateway" and run else look
-        return Problem(f"{name} is in {worker['state']}{why}", again)
+        how = "is broken" if worker["state"] == "broken" else "died and is in back-off"
+        return Problem(f"{name} {how}{why}", again)
     if worker["state"] == "stopped" and error and run is not None and run["state"] == "active":
         what, _, then = error.partition("Next: ")
         return Problem(f"{name} cannot start: {what.strip()}", then or look)

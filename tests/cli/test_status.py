@@ -118,12 +118,12 @@ def test_a_batch_that_cannot_be_packed_is_told(made: Made, daemon: FakeDaemon, a
     [
         (
             "UPDATE process SET state = 'broken', error = 'ended with exit status 1\nx\nKilled' WHERE name = 'engine'",
-            "engine is in broken: Killed",
+            "engine is broken: Killed",
             "logs engine",
         ),
         (
             "UPDATE process SET state = 'broken', error = 'the vLLM server has ended: killed by signal 9\nINFO: bye' WHERE name = 'engine'",
-            "engine is in broken: the vLLM server has ended: killed by signal 9",
+            "engine is broken: the vLLM server has ended: killed by signal 9",
             "logs engine",
         ),
         (

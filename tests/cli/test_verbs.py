@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from artd.cli import ctl, events, logs, read
+from artd.cli import ctl, events, logs, main, read
 from artd.store import readonly
 from tests.awake import SOON_S
 from tests.cli.conftest import Call
@@ -89,6 +90,7 @@ def test_served_with_the_daemon_up(made: Made, daemon: object, artctl: Call) -> 
         (("stauts",), 2, "unknown verb 'stauts' (did you mean status?)"),
         (("jobs", "--state", "quarantine"), 2, "unknown state 'quarantine' (did you mean quarantined?)"),
         (("job", "four"), 2, "is not a whole number of 1 or more"),
+        (("jobs", "--jsn"), 2, "unrecognized arguments: --jsn\nnext: artctl jobs --help"),
         ((), 2, "VERB"),
     ],
 )
@@ -96,6 +98,15 @@ def test_errors(words: tuple[str, ...], code: int, says: str, made: Made, artctl
     found, out, err = artctl(*words)
     assert (found, out) == (code, "")
     assert err.startswith("error: ") and says in err and "next: artctl" in err
+
+
+@pytest.mark.parametrize(("called", "verb", "other"), [(main.main, "status", "artctl"), (ctl.main, "doctor", "artd")])
+def test_a_verb_of_the_other_command(
+    called: Callable[[list[str]], int], verb: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        called([verb])
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"\nnext: {other} {verb}\n")
 
 
 @pytest.mark.parametrize("verb", ["runs", "jobs", "workers", "events", "job"])
