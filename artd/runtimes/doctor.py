@@ -158,8 +158,6 @@ def _runtimes(replaced: Set[str]) -> list[Finding]:
             findings.append(Finding(row.name, "warning", f"left by another artd version at {row.path}", row.next))
         elif row.state == "ready":
             findings.append(Finding(row.name, "ok", f"{row.size_bytes / 1e9:.2f} GB at {row.path}"))
-        else:
-            # Tests alone need the overlay: a user without it lacks nothing.
-            state = "warning" if row.name.startswith(lockfile.OVERLAY) else "missing"
-            findings.append(Finding(row.name, state, row.state, row.next))
+        elif not row.name.startswith(lockfile.OVERLAY):  # tests alone need that: a user without it lacks nothing
+            findings.append(Finding(row.name, "missing", row.state, row.next))
     return findings

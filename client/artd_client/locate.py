@@ -20,13 +20,13 @@ class Starting(DaemonNotRunning):
 
 def start_command(data: Path) -> str:
     """The command that starts a daemon on `data`."""
-    return "artd start" if data == paths.data_dir() else f"artd start --data-dir {shlex.quote(str(data))}"
+    return "artd start --detach" + ("" if data == paths.data_dir() else f" --data-dir {shlex.quote(str(data))}")
 
 
 def not_running(data: Path | Remote, what: str) -> DaemonNotRunning:
     """what: such as `no daemon runs`."""
     if isinstance(data, Remote):
-        return DaemonNotRunning(f"{what} at {data.endpoint}, or its public key is not the one given", "artd start")
+        return DaemonNotRunning(f"{what} at {data.endpoint}, or its public key is not the one given", "artd start --detach")
     command = start_command(data)
     return DaemonNotRunning(f"{what} on {data}; start it with `{command}`", command)
 

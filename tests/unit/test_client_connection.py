@@ -274,13 +274,13 @@ async def test_an_upgrade_under_a_running_client_ends_its_requests(daemon):
 @pytest.mark.asyncio
 async def test_no_daemon_names_the_command(tmp_path, monkeypatch):
     data = tmp_path / "da ta"
-    with pytest.raises(artd_client.DaemonNotRunning, match="artd start --data-dir") as caught:
+    with pytest.raises(artd_client.DaemonNotRunning, match="artd start --detach --data-dir") as caught:
         await Client(data).__aenter__()
-    assert caught.value.command == f"artd start --data-dir '{data}'"
+    assert caught.value.command == f"artd start --detach --data-dir '{data}'"
     monkeypatch.setenv("ARTD_DATA_DIR", str(data))
     with pytest.raises(artd_client.DaemonNotRunning) as caught:
         await Client().__aenter__()
-    assert caught.value.command == "artd start"
+    assert caught.value.command == "artd start --detach"
     dead = FakeDaemon(data)
     dead.announce(ticks=1)  # the pid lives, but is not that process
     with pytest.raises(artd_client.DaemonNotRunning, match="no daemon runs on"):
