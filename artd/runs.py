@@ -118,7 +118,13 @@ class Runs:
 
 
 def _check_spec(spec: RunSpec) -> None:
-    """Errors: Invalid for fields that exclude each other."""
+    """Errors: Invalid for fields that exclude each other, or with which nothing could ever be trained."""
+    if spec.group_size < 2:
+        raise Invalid(
+            "group_size=1 trains nothing: a reward counts by how it differs from the others of its group, so a group of one"
+            " is discarded; use 2 or more answers to each prompt",
+            field="spec.group_size",
+        )
     if spec.parameters == "full" and spec.rollout_weights_mode == "lora":
         raise Invalid(
             "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",

@@ -10,16 +10,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from operator import attrgetter
 
-from artd_schema.trajectory import RouteShape, Sampling, Turn
+from artd_schema.trajectory import RouteShape, Sampling, Turn, untrainable
 
 from .fields import InvalidField
 from .routes import check_turn_routes, refuse_routes
-
-_SHAPE = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_shape = attrgetter(*_SHAPE)
-_PLAIN = _shape(Sampling())
 
 
 def check_turns(
@@ -53,7 +48,7 @@ def _check_turn(turn: Turn, path: str, vocab_size: int, trained: bool, next_epoc
     _epochs(turn.policy_epoch, f"{path}.policy_epoch", count, next_epoch)
     _epochs(turn.kv_cache_epoch, f"{path}.kv_cache_epoch", count, next_epoch, falls=True)
     if trained:
-        check_sampling(turn.sampling, f"{path}.sampling")
+        _check_sampling(turn.sampling, f"{path}.sampling")
     return count
 
 
@@ -99,21 +94,11 @@ def _epochs(
             raise InvalidField(path, f"policy epoch {unknown[0]} was never served by this run")
 
 
-def check_sampling(sampling: Sampling, path: str) -> None:
-    """Only untruncated sampling at a temperature above 0 can be scored again by the trainer. Errors: InvalidField."""
-    if sampling.temperature <= 0:
+def _check_sampling(sampling: Sampling, path: str) -> None:
+    for bad in untrainable(sampling):
         raise InvalidField(
-            f"{path}.temperature", "greedy samples (temperature 0) have no policy gradient; use split=eval"
+            f"{path}.{bad.name}", f"{bad.value}: {bad.why}; sample with {bad.wanted}, or use split='eval'"
         )
-    if _shape(sampling) == _PLAIN:
-        return
-    for name, plain in zip(_SHAPE, _PLAIN, strict=True):
-        value = getattr(sampling, name)
-        if value != plain and not (name == "top_k" and value == -1):
-            raise InvalidField(
-                f"{path}.{name}",
-                f"{value} truncates or reshapes the policy, which the trainer cannot score; leave it out",
-            )
 
 
 def epoch_range(turns: Sequence[Turn]) -> tuple[int | None, int | None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from artd_schema.trajectory import RouteShape, Sampling, Turn
+from artd_schema.trajectory import RouteShape, Sampling, Turn, untrainable
 
 from .routes import AssemblyError, Captured, Ids, refuse
 
@@ -107,21 +107,8 @@ def column(data: bytes, kind: type[np.generic], where: str) -> NDArray:
 
 
 def _check_sampling(sampling: Sampling, where: str) -> None:
-    """The trainer scores softmax(logits / temperature) over the whole vocabulary: nothing else may be sampled."""
-    wanted = {
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-    }
-    if not sampling.temperature > 0:
-        raise AssemblyError(f"{where}.temperature", f"{sampling.temperature}: greedy tokens have no policy to train")
-    for name, neutral in wanted.items():
-        value = getattr(sampling, name)
-        if value != neutral and not (name == "top_k" and value < 0):
-            raise AssemblyError(f"{where}.{name}", f"{value} (not {neutral}): this distribution cannot be scored")
+    for bad in untrainable(sampling):
+        raise AssemblyError(f"{where}.{bad.name}", f"{bad.value}: {bad.why}")
 
 
 def _sampled(turn: Turn, where: str) -> Sequence:

@@ -110,11 +110,12 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_weights_mode: `merged` replaces the engine's weights in place, `lora` hot-loads one adapter per step (only
     with `parameters` lora). expert_replay: train a mixture-of-experts model through the experts that the engine routed
     each token to, and refuse a batch that lacks them; no effect on a dense model.
-    group_size: trajectories per group; groups_per_step: trainable groups per batch; group_timeout_s: an open group
-    seals after this many seconds. row_length: tokens per packed row. scale_rewards: divide advantages by the
-    population standard deviation (+1e-6). trainer: where the trainer computes, and in what numbers. push_drain_s: how
-    long a merged push waits for requests in flight. threads: OpenMP threads of the CPU trainer (0 = all cores of the
-    machine). keep_checkpoints: newest ones kept.
+    group_size: trajectories per group, at least 2; groups_per_step: trainable groups per batch; group_timeout_s: an open
+    group seals after this many seconds. row_length: tokens per packed row; a longer sequence is never trained, so at least
+    engine.max_model_len unless requests ask for less (max_tokens). scale_rewards: divide advantages by the population
+    standard deviation (+1e-6). trainer: where the trainer computes, and in what numbers. push_drain_s: how long a merged
+    push waits for requests in flight. threads: OpenMP threads of the CPU trainer (0 = all cores of the machine).
+    keep_checkpoints: newest ones kept.
     """
 
     model: str

@@ -6,6 +6,7 @@ A trajectory's body is the msgpack encoding of `list[Turn]`; its digest is the s
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -33,8 +34,8 @@ class RouteShape(Struct, frozen=True, kw_only=True):
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The effective sampling parameters of a turn. Trainable only with top_p 1, top_k 0 and min_p 0 (no truncation);
-    stop and max_tokens do not change the distribution of the tokens that were sampled."""
+    """The effective sampling parameters of a turn. `untrainable` says which of them the trainer cannot score; stop and
+    max_tokens do not change the distribution of the tokens that were sampled."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: float = 1.0
@@ -46,6 +47,37 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+
+
+class Untrainable(Struct, frozen=True, kw_only=True):
+    """A sampling parameter whose samples cannot be trained on. why: what its value does; wanted: what can be trained on."""
+
+    name: str
+    value: float
+    why: str
+    wanted: str
+
+
+_SHAPING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_shape = attrgetter(*_SHAPING)
+_PLAIN = _shape(Sampling())
+
+
+def untrainable(sampling: Sampling) -> list[Untrainable]:
+    """What the trainer, which scores softmax(logits / temperature) over the whole vocabulary, cannot score; [] = it can."""
+    found = []
+    if not sampling.temperature > 0:
+        why, wanted = "greedy samples have no policy gradient", "a temperature above 0"
+        found.append(Untrainable(name="temperature", value=sampling.temperature, why=why, wanted=wanted))
+    shape = _shape(sampling)
+    if shape != _PLAIN:
+        why = "this truncates or reshapes the policy, which the trainer cannot score"
+        found += [
+            Untrainable(name=name, value=value, why=why, wanted=f"{name}={plain}")
+            for name, value, plain in zip(_SHAPING, shape, _PLAIN, strict=True)
+            if value != plain and not (name == "top_k" and value == -1)
+        ]
+    return found
 
 
 class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):

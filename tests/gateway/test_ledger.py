@@ -32,7 +32,7 @@ async def test_an_exchange_holds_what_was_generated(rig: Rig, engine: FakeEngine
 
 
 async def test_effective_sampling_fills_in_what_the_client_left_out(rig: Rig, engine: FakeEngine) -> None:
-    await rig.chat(top_p=0.9, top_k=-1, max_tokens=95)
+    await rig.chat(top_p=0.9, top_k=-1, max_tokens=95, headers={"x-artd-split": "eval"})
     _, (turn,) = rig.daemon.ledger[0]
     assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.top_k) == (1.0, 0.9, 0)
     assert turn.sampling.max_tokens == 100 - len("<user>Capital?<assistant>")
@@ -126,6 +126,44 @@ async def test_sampling_that_the_ledger_cannot_describe_is_for_eval_only(rig: Ri
     assert "bad_words" in response.json()["error"]["message"]
     assert engine.bodies("/generate") == []
     assert (await rig.chat(bad_words=["Lyon"], headers={"x-artd-split": "eval"})).status_code == 200
+
+
+UNTRAINABLE = {
+    "temperature": 0.0, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+async def test_sampling_that_cannot_be_trained_on_is_refused_before_it_is_paid_for(
+    rig: Rig, engine: FakeEngine, name: str
+) -> None:
+    asked = {name: UNTRAINABLE[name]}
+    engine.extra_params = asked
+    for response in (await rig.chat(**asked), await rig.complete(**asked)):
+        told = response.json()["error"]
+        assert (response.status_code, told["code"], told["param"]) == (400, "untrainable_sampling", name)
+        assert f"{name}={UNTRAINABLE[name]} cannot be trained on" in told["message"]
+        assert "; send " in told["message"] and "`x-artd-split: eval`" in told["message"]
+        assert "default" not in told["message"]
+    assert engine.bodies("/generate") == [] and rig.daemon.ledger == []
+    assert (await rig.chat(**asked, headers={"x-artd-split": "eval"})).status_code == 200
+
+
+async def test_all_parameters_that_cannot_be_trained_on_are_named_at_once(rig: Rig, engine: FakeEngine) -> None:
+    told = (await rig.chat(temperature=0.7, top_p=0.8, top_k=20)).json()["error"]
+    assert "top_p=0.8, top_k=20 cannot be trained on" in told["message"]
+    assert "; send top_p=1.0, top_k=0, or" in told["message"]
+    assert (await rig.chat(temperature=0.7, top_p=1.0, top_k=-1, min_p=0)).status_code == 200
+
+
+async def test_a_default_of_the_engine_is_not_told_as_the_clients(rig: Rig, engine: FakeEngine) -> None:
+    """A server without `--generation-config vllm` samples with its model's defaults."""
+    engine.extra_params = {"top_p": 0.8, "top_k": 20}
+    told = (await rig.chat(top_k=20)).json()["error"]
+    assert "top_p=0.8 (the engine's own default), top_k=20 cannot be trained on" in told["message"]
+    engine.extra_params = {}
+    assert (await rig.chat(top_p=1.0, top_k=0)).status_code == 200
 
 
 # ---- policy epochs ------------------------------------------------------------------------------------------------------

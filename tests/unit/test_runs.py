@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 from artd.errors import Conflict, Invalid, NotFound, RequestError
+from artd.packing.advantages import group_statistics
 from artd.runs import Runs, set_run_state
 from artd_schema import client_api as api
-from artd_schema.spec import RunSpec, TrainerSpec
+from artd_schema.spec import LossSpec, RunSpec, TrainerSpec
 from tests.awake import SOON_S
 from tests.fakes.rows import (
     EVERY_STEP,
@@ -126,6 +128,28 @@ async def test_processes_that_do_not_fit_together_are_refused(tmp_path, model, s
         with pytest.raises(Invalid, match=error) as caught:
             await creating
         assert caught.value.field == "spec.trainer" and await count(store, "run") == 0
+
+
+async def test_groups_of_one_are_refused_as_nothing_could_ever_be_trained(tmp_path, model):
+    """Neither the loss nor the scaling of rewards has a setting that learns from one reward alone."""
+    for loss, scale in itertools.product(("token", "sequence"), (True, False)):
+        spec = RunSpec(model=model, group_size=1, scale_rewards=scale, loss=LossSpec(normalise=loss))
+        assert group_statistics([1.0], scale=scale).outcome == "single_trajectory"
+        async with open_store(tmp_path) as store:
+            with pytest.raises(Invalid, match="group_size=1 trains nothing.*use 2 or more") as caught:
+                await make_runs(store).create(api.CreateRun(name="r", spec=spec))
+            assert caught.value.field == "spec.group_size" and await count(store, "run") == 0
+    async with open_store(tmp_path) as store:
+        spec = RunSpec(model=model, group_size=2)
+        assert (await make_runs(store).create(api.CreateRun(name="r", spec=spec))).created
+
+
+async def test_an_old_run_of_groups_of_one_can_still_be_attached_to(tmp_path):
+    async with open_store(tmp_path) as store:
+        await add_run(store, group_size=1)
+        runs = make_runs(store)
+        found = await runs.create(api.CreateRun(name="r"))
+        assert not (await runs.create(api.CreateRun(name="r", spec=found.spec))).created
 
 
 async def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path, model):

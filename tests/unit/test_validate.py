@@ -6,7 +6,11 @@ import pytest
 
 from artd.core.fields import InvalidField
 from artd.core.validate import check_turns, epoch_range
+from artd.packing.assemble import assemble
+from artd.packing.routes import AssemblyError
 from artd_schema.trajectory import Sampling
+from artd_workers.gateway.errors import ApiError
+from artd_workers.gateway.turns import effective_sampling, refuse_untrainable
 from tests.fakes.rows import VOCAB, floats, ids, turn
 
 NAN, INF = float("nan"), float("inf")
@@ -71,6 +75,35 @@ def test_very_negative_logprobs_do_not_sum_to_an_error():
     many = 100
     good = turn(token_ids=ids(*[1] * many), logprobs=floats(*[-3e38] * many))
     assert check_turns([good], VOCAB, True) == many
+
+
+UNTRAINABLE = {
+    "temperature": 0.0, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_gateway_ingest_and_packer_refuse_the_same_sampling(name):
+    params = {name: UNTRAINABLE[name]}
+    bad = turn(sampling=effective_sampling(params))
+    with pytest.raises(InvalidField) as submitted:
+        check_turns([bad], VOCAB, True)
+    with pytest.raises(AssemblyError) as packed:
+        assemble([bad])
+    with pytest.raises(ApiError) as asked:
+        refuse_untrainable(params, bad.sampling, params)
+    assert submitted.value.field == packed.value.where == f"turns[0].sampling.{asked.value.param}"
+    assert asked.value.param == name
+
+
+def test_gateway_ingest_and_packer_take_the_same_sampling():
+    params = {"temperature": 0.7, "top_p": 1, "top_k": -1, "max_tokens": 5, "seed": 1, "stop": ["x"]}
+    good = turn(sampling=effective_sampling(params))
+    refuse_untrainable(params, good.sampling, params)
+    assert check_turns([good], VOCAB, True) == 2 and len(assemble([good])) == 1
+    told = UNTRAINABLE.keys() | {"max_tokens", "seed", "stop"}
+    assert told == set(Sampling.__struct_fields__), "a new parameter can be trained on or cannot"
 
 
 def test_eval_may_be_sampled_in_any_way():

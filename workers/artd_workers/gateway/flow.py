@@ -85,9 +85,9 @@ class Flow:
             if count >= limit:
                 message = f"the prompt has {count} tokens, the model's context length is {limit}: shorten it"
                 raise ApiError(400, "context_length_exceeded", message)
-            turns.effective_sampling(request["sampling_params"])  # refused before the engine works for it
+            sampling = turns.effective_sampling(request["sampling_params"])  # refused before the engine works for it
             if job.split == "train":
-                turns.refuse_reshaped(request["sampling_params"])
+                turns.refuse_untrainable(request["sampling_params"], sampling, job.body)
         return upstream, requests
 
     def _request(self, job: Job, place: Place, request: Json, index: int) -> Json:

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from artd_schema.trajectory import Sampling, Turn
+from artd_schema.trajectory import Sampling, Turn, untrainable
 
 from .capture import Capture
-from .errors import EngineFailure, invalid
+from .errors import ApiError, EngineFailure, invalid
 
 Epochs = tuple[tuple[int, int], ...]
 FLOOR = -9999.0
@@ -35,6 +35,7 @@ _RESHAPING = (
     "watermarking", "trace_decode_token_ids", "extra_args",
 )  # fmt: skip
 """Sampling parameters that change the distribution and that `Sampling` has no field for."""
+DEFAULTED = " (the engine's own default)"
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,25 @@ def effective_sampling(params: dict[str, Any]) -> Sampling:
     return msgspec.structs.replace(found, top_k=max(found.top_k, 0))
 
 
-def refuse_reshaped(params: dict[str, Any]) -> None:
-    """Errors: ApiError 400 when the samples would come from a distribution that the ledger cannot describe."""
-    used = [name for name in _RESHAPING if params.get(name)]
-    if used:
-        raise invalid(
-            f"{', '.join(used)} changes the sampling distribution in a way that training cannot score; leave it out, "
-            "or send the header `x-artd-split: eval` for a response that is never trained on",
-            param=used[0],
-            code="untrainable_sampling",
-        )
+def refuse_untrainable(params: dict[str, Any], sampling: Sampling, body: dict[str, Any]) -> None:
+    """sampling: the effective parameters; body: the client's, which may have left one to the engine. Errors: ApiError 400
+    for samples that would be refused when they are submitted, or of which the ledger could not tell how they came about."""
+    if used := [name for name in _RESHAPING if params.get(name)]:
+        what = f"{', '.join(used)} changes the sampling distribution in a way that training cannot score; leave it out"
+        raise _untrainable(what, used[0])
+    if bad := untrainable(sampling):
+        given = ", ".join(f"{one.name}={one.value}{'' if _asked(body, one.name) else DEFAULTED}" for one in bad)
+        what = f"{given} cannot be trained on: {bad[0].why}; send {', '.join(one.wanted for one in bad)}"
+        raise _untrainable(what, bad[0].name)
+
+
+def _asked(body: dict[str, Any], name: str) -> bool:
+    return body.get(name) is not None
+
+
+def _untrainable(what: str, param: str) -> ApiError:
+    message = f"{what}, or send the header `x-artd-split: eval` for a response that is never trained on"
+    return invalid(message, param=param, code="untrainable_sampling")
 
 
 def int_column(values: Sequence[int]) -> bytes:
