@@ -325,7 +325,7 @@ class Workforce:
 
     def holders(self) -> list[Holder]:
         """Those who owe heartbeats."""
-        living = [name for name in self.supervisor.names() if self.supervisor.state(name) in ("ready", "busy")]
+        living = [name for name in self.supervisor.names() if self.supervisor.state(name) == "ready"]
         return [Holder(name, self.supervisor.info(name).spawn) for name in living]
 
     def kill(self, name: str, reason: str, spawn: int | None = None) -> None:

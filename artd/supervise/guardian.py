@@ -47,7 +47,6 @@ class Stat(NamedTuple):
 
     pid: int
     ppid: int
-    group: int
     session: int
     state: str
     ticks: int
@@ -62,7 +61,7 @@ def read_stat(pid: int) -> Stat | None:
         return None
     # The command's name may hold spaces and brackets: fields are counted from the last bracket.
     fields = line[line.rindex(b")") + 2 :].split()
-    return Stat(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]))
+    return Stat(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
 
 
 def all_stats() -> Iterator[Stat]:

@@ -26,7 +26,6 @@ __all__ = [
     "identity",
     "oom_kills",
     "read_stat",
-    "session_members",
     "signal_exact",
     "strike",
 ]
@@ -56,11 +55,6 @@ def alive(who: Identity) -> bool:
     """Whether that very process lives; a zombie does not."""
     stat = read_stat(who.pid)
     return stat is not None and stat.ticks == who.ticks and stat.state not in DEAD and boot_id() == who.boot_id
-
-
-def session_members(session: int) -> list[Stat]:
-    """Processes of a session that can still run; zombies are left out."""
-    return [stat for stat in all_stats() if stat.session == session and stat.state not in DEAD]
 
 
 def strike(processes: Iterable[Stat], number: int) -> None:

@@ -54,11 +54,10 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Reaped:
-    """ended: proven dead; broken: still there after the bound; owner_alive: nothing was looked for, the owner lives."""
+    """ended: proven dead; broken: still there after the bound. Nothing is looked for when the owner lives."""
 
     ended: tuple[Leftover, ...] = ()
     broken: tuple[Leftover, ...] = ()
-    owner_alive: bool = False
 
 
 async def reap(
@@ -67,7 +66,7 @@ async def reap(
     """End the leftovers of boots of `instance` older than `boot`. owner: the daemon that daemon.json named before
     this one. Wait at most `within_s` seconds for their death."""
     if owner is not None and owner.pid != os.getpid() and procfs.alive(owner):
-        return Reaped(owner_alive=True)
+        return Reaped()
     rows = tuple(recorded)
     known: dict[Key, Leftover] = {}
     deadline = time.monotonic() + within_s
@@ -132,7 +131,7 @@ def find(
 
 
 def _strike(leftovers: Iterable[Leftover], number: int) -> None:
-    procfs.strike((Stat(left.pid, 0, 0, 0, left.state, left.ticks) for left in leftovers), number)
+    procfs.strike((Stat(left.pid, 0, 0, left.state, left.ticks) for left in leftovers), number)
 
 
 def _tagged(stat: Stat, instance: str, boot: int) -> str:

@@ -44,15 +44,14 @@ class Undead(Exception):
 
 @dataclass
 class Child:
-    """A guardian and its subtree. session: id of the session that the guardian leads (its pid); started: monotonic
-    seconds; log_start: size of the log before this process wrote to it."""
+    """A guardian and its subtree. session: id of the session that the guardian leads (its pid); log_start: size of the log
+    before this process wrote to it."""
 
     name: str
     who: procfs.Identity
     session: int
     log: Path
     log_start: int
-    started: float
     tags: Mapping[str, str]
     _process: subprocess.Popen[bytes]
     _pidfd: int
@@ -66,22 +65,9 @@ class Child:
         return self.who.pid
 
     @property
-    def ticks(self) -> int:
-        return self.who.ticks
-
-    @property
-    def boot_id(self) -> str:
-        return self.who.boot_id
-
-    @property
     def exited(self) -> bool:
-        """Whether the guardian has ended (the proof that nothing else lives comes with `wait`)."""
+        """Whether the guardian has ended (the proof that nothing else lives comes with `kill`)."""
         return self._exited.is_set()
-
-    @property
-    def code(self) -> int | None:
-        """Exit status once death is proven: the main child's, 128 + n after signal n, -n if the guardian got signal n."""
-        return self._code
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """Last lines that this process wrote to its log."""
@@ -100,22 +86,9 @@ class Child:
             self._death = -1
             self._signal(signal.SIGCONT)
 
-    async def wait(self) -> int:
-        """Exit status, after the whole subtree is proven dead. Raises Undead when a part of it does not die."""
-        await self._exited.wait()
-        return await self._collect(PROOF_S)
-
-    async def stop(self, grace_s: float) -> int:
-        """SIGTERM, up to grace_s seconds, then `kill`."""
-        self.terminate()
-        try:
-            await asyncio.wait_for(self._exited.wait(), grace_s)
-        except TimeoutError:
-            return await self.kill()
-        return await self._collect(PROOF_S)
-
     async def kill(self, within_s: float = PROOF_S) -> int:
-        """SIGKILL the subtree and prove it dead within about `within_s` seconds. Raises Undead."""
+        """SIGKILL the subtree, if it lives, and prove it dead within about `within_s` seconds; may be called again. Returns the exit
+        status: the main child's, 128 + n after signal n, -n if the guardian got signal n. Raises Undead."""
         self.sever()
         try:
             await asyncio.wait_for(self._exited.wait(), within_s / 2)
@@ -253,7 +226,6 @@ def spawn(
         session=process.pid,
         log=log,
         log_start=log_start,
-        started=time.monotonic(),
         tags={key: env[key] for key in TAGS} if all(key in env for key in TAGS) else {},
         _process=process,
         _pidfd=pidfd,

@@ -65,17 +65,7 @@ class Supervisor:
 
     async def ready(self, name: str, spawn: int) -> bool:
         """The process of that spawn can take work. False: it is not the present one, or it is being ended."""
-        return await self._of(name).report(spawn, "ready")
-
-    async def busy(self, name: str, spawn: int) -> bool:
-        """The process of that spawn took up a job. False as for `ready`, and when it was never ready."""
-        worker = self._of(name)
-        return worker.state != "starting" and await worker.report(spawn, "busy")
-
-    async def idle(self, name: str, spawn: int) -> bool:
-        """The process of that spawn ended its job. False as for `ready`, and when it was never ready."""
-        worker = self._of(name)
-        return worker.state != "starting" and await worker.report(spawn, "ready")
+        return await self._of(name).ready(spawn)
 
     async def kill(self, name: str, spawn: int | None = None, reason: str = "killed by artd") -> None:
         """SIGKILL the subtree; return when it is proven dead and `on_exit` (ordered) has returned. It starts again.
@@ -83,10 +73,6 @@ class Supervisor:
         spawn: do nothing unless that one is the present process. Raises Undead when it does not die.
         """
         await self._of(name).kill(spawn, reason)
-
-    async def restart(self, name: str, grace_s: float = 10.0, reason: str = "restarted by artd") -> None:
-        """End the present process (SIGTERM, grace_s, SIGKILL); return when it is proven dead. Raises Undead."""
-        await self._of(name).restart(grace_s, reason)
 
     async def stop(self, name: str, grace_s: float = 15.0, reason: str = "stopped by artd") -> None:
         """End it (SIGTERM, grace_s, SIGKILL) and keep it stopped; return when it is proven dead. Raises Undead.

@@ -77,14 +77,6 @@ class Worker:
         if self.state != "stopped":
             await self._order(grace_s, reason)
 
-    async def restart(self, grace_s: float, reason: str) -> None:
-        """Return when the present process is proven dead; the next one follows. Raises Undead."""
-        if self._has_process():
-            self._wanted = True
-            await self._order(grace_s, reason)
-        else:
-            self.retry()
-
     async def kill(self, spawn: int | None, reason: str) -> None:
         """Return when the process (of that spawn number, if given) is proven dead; another follows if it is wanted.
 
@@ -93,20 +85,20 @@ class Worker:
         if spawn in (None, self.spawn) and self._has_process():
             await self._order(0.0, reason)
 
-    async def report(self, spawn: int, state: State) -> bool:
-        """The process went to `state`. False: the word comes from an older process, or too late."""
+    async def ready(self, spawn: int) -> bool:
+        """The process can take work. False: the word comes from an older process, or too late."""
         async with self._lock:
             child = self._child
             late = child is None or child.exited or self._grace is not None
-            if late or spawn != self.spawn or self.state not in ("starting", "ready", "busy"):
+            if late or spawn != self.spawn or self.state not in ("starting", "ready"):
                 return False
-            if self.state != state:
-                await self._tell(state)
+            if self.state != "ready":
+                await self._tell("ready")
         self._wake.set()
         return True
 
     def _has_process(self) -> bool:
-        return self.state in ("starting", "ready", "busy", "draining") or self._child is not None
+        return self.state in ("starting", "ready", "draining") or self._child is not None
 
     async def _order(self, grace_s: float, reason: str) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from artd_schema import client_api as api
 from artd_schema import paths
@@ -54,7 +54,7 @@ class Client:
         self._closing: list[Callable[[], Awaitable[object]]] = []
         self._samples: dict[str, Samples] = {}
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> Self:
         if self._connection is not None:
             raise Closed("this client is open already")
         connection = Connection(self._where, self._timeout)

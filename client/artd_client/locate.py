@@ -26,7 +26,9 @@ def start_command(data: Path) -> str:
 def not_running(data: Path | Remote, what: str) -> DaemonNotRunning:
     """what: such as `no daemon runs`."""
     if isinstance(data, Remote):
-        return DaemonNotRunning(f"{what} at {data.endpoint}, or its public key is not the one given", "artd start --detach")
+        return DaemonNotRunning(
+            f"{what} at {data.endpoint}, or its public key is not the one given", "artd start --detach"
+        )
     command = start_command(data)
     return DaemonNotRunning(f"{what} on {data}; start it with `{command}`", command)
 

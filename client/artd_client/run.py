@@ -7,8 +7,9 @@ equal samples of one group count as often as this client submitted them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from .client import Client
+
+log = logging.getLogger(__name__)
 
 POLL_S = 30.0
 ANSWER_S = 5.0
@@ -87,7 +90,7 @@ class Run:
         self._client.closing(made.close)
         return made
 
-    async def refresh(self) -> Run:
+    async def refresh(self) -> Self:
         """Ask the daemon for `info` again."""
         self.info = await self._connection.ask(api.CreateRun(name=self.name), api.RunInfo)
         return self
@@ -103,7 +106,7 @@ class Run:
         turns: Sequence[Turn] = (),
         key: str | None = None,
         split: Split = "train",
-        metrics: dict[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> api.Submitted:
         """Submit one trajectory; when this returns, it is durable.
@@ -160,12 +163,14 @@ class Run:
     async def wait(self, step: int, timeout: float | None = None) -> api.StepInfo:  # noqa: ASYNC109
         """Wait until `step` is committed and served. timeout: seconds, None = as long as it takes.
 
-        Raises Stalled when it cannot come without more groups, TimedOut (naming what the run was doing), Failed when the
-        run is paused or finished, DaemonNotRunning when the daemon stays away: until the time-out, or without one for
+        A worker that is broken, which artd no longer starts by itself, is logged as a warning: it goes on when somebody has
+        mended that. Raises Stalled when it cannot come without more groups, TimedOut (naming what the run was doing), Failed
+        when the run is paused or finished, DaemonNotRunning when the daemon stays away: until the time-out, or without one for
         longer than the client's own.
         """
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
+        told = ""
         while True:
             left = POLL_S if end is None else min(POLL_S, max(0.0, end - loop.time()))
             grace = self._connection.timeout if end is None else max(end - loop.time() - left, ANSWER_S)
@@ -177,10 +182,14 @@ class Run:
                 case api.Stalled():
                     raise Stalled(answer.step, answer.sealed, answer.trainable, answer.needed)
                 case api.Pending() if end is not None and not loop.time() < end:  # also when it is no number
+                    problem = f"; {answer.problem}" if answer.problem else ""
                     raise TimedOut(
                         f"step {step} of run {self.name!r} did not come within {timeout:g} s: the run is at step "
-                        f"{answer.step}, phase {answer.phase}; see `artctl status`"
+                        f"{answer.step}, phase {answer.phase}{problem}; see `artctl status`"
                     )
+                case api.Pending(problem=problem) if problem not in ("", told):
+                    log.warning("step %d of run %r waits: %s; see `artctl status`", step, self.name, problem)
+                    told = problem
 
     # ---- looking and steering -----------------------------------------------------------------------------------------------
 

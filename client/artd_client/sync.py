@@ -11,8 +11,8 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from artd_schema import client_api as api
 from artd_schema.spec import RunSpec
@@ -84,7 +84,7 @@ class SyncClient:
         self._client = Client(data_dir, timeout=timeout, remote=remote)
         self._running: _Loop | None = None
 
-    def __enter__(self) -> SyncClient:
+    def __enter__(self) -> Self:
         if self._running is not None:
             raise Closed("this client is open already")
         loop = _Loop()
@@ -138,7 +138,7 @@ class SyncClient:
     def workers(self) -> list[Row]:
         return self._call(self._client.workers())
 
-    def events(self, run: str | None = None, after: int = 0) -> Iterator[Row]:
+    def events(self, run: str | None = None, after: int = 0) -> Generator[Row, None, None]:
         source = self._client.events(run, after)
 
         async def following() -> Row:
@@ -226,7 +226,7 @@ class SyncRun:
         self._client._client.closing(close)
         return made
 
-    def refresh(self) -> SyncRun:
+    def refresh(self) -> Self:
         self._client._call(self._run.refresh())
         return self
 
@@ -239,7 +239,7 @@ class SyncRun:
         turns: Sequence[Turn] = (),
         key: str | None = None,
         split: Split = "train",
-        metrics: dict[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> api.Submitted:
         work = self._run.submit(
@@ -274,7 +274,7 @@ class SyncRun:
     def pushes(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
         return self._client._call(self._run.pushes(states, limit))
 
-    def events(self, after: int = 0) -> Iterator[Row]:
+    def events(self, after: int = 0) -> Generator[Row, None, None]:
         return self._client.events(self.name, after)
 
     def pause(self, reason: str = "operator") -> None:

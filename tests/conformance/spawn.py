@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -34,6 +34,8 @@ from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.command import model_name
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, FakeDaemon
+from tests.process.helpers import session_members
+from tests.spare_cpu import leave_a_cpu
 
 RELAY = Path(__file__).with_name("relay.py")
 Flaw = Literal["", "dies", "stalls", "wrong", "short", "absent"]
@@ -104,7 +106,7 @@ class Spawn:
         made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number))
         answer = made.daemon.expect((w.Ready, w.Down), 600.0)
         made.socket = answer.socket if isinstance(answer, w.Ready) else ""
-        made._leave_a_cpu()
+        leave_a_cpu(one.pid for one in made._engine())
         return made
 
     # ---- what is done to it -------------------------------------------------------------------------------------------
@@ -136,16 +138,7 @@ class Spawn:
         """End what is left of it."""
         with self.daemon:
             pass
-        procfs.strike(procfs.session_members(self.daemon.process.pid), signal.SIGKILL)
-
-    def _leave_a_cpu(self) -> None:
-        """To everybody else. On two CPUs vLLM kept both as long as it had a request: busy loops beside it got 2 % each, and a
-        test ran again when the request that it wanted to see in flight was over."""
-        first, *others = sorted(os.sched_getaffinity(0))
-        threads = [thread for one in self._engine() for thread in Path(f"/proc/{one.pid}/task").glob("*")]
-        for thread in threads:
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), others or [first])
+        procfs.strike(session_members(self.daemon.process.pid), signal.SIGKILL)
 
     # ---- what is seen of it -------------------------------------------------------------------------------------------
 
@@ -165,12 +158,12 @@ class Spawn:
 
     def living(self) -> list[int]:
         """Processes of its session that live."""
-        return [one.pid for one in procfs.session_members(self.daemon.process.pid)]
+        return [one.pid for one in session_members(self.daemon.process.pid)]
 
     def _engine(self) -> list[procfs.Stat]:
         """The server's processes that live."""
         harness = self.daemon.process.pid
-        mine = [one for one in procfs.session_members(harness) if one.pid != harness]
+        mine = [one for one in session_members(harness) if one.pid != harness]
         return [one for one in mine if str(RELAY) not in _command(one.pid)]
 
     def ask(self, route: str, body: Any = None, method: str = "POST", timeout_s: float = 60.0) -> Any:

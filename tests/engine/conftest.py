@@ -28,13 +28,15 @@ from tests.awake import SOON_S
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
 from tests.engine.real import HERE, tool
+from tests.fakes import driver
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 
 
 @dataclass
 class Bench:
-    """One harness with a fake server. root: a short path of its own (a socket path has 107 bytes)."""
+    """One harness with a fake server. root: a short path of its own (a socket path has 107 bytes); gpus: how many the driver shows a
+    harness whose engine is to be on one."""
 
     root: Path
     mode: Mode = "merged"
@@ -46,6 +48,7 @@ class Bench:
     folder: str = "e"
     spawn: int = SPAWN
     engine: dict[str, Any] = field(default_factory=dict)
+    gpus: int = 1
 
     @property
     def shm(self) -> Path:
@@ -72,7 +75,9 @@ class Bench:
     def start(self) -> FakeDaemon:
         """A harness process with a fake server."""
         self.prepare()
-        return FakeDaemon(self.config, env={"FAKE_VLLM": str(self.root / "script")}, spawn=self.spawn)
+        wanted = self.config.spec.engine.device == "cuda"
+        met = driver.environment(self.root / "driver", self.gpus) if wanted else {}
+        return FakeDaemon(self.config, env={"FAKE_VLLM": str(self.root / "script")} | met, spawn=self.spawn)
 
     @contextmanager
     def serve(self) -> Iterator[Pusher]:

@@ -17,6 +17,7 @@ from artd.supervise import procfs
 from artd_schema import worker as w
 from artd_schema.codec import Codec
 from tests.awake import SOON_S
+from tests.process.helpers import session_members
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTANCE, SPAWN = "test-instance", 7
@@ -56,7 +57,7 @@ class FakeDaemon:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(SOON_S)
-            procfs.strike(procfs.session_members(self.process.pid), signal.SIGKILL)  # its server's children
+            procfs.strike(session_members(self.process.pid), signal.SIGKILL)  # its server's children
         self._context.destroy(linger=0)
 
     def send(self, message: w.ToWorker) -> None:

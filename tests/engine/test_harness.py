@@ -309,6 +309,19 @@ def test_an_interpreter_that_is_not_there_is_named(bench: Bench) -> None:
     assert bench.python in down.error + down.tail
 
 
+def test_a_gpu_that_is_not_there_is_told_before_a_server_is_started(bench: Bench) -> None:
+    bench.engine, bench.gpus = {"device": "cuda"}, 0
+    Path(bench.root / "engine.log").write_text("MemoryError: of an earlier spawn\n")
+    with bench.start() as daemon:
+        down = daemon.expect(w.Down)
+        assert daemon.wait() == 1
+    assert down.error.startswith("engine.device is cuda, and no GPU can be used on ")
+    assert "no CUDA-capable device is detected (100)" in down.error
+    assert "MemoryError" not in down.error and not down.tail
+    assert not (bench.root / "calls.env").exists(), "no server was started"
+    gone(bench)
+
+
 def test_exit_with_a_hanging_request_keeps_the_deadline(bench: Bench) -> None:
     bench.script = {"term": "hang"}
     with bench.start() as daemon:

@@ -18,6 +18,7 @@ from pathlib import Path
 from artd.supervise import procfs
 from artd.supervise.spawn import Child, spawn
 from tests.awake import SOON_S, Awake
+from tests.awake import until as until_soon
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,17 @@ def _wait_channel(pid: int) -> str:
         return f"? ({error.strerror})"
 
 
+async def ended(child: Child) -> int:
+    """Its exit status, once it has ended by itself and all of it is proven dead."""
+    await until_soon(lambda: child.exited)
+    return await child.kill()
+
+
+def session_members(session: int) -> list[procfs.Stat]:
+    """Processes of a session that can still run; zombies are left out."""
+    return [stat for stat in procfs.all_stats() if stat.session == session and stat.state not in procfs.DEAD]
+
+
 def start(instance: str, program: str, log: Path, **tag: int | str) -> Child:
     """Spawn a Python program under a guardian, with tags."""
     return spawn("trainer", python(program), tags(instance, **tag), log)
@@ -156,9 +168,9 @@ async def main():
     if at_once == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     for child in children:
-        print(child.pid, child.ticks, flush=True)
+        print(child.pid, child.who.ticks, flush=True)
     for child in children:
-        await child.wait()
+        await helpers.ended(child)
 asyncio.run(main())
 """
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -30,20 +29,20 @@ pytestmark = pytest.mark.asyncio
 )
 async def test_exit_status_is_passed_on(program: str, code: int, instance: str, tmp_path: Path) -> None:
     child = helpers.start(instance, program, tmp_path / "log")
-    assert await child.wait() == code
-    assert child.code == code
+    assert await helpers.ended(child) == code
+    assert await child.kill() == code, "it may be asked again"
 
 
 async def test_a_command_that_is_not_there(instance: str, tmp_path: Path) -> None:
     child = spawn("engine", ["/nowhere/python", "-c", ""], helpers.tags(instance), tmp_path / "log")
-    assert await child.wait() == 127
+    assert await helpers.ended(child) == 127
     assert "cannot execute '/nowhere/python': No such file or directory" in child.tail()
 
 
 async def test_what_the_main_child_leaves_is_killed(instance: str, tmp_path: Path) -> None:
     program = helpers.SETSID.rpartition("\n")[0] + "\ntime.sleep(0.1); os._exit(3)"
     child = helpers.start(instance, program, tmp_path / "log")
-    assert await child.wait() == 3
+    assert await helpers.ended(child) == 3
     assert not helpers.tagged(instance)
 
 
@@ -54,16 +53,18 @@ async def test_stop_lets_it_end_in_order(instance: str, tmp_path: Path) -> None:
     )
     child = helpers.start(instance, program, tmp_path / "log")
     await until(lambda: "up" in child.tail())
-    assert await child.stop(SOON_S) == 5
+    child.terminate()
+    assert await helpers.ended(child) == 5
 
 
 async def test_stop_of_one_that_ignores_sigterm(instance: str, tmp_path: Path) -> None:
     child = helpers.start(instance, helpers.DEAF, tmp_path / "log")
     await until(lambda: "deaf" in child.tail())
-    began = time.monotonic()
-    assert await asyncio.wait_for(child.stop(0.3), SOON_S) == 137
-    assert time.monotonic() - began >= 0.3
-    assert not procfs.session_members(child.session)
+    child.terminate()
+    await asyncio.sleep(0.3)
+    assert not child.exited
+    assert await asyncio.wait_for(child.kill(), SOON_S) == 137
+    assert not helpers.session_members(child.session)
 
 
 async def test_a_second_sigterm_to_the_guardian_kills(instance: str, tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ async def test_a_second_sigterm_to_the_guardian_kills(instance: str, tmp_path: P
     await asyncio.sleep(0.1)
     assert not child.exited
     child.terminate()
-    assert await asyncio.wait_for(child.wait(), SOON_S) == 137
+    assert await helpers.ended(child) == 137
 
 
 @pytest.mark.parametrize("program", [helpers.STOPPED, helpers.GIL, helpers.SETSID])
@@ -90,7 +91,7 @@ async def test_guardian_killed_leaves_nothing(instance: str, tmp_path: Path) -> 
     child = helpers.start(instance, helpers.SETSID, tmp_path / "log")
     await until(lambda: len(helpers.tagged(instance)) == 3)
     os.kill(child.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(child.wait(), SOON_S) == -signal.SIGKILL
+    assert await helpers.ended(child) == -signal.SIGKILL
     assert not helpers.tagged(instance), "the setsid grandchild was found by its tag"
 
 
@@ -106,12 +107,12 @@ async def test_stopped_guardian_is_worked_around(instance: str, tmp_path: Path) 
 async def test_undead_names_pid_and_state(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = helpers.start(instance, "raise SystemExit(0)", tmp_path / "log")
     await until(lambda: child.exited)
-    stuck = procfs.Stat(4242, 1, 1, child.session, "D", 1)
+    stuck = procfs.Stat(4242, 1, child.session, "D", 1)
     with monkeypatch.context() as patch:
         patch.setattr(procfs, "all_stats", lambda: iter([stuck]))
         with pytest.raises(Undead, match=r"pid 4242, state D"):
             await child.kill(0.5)
-    assert await child.wait() == 0, "the proof can be asked for again"
+    assert await helpers.ended(child) == 0, "the proof can be asked for again"
 
 
 async def test_tags_and_nothing_else_is_inherited(instance: str, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ async def test_tags_and_nothing_else_is_inherited(instance: str, tmp_path: Path)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    assert await child.wait() == 0
+    assert await helpers.ended(child) == 0
     name, spawn, rest = child.tail().split(" ", 2)
     descriptors, blocked, ignored, stdin = re.fullmatch(r"(\[.*?\]) \['(\w+)', '(\w+)'\] (.*)", rest).groups()
     assert (name, spawn, descriptors, stdin) == (instance, "9", "[]", "/dev/null")
@@ -145,7 +146,7 @@ async def test_the_log_is_private_and_a_tail_is_of_this_spawn(instance: str, tmp
     log = tmp_path / "logs" / "trainer.log"
     for number, lines in ((1, 100), (2, 3)):
         child = helpers.start(instance, f"for n in range({lines}): print({number}, n)", log)
-        await child.wait()
+        await helpers.ended(child)
         assert child.tail().splitlines() == [f"{number} {n}" for n in range(lines)][-40:]
     assert log.read_text().startswith("1 0\n")
     assert log.stat().st_mode & 0o777 == 0o600
@@ -154,7 +155,7 @@ async def test_the_log_is_private_and_a_tail_is_of_this_spawn(instance: str, tmp
 async def test_fifty_spawns_leak_no_descriptor(instance: str, tmp_path: Path) -> None:
     async def cycle() -> None:
         child = spawn("trainer", ["/bin/true"], helpers.tags(instance), tmp_path / "log")
-        assert await child.wait() == 0
+        assert await helpers.ended(child) == 0
 
     await cycle()
     before = len(os.listdir("/proc/self/fd"))
@@ -169,10 +170,10 @@ async def test_guardian_killed_session_is_searched(instance: str, tmp_path: Path
     child = helpers.start(instance, program, tmp_path / "log")
 
     def without_tags() -> list[procfs.Stat]:
-        return [stat for stat in procfs.session_members(child.session) if procfs.environment(stat.pid) == {}]
+        return [stat for stat in helpers.session_members(child.session) if procfs.environment(stat.pid) == {}]
 
-    await until(lambda: len(procfs.session_members(child.session)) == 3 and len(without_tags()) == 1)
+    await until(lambda: len(helpers.session_members(child.session)) == 3 and len(without_tags()) == 1)
     (bare,) = without_tags()
     os.kill(child.pid, signal.SIGKILL)
-    await asyncio.wait_for(child.wait(), SOON_S)
+    await helpers.ended(child)
     assert not procfs.alive(procfs.Identity(procfs.boot_id(), bare.pid, bare.ticks))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import artd
 from artd.core.states import TRANSITIONS, IllegalTransition
 from artd.supervise.backoff import Backoff, Policy
 from artd.supervise.postmortem import explain, read_tail, signal_of
+from artd.supervise.spawn import Child
 from artd.supervise.states import follow
+from artd.supervise.supervisor import Supervisor
 
 CALM = Policy(deaths=1000)
 
@@ -124,3 +130,13 @@ def test_tail_of_a_log_that_was_truncated_or_removed(tmp_path) -> None:
     log.write_bytes(b"a\n\xff\n" * 100)
     assert read_tail(log, 0, 2) == "a\n\ufffd"
     assert read_tail(log, 10_000, 2) == "a\n\ufffd", "the log was cut since: show what is there"
+
+
+def test_nothing_is_offered_that_the_daemon_does_not_ask_for() -> None:
+    """What tests alone need is theirs: see helpers.py."""
+    root = Path(artd.__file__).parent
+    asked = "".join(path.read_text() for path in root.rglob("*.py"))
+    used = "".join((root / "supervise" / name).read_text() for name in ("spawn.py", "worker.py"))
+    offered = [{name for name in vars(kind) if not name.startswith("_")} for kind in (Supervisor, Child)]
+    assert offered[0] == set(re.findall(r"\bsupervisor\.(\w+)\(", asked))
+    assert not offered[1] - set(re.findall(r"(?<=child\.)\w+|(?<=self\.)\w+", used))

@@ -116,13 +116,10 @@ async def test_from_start_to_stop(rig: Make) -> None:
         info = await each.running()
         assert (info.pid, info.ticks, info.session) == (info.pid, procfs.identity(info.pid).ticks, info.pid)
         assert info.boot_id == procfs.boot_id()
-        assert await each.supervisor.busy("trainer", 1)
-        assert await each.supervisor.idle("trainer", 1)
+        assert await each.supervisor.ready("trainer", 1), "a second word tells nothing new"
         assert (each.folder / "t1").is_dir()
         await each.supervisor.stop("trainer", SOON_S)
-        assert each.record.order == [
-            *["starting", "spawn 1", "starting", "ready", "busy", "ready", "draining", "exit 1", "stopped"]
-        ]
+        assert each.record.order == [*["starting", "spawn 1", "starting", "ready", "draining", "exit 1", "stopped"]]
         assert not helpers.tagged(each.instance)
         assert not (each.folder / "t1").exists(), "the scratch folder of a dead process is removed"
         ((_, status, ordered, _),) = each.record.exits
@@ -190,10 +187,9 @@ async def test_backoff_waits_and_a_stop_ends_the_wait(rig: Make) -> None:
 async def test_kill_is_ordered_proven_and_followed_by_a_new_process(rig: Make) -> None:
     async with rig(Policy(deaths=1, base_s=30.0)) as each:
         await each.running(helpers.SETSID, 3)
-        await each.supervisor.busy("trainer", 1)
-        old = {stat[:1] + stat[5:] for stat in helpers.tagged(each.instance)}
+        old = {(stat.pid, stat.ticks) for stat in helpers.tagged(each.instance)}
         await each.supervisor.kill("trainer", 1, "its lease is over")
-        assert not old & {stat[:1] + stat[5:] for stat in helpers.tagged(each.instance)}
+        assert not old & {(stat.pid, stat.ticks) for stat in helpers.tagged(each.instance)}
         ((_, status, ordered, _),) = each.record.exits
         assert ordered
         assert status.text == "its lease is over; killed by SIGKILL"
@@ -216,10 +212,13 @@ async def test_stop_of_a_deaf_worker_and_a_second_shorter_stop(rig: Make) -> Non
         assert not helpers.tagged(each.instance)
 
 
-async def test_restart(rig: Make) -> None:
+async def test_one_that_is_wanted_again_while_it_is_stopped(rig: Make) -> None:
     async with rig() as each:
         await each.running()
-        await each.supervisor.restart("trainer", SOON_S)
+        stop = asyncio.create_task(each.supervisor.stop("trainer", SOON_S))
+        await asyncio.sleep(0)
+        each.supervisor.start("trainer")
+        await asyncio.wait_for(stop, SOON_S)
         await until(lambda: each.record.spawns == 2)
         assert each.record.order[4:7] == ["draining", "exit 1", "stopped"]
         assert each.record.exits[0][2] is True
@@ -325,8 +324,6 @@ async def test_words_that_come_too_early_or_too_late(rig: Make) -> None:
         assert not await each.supervisor.ready("trainer", 0)
         each.supervisor.start("trainer")
         await until(lambda: len(helpers.tagged(each.instance)) == 2)
-        assert not await each.supervisor.busy("trainer", 1)
-        assert not await each.supervisor.idle("trainer", 1)
         assert each.supervisor.state("trainer") == "starting"
         assert not await each.supervisor.ready("trainer", 2)
         with pytest.raises(UnknownWorker, match="no worker 'engine'; there are: trainer"):
@@ -363,7 +360,6 @@ async def test_orders_that_meet(rig: Make) -> None:
         await each.running()
         calls: list[Awaitable[None]] = [
             each.supervisor.kill("trainer"),
-            each.supervisor.restart("trainer", 1.0),
             each.supervisor.stop("trainer", 1.0),
             each.supervisor.kill("trainer"),
             each.supervisor.stop("trainer", 0.0),

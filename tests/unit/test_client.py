@@ -8,7 +8,6 @@ import inspect
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
 from types import SimpleNamespace
 
 import msgspec
@@ -373,7 +372,6 @@ def test_the_sync_client_does_the_same(daemon):
         assert art.runs() == art.jobs() == art.workers() == art.rows("jobs") == run.trajectories() == run.groups() == []
         assert run.batches() == run.jobs() == run.checkpoints() == run.pushes() == []
         events = run.events(after=6)
-        assert isinstance(events, Generator)
         assert [next(events)["id"], next(events)["id"]] == [7, 8]
         events.close()
         assert (run.name, run.model, run.state, run.base_url, run.api_key) == (
@@ -394,15 +392,18 @@ def test_the_sync_client_does_the_same(daemon):
 
 
 @pytest.mark.parametrize(("asynchronous", "blocking"), [(Client, SyncClient), (artd_client.Run, artd_client.SyncRun)])
-def test_the_sync_client_takes_the_same_arguments(asynchronous, blocking):
+def test_the_sync_client_takes_the_same_arguments_and_returns_the_same(asynchronous, blocking):
+    own_forms = {"AsyncGenerator[Row, None]": "Generator[Row, None, None]", "Run": "SyncRun", "AsyncOpenAI": "OpenAI"}
     own = {"closing", "samples"}  # between Client and Run
     public = {name for name in vars(asynchronous) if not name.startswith("_")} - own
     assert public == {name for name in vars(blocking) if not name.startswith("_")} - {"info"}
     for name in public:
         one, other = (getattr(kind, name) for kind in (asynchronous, blocking))
         if callable(one):
-            parameters = [[*inspect.signature(call).parameters.values()] for call in (one, other)]
-            assert parameters[0] == parameters[1], name
+            taken, given = (inspect.signature(call) for call in (one, other))
+            assert [*taken.parameters.values()] == [*given.parameters.values()], name
+            returned = taken.return_annotation
+            assert given.return_annotation == own_forms.get(returned, returned), name
 
 
 @pytest.mark.parametrize("package", ["artd", "artd_client", "artd_schema"])

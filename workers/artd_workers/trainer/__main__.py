@@ -10,6 +10,7 @@ from importlib import metadata
 
 import msgspec
 
+from ..gpus import refusal
 from ..harness import Link, LinkClosed, Rejected
 
 
@@ -19,34 +20,40 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
 
 
+def _fail(why: str) -> int:
+    """The last line of its log: what is told of a trainer that ends by itself."""
+    print(f"trainer worker: {why}", file=sys.stderr)
+    return 1
+
+
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     link = Link.from_env("trainer", versions())
     try:
         welcome = link.start()
     except (Rejected, LinkClosed) as error:
-        print(f"trainer worker: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error))
     try:
         if welcome.trainer is None:
-            print("trainer worker: Welcome carries no trainer configuration", file=sys.stderr)
-            return 1
+            return _fail("Welcome carries no trainer configuration")
+        spec = welcome.trainer.spec
+        if refused := refusal("trainer.device", spec.trainer.device):  # before torch is imported, at every start
+            return _fail(refused)
         logging.getLogger("megatron").setLevel(logging.ERROR)
         # Megatron warns of each accelerator package that a CPU does not need.
         warnings.filterwarnings("ignore", module=r"megatron\..*")
         from .placement import device_of, prepare
 
-        spec = welcome.trainer.spec
-        prepare(spec)
-        from . import launch
+        try:
+            prepare(spec)
+            from . import launch
+
+            parallel = launch.layout(spec)
+        except ValueError as error:
+            return _fail(str(error))
         from .trainer import Trainer
         from .worker import TrainerWorker
 
-        try:
-            parallel = launch.layout(spec)
-        except ValueError as error:
-            print(f"trainer worker: {error}", file=sys.stderr)
-            return 1
         with launch.started(parallel, device_of(spec) == "cuda") as ranks:
             ranks.tell(msgspec.msgpack.encode(welcome.trainer))
             return TrainerWorker(link, Trainer(welcome.trainer, versions(), ranks)).run()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from artd_schema.worker import EngineConfig
 
+from ...gpus import refusal
 from .. import diagnose, group
 from ..base import Deadline, EngineError
 from ..http import call
@@ -53,7 +54,10 @@ class Server:
         self._ooms = 0
 
     def spawn(self) -> None:
-        """Start the server; returns at once. Raises EngineError when the folder or the interpreter cannot be used."""
+        """Start the server; returns at once. Raises EngineError when the folder or the interpreter cannot be used, or there is not the
+        GPU that the run wants: the server itself would take a minute to say so, at every start."""
+        if refused := refusal("engine.device", self.config.spec.engine.device):
+            raise EngineError(refused)
         self._prepare()
         self._started = time.time() - 1.0
         self._ooms = diagnose.oom_kills()
@@ -110,12 +114,12 @@ class Server:
 
     def first_error(self) -> str:
         """The first exception in this spawn's log, as the end of a sentence ("" when there is none)."""
-        found = diagnose.first_error(self.log, self._log_offset)
+        found = diagnose.first_error(self.log, self._log_offset) if self._process is not None else ""
         return f" (first error in its log: {found})" if found else ""
 
     def tail(self) -> str:
-        """The last log lines of this spawn."""
-        return diagnose.tail(self.log, self._log_offset)
+        """The last log lines of this spawn; "" when there was no process."""
+        return diagnose.tail(self.log, self._log_offset) if self._process is not None else ""
 
     def kill(self) -> None:
         """End the group at once; its calls fail from now on. Any thread."""
