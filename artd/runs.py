@@ -220,7 +220,13 @@ def _progress(c: sqlite3.Connection, op: api.WaitStep, routed: frozenset[str]) -
     if is_stalled(run, op.step):
         return api.Stalled(step=run.step, sealed=len(run.sealed), trainable=len(run.sealed), needed=run.groups_per_step)
     phase = run.job or ("serve" if run.step >= op.step else "collect")
-    return api.Pending(step=run.step, phase=phase)
+    return api.Pending(step=run.step, phase=phase, problem=_broken(c))
+
+
+def _broken(c: sqlite3.Connection) -> str:
+    """The worker that nothing starts any more, and the first line of why."""
+    row = c.execute("SELECT name, error FROM process WHERE state = 'broken' ORDER BY name").fetchone()
+    return f"{row['name']} is broken: {row['error'].strip().partition(chr(10))[0]}" if row else ""
 
 
 def _hopeless(c: sqlite3.Connection, run_id: int, run: RunView, step: int) -> str:

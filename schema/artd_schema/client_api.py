@@ -242,10 +242,12 @@ class Stalled(_Answer, frozen=True):
 
 
 class Pending(_Answer, frozen=True):
-    """The wait timed out; ask again. phase: what the run is doing now."""
+    """The wait timed out; ask again. phase: what the run is doing now; problem: the worker that is broken, for which
+    somebody has to do something, "" = none."""
 
     step: int
     phase: str
+    problem: str = ""
 
 
 class Rows(_Answer, frozen=True):

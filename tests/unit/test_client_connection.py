@@ -334,6 +334,24 @@ async def test_a_time_out_is_a_time(daemon, monkeypatch):
 
 
 @pytest.mark.asyncio
+async def test_a_wait_tells_once_of_a_broken_worker_and_goes_on(daemon, monkeypatch, caplog):
+    answers = [
+        api.Pending(step=0, phase="train", problem=p)
+        for p in ("", "engine is broken: no GPU", "engine is broken: no GPU")
+    ]
+    answers += [api.StepInfo(run="r", step=1, checkpoint="c", metrics={}, seconds={})]
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        daemon.handle = lambda op: answers.pop(0)
+        assert (await run.wait(1)).step == 1
+        (said,) = [one.message for one in caplog.records if one.name == "artd_client.run"]
+        assert said == "step 1 of run 'r' waits: engine is broken: no GPU; see `artctl status`"
+        daemon.handle = lambda op: api.Pending(step=0, phase="train", problem="engine is broken: no GPU")
+        with pytest.raises(artd_client.TimedOut, match="phase train; engine is broken: no GPU; see"):
+            await run.wait(1, timeout=0)
+
+
+@pytest.mark.asyncio
 async def test_closing_ends_what_waits(daemon):
     daemon.handle = lambda op: None
     art = Client(daemon.data)
