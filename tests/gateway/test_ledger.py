@@ -129,8 +129,7 @@ async def test_sampling_that_the_ledger_cannot_describe_is_for_eval_only(rig: Ri
 
 
 UNTRAINABLE = {
-    "temperature": 0.0, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-    "repetition_penalty": 1.1,
+    "top_p": 0.9, "top_k": 20, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
 }  # fmt: skip
 
 
@@ -148,6 +147,13 @@ async def test_sampling_that_cannot_be_trained_on_is_refused_before_it_is_paid_f
         assert "default" not in told["message"]
     assert engine.bodies("/generate") == [] and rig.daemon.ledger == []
     assert (await rig.chat(**asked, headers={"x-artd-split": "eval"})).status_code == 200
+
+
+async def test_a_greedy_request_is_answered_whatever_its_split(rig: Rig, engine: FakeEngine) -> None:
+    """By a program that evaluates and cannot send a header."""
+    engine.extra_params = {"temperature": 0.0, "top_p": 0.9}
+    assert (await rig.chat(temperature=0, top_p=0.9)).status_code == 200
+    assert len(engine.bodies("/generate")) == 1
 
 
 async def test_all_parameters_that_cannot_be_trained_on_are_named_at_once(rig: Rig, engine: FakeEngine) -> None:

@@ -193,4 +193,27 @@ BUGS = (
         "met.most_common()", "reversed(met.most_common())",
         "tests/engine/test_warm.py::test_one_step_for_each_form_and_what_most_are_first",
     ),
+    Bug(
+        "a-stop-waits-for-room-for-ever", "artd/store/writer.py",
+        "refused += self.hurried.is_set()", "refused += 0",
+        "tests/unit/test_disk.py::test_a_daemon_that_ends_gives_a_commit_without_room_three_more_tries",
+    ),
+    Bug(
+        "a-part-of-the-moments-is-not-read", "workers/artd_workers/trainer/checkpoint.py",
+        "for file in moments for key, tensor", "for file in moments[:1] for key, tensor",
+        "tests/trainer/test_checkpoint.py::test_large_moments_are_files_in_the_order_of_their_names", torch=True,
+    ),
+    Bug(
+        "truncated-samples-are-paid-for", "workers/artd_workers/gateway/turns.py",
+        "(bad := untrainable(sampling))", "(bad := untrainable(Sampling()))", "tests/gateway/test_ledger.py",
+    ),
+    Bug(
+        "a-missing-gpu-is-left-to-vllm", "workers/artd_workers/engines/vllm/server.py",
+        'refusal("engine.device", self.config.spec.engine.device)', '""', "tests/engine/test_harness.py",
+    ),
+    Bug(
+        "the-experts-kernel-is-compiled-unaligned", "workers/artd_workers/engines/direct/kernels.py",
+        "(5, count + count % 2)", "(5, count)",
+        "tests/trainer/test_sum_kernels.py::test_every_table_has_the_alignment_that_its_kernels_were_compiled_for", torch=True,
+    ),
 )  # fmt: skip

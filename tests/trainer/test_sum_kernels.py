@@ -54,6 +54,15 @@ def test_copied_and_summed(data):
     assert torch.equal(there, data) and sums.tolist() == [sum_of(data[:41]), sum_of(data[41:])]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_table_has_the_alignment_that_its_kernels_were_compiled_for(data, count):
+    """Triton compiles anew for a pointer that 16 does not divide: a table of an odd number of blocks would wait for that."""
+    table = kernels.Table(Blocks.cut([Span(data.data_ptr(), 0, 4, 0)] * count, "cpu"))
+    columns = (table._here, table._there, table._first, table._words, table._part)
+    begin = table._here.data_ptr()
+    assert [(one.data_ptr() - begin) % 16 for one in columns] == [0] * len(columns)
+
+
 def test_all_kernels_are_compiled_with_the_table(data, monkeypatch):
     asked = []
 

@@ -61,11 +61,12 @@ def effective_sampling(params: dict[str, Any]) -> Sampling:
 
 def refuse_untrainable(params: dict[str, Any], sampling: Sampling, body: dict[str, Any]) -> None:
     """sampling: the effective parameters; body: the client's, which may have left one to the engine. Errors: ApiError 400
-    for samples that would be refused when they are submitted, or of which the ledger could not tell how they came about."""
+    for samples that would be refused when they are submitted, or of which the ledger could not tell how they came about.
+    Greedy ones are let through: that is how programs evaluate that cannot send a header."""
     if used := [name for name in _RESHAPING if params.get(name)]:
         what = f"{', '.join(used)} changes the sampling distribution in a way that training cannot score; leave it out"
         raise _untrainable(what, used[0])
-    if bad := untrainable(sampling):
+    if sampling.temperature > 0 and (bad := untrainable(sampling)):
         given = ", ".join(f"{one.name}={one.value}{'' if _asked(body, one.name) else DEFAULTED}" for one in bad)
         what = f"{given} cannot be trained on: {bad[0].why}; send {', '.join(one.wanted for one in bad)}"
         raise _untrainable(what, bad[0].name)

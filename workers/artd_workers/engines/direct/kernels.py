@@ -69,9 +69,8 @@ class Table:
         at = self._anchor.data_ptr()
         there = np.where(blocks.other > 0, (blocks.other - at) // WORD, 0)
         count = len(blocks.address)
-        columns = np.zeros(
-            (5, count + count % 2), np.int64
-        )  # even: Triton has a kernel for each alignment of its pointers
+        # Of even length: Triton compiles anew for a pointer that 16 does not divide.
+        columns = np.zeros((5, count + count % 2), np.int64)
         columns[:, :count] = (blocks.address - at) // WORD, there, blocks.first, blocks.words, blocks.part
         # Copied from memory that is not pinned: torch waits for it, so that other streams may read these tables.
         self._here, self._there, self._first, self._words, self._part = torch.from_numpy(columns).to(blocks.device)
