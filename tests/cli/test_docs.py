@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from artd.cli import ctl, outcome
+from artd_schema.spec import RunSpec
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / "workers/artd_workers/trainer"
@@ -29,6 +31,20 @@ def test_every_key_is_documented(path: Path) -> None:
     words = set(re.findall(r"\w+", (ROOT / "docs/cli-json.md").read_text()))
     found = {key for key in keys(json.loads(path.read_text())) if not key.endswith("_iso")}
     assert found <= words, found - words
+
+
+def test_every_field_of_a_run_stands_with_its_default() -> None:
+    parts = re.split(r"\n`(lora|optimizer|loss|engine|trainer)`[, (:]", (ROOT / "docs/run.md").read_text())
+    told = dict(zip(["", *parts[1::2]], parts[::2], strict=True))
+    for name, spec in (
+        {"": RunSpec} | {f.name: f.type for f in msgspec.structs.fields(RunSpec) if f.name in told}
+    ).items():
+        rows = dict(re.findall(r"\n\| `(\w+)` \| (?:`(.*?)`)? ?\|", told[name]))
+        fields = [field for field in msgspec.structs.fields(spec) if field.name not in told]
+        assert list(rows) == [field.name for field in fields], name
+        for field in fields:
+            default = "" if field.required else json.dumps(field.default)
+            assert rows[field.name] == default, field.name
 
 
 def test_every_verb_with_json_has_its_schema_documented() -> None:
