@@ -13,7 +13,8 @@ import msgspec
 from artd_schema import client_api as api
 
 from . import tables
-from .errors import NotFound
+from .core.states import TRANSITIONS
+from .errors import Invalid, NotFound
 from .store.store import Store
 
 QUERIES = {
@@ -27,12 +28,30 @@ QUERIES = {
     "workers": tables.WORKERS,
     "events": tables.EVENTS,
 }
+ENTITIES = {
+    "runs": "run",
+    "jobs": "job",
+    "trajectories": "trajectory",
+    "groups": "trajectory_group",
+    "batches": "batch",
+    "checkpoints": "checkpoint",
+    "pushes": "push",
+    "workers": "process",
+}
+"""Whose states the rows of a table have."""
 
 
 async def read_rows(store: Store, op: api.List) -> list[dict[str, Any]]:
-    """Rows of `op.what`, newest first. Errors: NotFound for an unknown table."""
+    """Rows of `op.what`, newest first. Errors: NotFound for an unknown table or run, Invalid for a state that none can have."""
     if op.what not in QUERIES:
         raise NotFound(f"nothing is listed as {op.what!r}; {', '.join(QUERIES)} are", field="what")
+    _check_states(op)
+    if (
+        op.run
+        and op.what not in ("runs", "workers")
+        and not await store.read("SELECT 1 FROM run WHERE name = ?", (op.run,))
+    ):
+        raise NotFound(f"there is no run {op.run!r}; `artctl runs` lists them", field="run")
     conditions: list[str] = []
     values: list[Any] = []
     if op.what != "workers":  # neither numbered nor of one run
@@ -56,6 +75,14 @@ async def read_events(store: Store, op: api.Events) -> list[dict[str, Any]]:
     values: list[Any] = [op.after, *([op.run] if op.run else []), _bounded(op.limit)]
     rows = await store.read(f"{tables.EVENTS} WHERE id > ? {condition} ORDER BY id LIMIT ?", values)
     return [_plain(row) for row in rows]
+
+
+def _check_states(op: api.List) -> None:
+    known = {state for pair in TRANSITIONS.get(ENTITIES.get(op.what, ""), ()) for state in pair}
+    if odd := [state for state in op.states if known and state not in known]:
+        raise Invalid(
+            f"none of the {op.what} is ever {odd[0]!r}; {', '.join(sorted(known))} are states", field="states"
+        )
 
 
 def _bounded(limit: int) -> int:

@@ -122,7 +122,7 @@ class Client:
         """Rows of a table, newest first, with the columns of docs/cli-json.md; times are milliseconds since the epoch.
 
         states: () = all; after: rows with a greater id; limit: rows at most, up to 10,000. Workers are all there are: they
-        have no run and no id.
+        have no run and no id. Raises NotFound for an unknown run, Invalid for a state that no row can have.
         """
         if what not in get_args(Table):
             raise Invalid(f"nothing is listed as {what!r}; {', '.join(get_args(Table))} are", "what")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from artd.errors import NotFound
+from artd.errors import Invalid, NotFound
 from artd.lists import QUERIES, read_events, read_rows
 from artd_schema import client_api as api
 from tests.fakes.rows import add_run, data_dir, open_store
@@ -49,7 +49,6 @@ async def test_filters(tmp_path):
         read = lambda **k: read_rows(store, api.List(**k))  # noqa: E731
         assert [row["kind"] for row in await read(what="jobs", states=("succeeded",))] == ["train", "init"]
         assert await read(what="jobs", states=("queued", "running")) == []
-        assert await read(what="jobs", run="other") == []
         assert len(await read(what="jobs", run="r", limit=1)) == 1
         assert [row["id"] for row in await read(what="jobs", after=1)] == [2]
         assert await read(what="jobs", limit=0) == []
@@ -59,6 +58,19 @@ async def test_filters(tmp_path):
         assert len(await read(what="workers", run="other", after=9)) == 2, "they are of no run"
         with pytest.raises(NotFound, match="nothing is listed as 'secrets'"):
             await read(what="secrets")
+
+
+async def test_what_no_row_can_be_is_told(tmp_path):
+    async with open_store(tmp_path) as store:
+        await world(store, tmp_path)
+        for what in set(QUERIES) - {"runs", "workers"}:
+            with pytest.raises(NotFound, match="no run 'other'"):
+                await read_rows(store, api.List(what=what, run="other"))
+        for what in set(QUERIES) - {"events"}:
+            with pytest.raises(Invalid, match=f"none of the {what} is ever 'comitted'"):
+                await read_rows(store, api.List(what=what, states=("comitted",)))
+            states = {row["state"] for row in await read_rows(store, api.List(what=what))}
+            assert await read_rows(store, api.List(what=what, states=tuple(states))), "what a row has can be asked for"
 
 
 async def test_a_negative_limit_is_not_everything(tmp_path):
