@@ -29,6 +29,10 @@ class BadKey(Exception):
     """A key that cannot be added or removed: the text says why, and what to do."""
 
 
+class NoKey(BadKey):
+    """There is none of this name."""
+
+
 class Keys:
     """The keys of one data folder. Keys are Z85 text, 40 characters."""
 
@@ -78,9 +82,9 @@ class Keys:
         self._allow(name, public)
 
     def remove(self, name: str) -> None:
-        """No new connection with this key. Errors: BadKey."""
+        """No new connection with this key. Errors: NoKey."""
         if name not in self._names():
-            raise BadKey(f"there is no key {name!r}; `artctl key list` shows them")
+            raise NoKey(f"there is no key {name!r}")
         (self._clients / f"{name}.key").unlink()
         fs.fsync_dir(self._clients)
 

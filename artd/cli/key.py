@@ -1,6 +1,6 @@
 """`artctl key`: who may connect from other machines.
 
-Owner of: `DATA/keys`, by way of artd.keys. Exit codes: 0, 1 failed. Invariants: works
+Owner of: `DATA/keys`, by way of artd.keys. Exit codes: 0, 1 failed, 5 no such key. Invariants: works
 with the daemon up or down; a change counts for the next connection.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import probe, show
-from .outcome import FAILED, OK, CliError, shared
+from .outcome import FAILED, NOT_FOUND, OK, CliError, shared
 
 if TYPE_CHECKING:
     from ..keys import Keys
@@ -34,7 +34,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..keys import BadKey, Keys
+    from ..keys import BadKey, Keys, NoKey
 
     keys = Keys(probe.data_dir(args))
     try:
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{name}\t{public}")
             if not keys.clients():
                 print("no client of another machine is allowed yet: artctl key add NAME", file=sys.stderr)
+    except NoKey as error:
+        raise CliError(NOT_FOUND, str(error), f"artctl key list{probe.option(probe.data_dir(args))}") from None
     except (BadKey, OSError) as error:
         raise CliError(FAILED, str(error)) from None
     return OK

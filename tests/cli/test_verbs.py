@@ -100,6 +100,11 @@ def test_errors(words: tuple[str, ...], code: int, says: str, made: Made, artctl
     assert err.startswith("error: ") and says in err and "next: artctl" in err
 
 
+def test_a_key_that_is_not_there(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["key", "remove", "nobody", "--data-dir", str(data)]) == 5
+    assert capsys.readouterr().err == f"error: there is no key 'nobody'\nnext: artctl key list --data-dir {data}\n"
+
+
 @pytest.mark.parametrize(("called", "verb", "other"), [(main.main, "status", "artctl"), (ctl.main, "doctor", "artd")])
 def test_a_verb_of_the_other_command(
     called: Callable[[list[str]], int], verb: str, other: str, capsys: pytest.CaptureFixture[str]
