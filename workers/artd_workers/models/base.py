@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from artd_schema.trajectory import RouteShape
 
@@ -37,14 +37,6 @@ class Plan:
     vocab_size: int
     special_ids: frozenset[int]
     routes: RouteShape | None = None
-
-
-class Family(Protocol):
-    """A family's module."""
-
-    def plan(self, config: HfConfig) -> Plan:
-        """Read a Hugging Face config. Raises UnsupportedModel."""
-        ...
 
 
 NORMS = (

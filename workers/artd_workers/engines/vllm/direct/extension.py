@@ -90,11 +90,6 @@ class DirectExtension:
         _session(self).drop_spare()
         return {}
 
-    def artd_direct_close(self) -> dict[str, Any]:
-        """Close the mappings of the trainer's memory."""
-        _session(self).close()
-        return {}
-
 
 def settings_of(config: Any) -> dict[str, Any]:
     """What stands against the direct push in a VllmConfig, by name; nothing is in the way where the value is false."""
