@@ -46,18 +46,14 @@ async def read_rows(store: Store, op: api.List) -> list[dict[str, Any]]:
     if op.what not in QUERIES:
         raise NotFound(f"nothing is listed as {op.what!r}; {', '.join(QUERIES)} are", field="what")
     _check_states(op)
-    if (
-        op.run
-        and op.what not in ("runs", "workers")
-        and not await store.read("SELECT 1 FROM run WHERE name = ?", (op.run,))
-    ):
-        raise NotFound(f"there is no run {op.run!r}; `artctl runs` lists them", field="run")
     conditions: list[str] = []
     values: list[Any] = []
     if op.what != "workers":  # neither numbered nor of one run
         conditions.append("id > ?")
         values.append(op.after)
         if op.run:
+            if op.what != "runs" and not await store.read("SELECT 1 FROM run WHERE name = ?", (op.run,)):
+                raise NotFound(f"there is no run {op.run!r}; `artctl runs` lists them", field="run")
             conditions.append("name = ?" if op.what == "runs" else "run = ?")
             values.append(op.run)
     if op.states and op.what != "events":

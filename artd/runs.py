@@ -25,6 +25,7 @@ from .core.decide import RunView, is_stalled
 from .errors import Conflict, Invalid, NotFound, RequestError
 from .jobs import give_up
 from .store.store import Store, emit, get_meta, move
+from .supervise.postmortem import telling
 from .views import load_run, push_failed
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -224,9 +225,9 @@ def _progress(c: sqlite3.Connection, op: api.WaitStep, routed: frozenset[str]) -
 
 
 def _broken(c: sqlite3.Connection) -> str:
-    """The worker that nothing starts any more, and the first line of why."""
+    """The worker that nothing starts any more, and why."""
     row = c.execute("SELECT name, error FROM process WHERE state = 'broken' ORDER BY name").fetchone()
-    return f"{row['name']} is broken: {row['error'].strip().partition(chr(10))[0]}" if row else ""
+    return f"{row['name']} is broken: {telling(row['error'])}" if row else ""
 
 
 def _hopeless(c: sqlite3.Connection, run_id: int, run: RunView, step: int) -> str:

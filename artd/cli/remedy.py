@@ -11,6 +11,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..supervise.postmortem import telling
 from . import show
 from .probe import option, start_command
 from .show import Row
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 FULL_DISK = 1 << 20
 RETRIED_MS = 60_000
 """A packer that fails tries again within seconds."""
-
-
-_BARE = re.compile(r"(ended with exit status \d+|killed by \w+)$")
 
 
 class Problem(NamedTuple):
@@ -64,7 +62,7 @@ def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
     name, error = worker["name"], worker["error"].strip()
     look = f"artctl logs {name}{where}"
     if worker["state"] in ("broken", "backoff"):
-        why = f": {_why(error)}" if error else ""
+        why = f": {telling(error)}" if error else ""
         again = _again(run, error, look, where) if worker["state"] == "broken" and name != "gateway" and run else look
         how = "is broken" if worker["state"] == "broken" else "died and is in back-off"
         return Problem(f"{name} {how}{why}", again)
@@ -72,12 +70,6 @@ def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
         what, _, then = error.partition("Next: ")
         return Problem(f"{name} cannot start: {what.strip()}", then or look)
     return None
-
-
-def _why(error: str) -> str:
-    """The line that tells most: a worker's own words come first; where it had none, the last of its log."""
-    first, *log = error.splitlines()
-    return log[-1] if log and _BARE.match(first) else first
 
 
 def _again(run: Row, error: str, look: str, where: str) -> str:

@@ -18,6 +18,7 @@ _TAIL_BYTES = 65536
 _MEMORY = re.compile(
     r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc|\bOutOfMemoryError\b|CUDA out of memory|can't allocate memory"
 )
+_BARE = re.compile(r"(ended with exit status \d+|killed by \w+)$")
 _DISK = re.compile(r"\bENOSPC\b|No space left|Disk quota exceeded|database or disk is full")
 
 Cause = Literal["", "out of memory", "disk full"]
@@ -42,6 +43,12 @@ def read_tail(log: Path, start: int = 0, lines: int = TAIL_LINES) -> str:
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     except FileNotFoundError:
         return ""
+
+
+def telling(error: str) -> str:
+    """The line of a worker's error that tells most: its own words come first; where it had none, the last of its log."""
+    first, *log = error.strip().splitlines() or [""]
+    return log[-1] if log and _BARE.match(first) else first
 
 
 def signal_of(code: int) -> int:

@@ -49,6 +49,7 @@ def machine() -> Line:
 
 def rig(args: argparse.Namespace, folder: Path) -> Rig:
     """The trainer, the engine and what measures them."""
+    args.out.mkdir(parents=True, exist_ok=True)
     config = shape.config(args.layers, args.tiny)
     if args.tiny:
         from tests.direct_rig import MemoryPort
@@ -126,7 +127,6 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--limit", type=int, default=lines.LIMIT, help="seconds after which it ends by itself")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     folder = Path(tempfile.mkdtemp(prefix="artd-push-"))
     try:

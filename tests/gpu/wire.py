@@ -41,7 +41,6 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     args = parsed()
-    args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     every, failed = [2] if args.tiny else [int(number) for number in args.layers.split(",")], 0
     with lines.limited(args.limit):

@@ -67,13 +67,9 @@ def refuse_untrainable(params: dict[str, Any], sampling: Sampling, body: dict[st
         what = f"{', '.join(used)} changes the sampling distribution in a way that training cannot score; leave it out"
         raise _untrainable(what, used[0])
     if sampling.temperature > 0 and (bad := untrainable(sampling)):
-        given = ", ".join(f"{one.name}={one.value}{'' if _asked(body, one.name) else DEFAULTED}" for one in bad)
+        given = ", ".join(f"{one.name}={one.value}{'' if body.get(one.name) is not None else DEFAULTED}" for one in bad)
         what = f"{given} cannot be trained on: {bad[0].why}; send {', '.join(one.wanted for one in bad)}"
         raise _untrainable(what, bad[0].name)
-
-
-def _asked(body: dict[str, Any], name: str) -> bool:
-    return body.get(name) is not None
 
 
 def _untrainable(what: str, param: str) -> ApiError:

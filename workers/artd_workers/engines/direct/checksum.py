@@ -78,7 +78,7 @@ Column = npt.NDArray[np.int64]
 class Blocks:
     """Spans cut into blocks for a kernel on a device, as int64 [blocks] each, here. Of span i they are ends[i - 1] .. ends[i].
 
-    striped: how many of the first i spans have rows, [spans + 1]; rows: None when none has, else int64 [4, blocks]: how many of its
+    striped: how many of the first i spans have rows, [spans + 1]; rows: None when none has, else int64 [blocks, 4]: how many of its
     span's words are in blocks before this one, width, pitch, step. A block of rows has its span's address and first position.
     """
 
@@ -106,7 +106,8 @@ class Blocks:
         if striped[-1]:
             skip = np.where(width > 0, 0, before)
             # What lies together is a single row, however long.
-            rows = np.stack([before - skip, *(np.where(width > 0, column, size) for column in (width, pitch, step))])
+            lines = (np.where(width > 0, column, size) for column in (width, pitch, step))
+            rows = np.stack([before - skip, *lines], axis=1)
         return cls(
             torch.device(device), address + skip * WORD, np.where(other > 0, other + skip * WORD, 0), first + skip,
             np.minimum(words - before, size), part, tuple(ends.tolist()), striped, rows,

@@ -74,7 +74,7 @@ class Table:
         columns[:, :count] = (blocks.address - at) // WORD, there, blocks.first, blocks.words, blocks.part
         # Copied from memory that is not pinned: torch waits for it, so that other streams may read these tables.
         self._here, self._there, self._first, self._words, self._part = torch.from_numpy(columns).to(blocks.device)
-        self._rows = None if blocks.rows is None else torch.from_numpy(blocks.rows.T.copy()).to(blocks.device)
+        self._rows = None if blocks.rows is None else torch.from_numpy(blocks.rows).to(blocks.device)
         both = np.concatenate((blocks.address, blocks.other))
         whole = at % 16 == 0 and not (both % 16).any() and not (blocks.words % 2).any()
         self._aligned = 2 if whole else 1
