@@ -43,13 +43,20 @@ ORDER = b"k"
 
 
 class Stat(NamedTuple):
-    """One line of /proc/PID/stat. state: R, S, D, T, t, Z, X ...; ticks: start time, clock ticks since boot."""
+    """One line of /proc/PID/stat. state: of its first thread, R, S, D, T, t, Z, X ...; ticks: start time, clock ticks since boot;
+    threads: those that have not ended, and the first one until the process is collected."""
 
     pid: int
     ppid: int
     session: int
     state: str
     ticks: int
+    threads: int = 1
+
+    @property
+    def dead(self) -> bool:
+        """A first thread that has ended says nothing of the others: they may run on, or still close the GPU's files."""
+        return self.state in DEAD and self.threads <= 1
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -61,7 +68,7 @@ def read_stat(pid: int) -> Stat | None:
         return None
     # The command's name may hold spaces and brackets: fields are counted from the last bracket.
     fields = line[line.rindex(b")") + 2 :].split()
-    return Stat(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
+    return Stat(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]), int(fields[17]))
 
 
 def all_stats() -> Iterator[Stat]:
@@ -73,13 +80,25 @@ def all_stats() -> Iterator[Stat]:
 
 def read_environment(pid: int) -> dict[str, str]:
     """The environment that a process was exec'ed with; empty when it is gone, unreadable or was overwritten."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            raw = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
+    raw = _environ(f"/proc/{pid}") or next(filter(None, map(_environ, _threads(pid))), b"")
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
+
+
+def _environ(folder: str) -> bytes:
+    try:
+        with open(f"{folder}/environ", "rb") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+def _threads(pid: int) -> Iterator[str]:
+    """Folders of the others, for a first thread that has ended: it has no memory, they may have."""
+    try:
+        yield from (f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task") if name != str(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return
 
 
 def descendants(roots: Iterable[int], stats: Iterable[Stat]) -> list[Stat]:
@@ -189,7 +208,7 @@ def _end_all(main: int, status: int | None) -> int:
         status, left = _reap(main, status)
         if not left:
             break
-        living = [stat for stat in descendants([os.getpid()], all_stats()) if stat.state not in DEAD]
+        living = [stat for stat in descendants([os.getpid()], all_stats()) if not stat.dead]
         if time.monotonic() > deadline:
             _say(f"not dead {LINGER_S:.0f} s after SIGKILL: " + ", ".join(f"{s.pid} (state {s.state})" for s in living))
             break
@@ -241,7 +260,7 @@ def _end_kin() -> None:
         return
     deadline = time.monotonic() + KIN_S
     # A process closes its files a moment before it is dead.
-    while (owner := read_stat(int(pid))) is not None and owner.ticks == int(ticks) and owner.state not in DEAD:
+    while (owner := read_stat(int(pid))) is not None and owner.ticks == int(ticks) and not owner.dead:
         if time.monotonic() > deadline:
             return
         time.sleep(0.005)
@@ -262,7 +281,7 @@ def _kin(mark: dict[str, str]) -> list[Stat]:
     stats = list(all_stats())
     tagged = [stat for stat in stats if mark.items() <= read_environment(stat.pid).items()]
     found = dict.fromkeys([*tagged, *descendants([stat.pid for stat in tagged], stats)])
-    return [stat for stat in found if stat.state not in DEAD and not _is_guardian(stat.pid)]
+    return [stat for stat in found if not stat.dead and not _is_guardian(stat.pid)]
 
 
 def _is_guardian(pid: int) -> bool:

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .guardian import DEAD, Stat, all_stats, descendants, read_stat, signal_exact
+from .guardian import Stat, all_stats, descendants, read_stat, signal_exact
 from .guardian import read_environment as environment
 
 __all__ = [
-    "DEAD",
     "Identity",
     "Stat",
     "alive",
@@ -54,7 +53,7 @@ def identity(pid: int | None = None) -> Identity:
 def alive(who: Identity) -> bool:
     """Whether that very process lives; a zombie does not."""
     stat = read_stat(who.pid)
-    return stat is not None and stat.ticks == who.ticks and stat.state not in DEAD and boot_id() == who.boot_id
+    return stat is not None and stat.ticks == who.ticks and not stat.dead and boot_id() == who.boot_id
 
 
 def strike(processes: Iterable[Stat], number: int) -> None:

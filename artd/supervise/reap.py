@@ -93,7 +93,7 @@ def strike_again(leftovers: Iterable[Leftover]) -> tuple[Leftover, ...]:
     living = tuple(
         replace(left, state=stat.state)
         for left, stat in stats
-        if stat is not None and stat.ticks == left.ticks and stat.state not in procfs.DEAD
+        if stat is not None and stat.ticks == left.ticks and not stat.dead
     )
     _strike(living, signal.SIGKILL)
     return living
@@ -126,7 +126,7 @@ def find(
     return [
         Leftover(name, pid, stats[pid].ticks, stats[pid].state)
         for pid, name in names.items()
-        if pid not in spared and stats[pid].state not in procfs.DEAD
+        if pid not in spared and not stats[pid].dead
     ]
 
 

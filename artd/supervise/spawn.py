@@ -136,7 +136,7 @@ class Child:
             # A killed guardian proved nothing: whoever made a session of his own is known by his tag only.
             found += [stat for stat in stats if self.tags and self.tags.items() <= procfs.environment(stat.pid).items()]
             found += procfs.descendants([stat.pid for stat in found], stats)
-        return [stat for stat in dict.fromkeys(found) if stat.state not in procfs.DEAD]
+        return [stat for stat in dict.fromkeys(found) if not stat.dead]
 
     def _on_exit(self, woken: Callable[[], None] | None) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -147,7 +147,7 @@ class Child:
 
 def _lives(stat: procfs.Stat) -> bool:
     now = procfs.read_stat(stat.pid)
-    return now is not None and now.ticks == stat.ticks and now.state not in procfs.DEAD
+    return now is not None and now.ticks == stat.ticks and not now.dead
 
 
 async def _prove(name: str, survivors: Callable[[], Iterable[procfs.Stat]], within_s: float) -> None:

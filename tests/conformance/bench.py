@@ -56,10 +56,14 @@ class Bench:
 
     def replace(self, step: int) -> Spawn:
         """What the daemon does when an engine has ended: a new spawn, and the newest committed step from disk."""
+        self.drop()
+        return self.engine(step)
+
+    def drop(self) -> None:
+        """End the living spawn: after a case that failed in the middle of a push, say."""
         if self._now is not None:
             self._now.end()
         self._now = None
-        return self.engine(step)
 
     def close(self) -> None:
         for one in self._coming:

@@ -153,8 +153,9 @@ class Spawn:
         return str(self.root / "relay" / "upstream")
 
     def calls(self) -> list[dict[str, Any]]:
-        """Every call so far: route, query, body."""
-        return [json.loads(line) for line in (self.root / "relay" / "calls").read_text().splitlines()]
+        """Every call so far: route, query, body. The last line may be half written yet."""
+        lines = (self.root / "relay" / "calls").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def living(self) -> list[int]:
         """Processes of its session that live."""

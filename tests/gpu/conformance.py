@@ -131,6 +131,7 @@ def tried(way: str, tiny: bool, cases: Callable[[Bench], Cases]) -> Iterator[dic
                     run()
                     found = {}
                 except Exception as error:
+                    bench.drop()
                     wrong += 1
                     found = {"error": f"{type(error).__name__}: {error}"[:3000]}
                 yield {"case": name, "ok": not found, "seconds": round(time.monotonic() - began, 2), **found}

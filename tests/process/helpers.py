@@ -46,6 +46,12 @@ BARE = (
 """The same without its tags."""
 STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"
+LEADERLESS = (
+    "import ctypes, threading, time\n"
+    "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+    "ctypes.CDLL(None).pthread_exit(None)"
+)
+"""Its first thread has ended, so /proc calls it a zombie; another runs on."""
 DEAF = (
     "import signal, time\n"
     "for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT): signal.signal(n, signal.SIG_IGN)\n"
@@ -69,7 +75,7 @@ def tagged(instance: str) -> list[procfs.Stat]:
     return [
         stat
         for stat in procfs.all_stats()
-        if stat.state not in procfs.DEAD and procfs.environment(stat.pid).get("ARTD_INSTANCE") == instance
+        if not stat.dead and procfs.environment(stat.pid).get("ARTD_INSTANCE") == instance
     ]
 
 
@@ -147,7 +153,7 @@ async def ended(child: Child) -> int:
 
 def session_members(session: int) -> list[procfs.Stat]:
     """Processes of a session that can still run; zombies are left out."""
-    return [stat for stat in procfs.all_stats() if stat.session == session and stat.state not in procfs.DEAD]
+    return [stat for stat in procfs.all_stats() if stat.session == session and not stat.dead]
 
 
 def start(instance: str, program: str, log: Path, **tag: int | str) -> Child:

@@ -87,6 +87,14 @@ async def test_kill_proves_death(program: str, instance: str, tmp_path: Path) ->
     assert procfs.read_stat(child.pid) is None, "the guardian is reaped"
 
 
+async def test_kill_of_one_whose_first_thread_has_ended(instance: str, tmp_path: Path) -> None:
+    child = helpers.start(instance, helpers.LEADERLESS, tmp_path / "log")
+    await until(lambda: any(stat.state == "Z" for stat in procfs.descendants([child.pid], procfs.all_stats())))
+    assert len(helpers.tagged(instance)) == 2
+    assert await child.kill() == 137
+    assert not helpers.tagged(instance)
+
+
 async def test_guardian_killed_leaves_nothing(instance: str, tmp_path: Path) -> None:
     child = helpers.start(instance, helpers.SETSID, tmp_path / "log")
     await until(lambda: len(helpers.tagged(instance)) == 3)

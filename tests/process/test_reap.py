@@ -127,6 +127,15 @@ async def test_stopped_leftovers_die(instance: str) -> None:
         assert not living(old)
 
 
+async def test_leftovers_whose_first_thread_has_ended_die(instance: str) -> None:
+    environment = helpers.tags(instance, owner=DEAD_OWNER)
+    with helpers.process(environment, helpers.python(helpers.LEADERLESS)) as old:
+        helpers.until(lambda: (now := procfs.read_stat(old.pid)) is not None and now.state == "Z")
+        assert living(old)
+        assert [left.pid for left in (await sweep(instance)).ended] == [old.pid]
+        assert not living(old)
+
+
 async def test_what_does_not_die_is_reported_in_time(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with helpers.process(helpers.tags(instance, owner=DEAD_OWNER)) as old:
         with monkeypatch.context() as patch:

@@ -89,6 +89,11 @@ BUGS = (
         "tests/process/test_reap.py::test_a_signal_reaches_exactly_the_process_that_was_meant",
     ),
     Bug(
+        "a-first-thread-is-the-process", "artd/supervise/guardian.py",
+        "return self.state in DEAD and self.threads <= 1", "return self.state in DEAD",
+        "tests/process/test_child.py::test_kill_of_one_whose_first_thread_has_ended",
+    ),
+    Bug(
         "swapped-gate-and-up", "workers/artd_workers/models/base.py",
         '("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight")',
         '("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.mlp.gate_proj.weight")',
