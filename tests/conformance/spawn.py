@@ -59,7 +59,7 @@ class Kind(Protocol):
     """One engine. python: the harness's interpreter; server: the program that the harness starts as the engine's
     interpreter; ways: of a live push (keys of `pushes.CALLS`); deadline_s: of a push that is to hang; patience_s: for what has to
     succeed; tokens: a request makes them in about a second; ahead: spawns that are started beside the one that is tried;
-    workers: whether the weights are in other processes than the server's main one; env: of the harness."""
+    workers: whether its other processes do the work, which else only have to live; env: of the harness."""
 
     python: str
     server: str

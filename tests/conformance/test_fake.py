@@ -66,7 +66,7 @@ def quick(one: pushes.Failure) -> bool:
 
 
 def failures(*ways: str) -> list[Any]:
-    found = [one for way in ways for one in pushes.failures(way, every=True) if pushes.possible(Fake, one)]
+    found = [one for way in ways for one in pushes.failures(way, every=True)]
     often = {one for way in ways for one in pushes.failures(way) if quick(one)}
     return [pytest.param(one, id=str(one), marks=() if one in often else pytest.mark.slow) for one in found]
 

@@ -8,7 +8,8 @@ paused server ends none, and one that keeps requests gives up no blocks of their
 Updates pass the real fence of artd's extension, for the instance and spawn in its environment. A live one reads the tensors
 from the trainer's side at the Unix socket `rendezvous` (`Wire`; a stock one is told it in place of NCCL's id), one from disk reads them from the checkpoint; its scores are a
 function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
-Like the real one it has a child in its process group and files in /dev/shm.
+Like the real one it has a child in its process group, its engine, and files in /dev/shm. When the engine is dead, /health says so, and
+what only an engine could answer waits for good.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import signal
 import socket
 import socketserver
+import subprocess
 import sys
 import threading
 import time
@@ -41,6 +43,7 @@ SCRIPT = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
 LOCK = threading.Lock()
 GATE = Gate(os.environ["ARTD_INSTANCE"], int(os.environ["ARTD_SPAWN"]))
 TOKEN_S = 0.01
+ENGINELESS = ("/health", "/metrics", "/version")
 WARM = {"forms": 28, "run": 27, "kernels": 41, "seconds": 1.5}
 SERVED = sys.argv[sys.argv.index("--served-model-name") + 1] if "--served-model-name" in sys.argv else "toy"
 
@@ -74,6 +77,7 @@ class Wire:
 
 @dataclass
 class ServerState:
+    engine: subprocess.Popen[bytes] | None = None
     weights: str = ""
     staged: str = ""
     pulled: list[bytes] | None = None
@@ -120,6 +124,10 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.01)
         if isinstance(fault, int):
             return self._reply(fault, {"error": {"message": f"scripted failure of {route}"}})
+        if dead() and route == "/health":
+            return self._reply(503, "")
+        if dead() and route not in ENGINELESS:
+            time.sleep(600)
         if why := guard.refusal(url.path, self.headers.get(guard.HEADER, "")):
             return self._reply(guard.CONFLICT, {"error": {"message": why}})
         try:
@@ -215,6 +223,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def dead() -> bool:
+    """Whether the engine has died, and this API server has not."""
+    return STATE.engine is not None and STATE.engine.poll() is not None
 
 
 def pass_fence(route: str, body: dict[str, Any]) -> None:
@@ -349,8 +362,7 @@ def main() -> None:
         sys.exit(1)
     if SCRIPT.get("term") == "hang":
         signal.signal(signal.SIGTERM, lambda *_: None)
-    if os.fork() == 0:
-        os.execvp("sleep", ["sleep", "300"])
+    STATE.engine = subprocess.Popen(["sleep", "3600"])
     scratch = os.open(SCRIPT["shm"], os.O_CREAT | os.O_RDWR)
     server = Server(arguments[arguments.index("--uds") + 1], Handler)
     Path(SCRIPT["calls"] + ".env").write_text(json.dumps({"argv": arguments, "env": dict(os.environ)}))

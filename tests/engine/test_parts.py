@@ -293,6 +293,11 @@ def test_cause_of_death(code: int, text: str, oom: bool, said: str) -> None:
     assert said in diagnose.cause(code, text, oom)
 
 
+def test_memory_that_ran_out_tells_more_than_an_engine_that_was_lost() -> None:
+    assert diagnose.cause(-9, "", False, lost="its engine has died") == "its engine has died"
+    assert "out of memory" in diagnose.cause(-9, "", True, lost="its engine has died")
+
+
 def test_first_error_is_the_cause_and_not_its_echo(tmp_path: Path) -> None:
     log = tmp_path / "log"
     old = "ValueError: of an earlier spawn\n"

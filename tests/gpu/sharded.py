@@ -1,9 +1,9 @@
-"""Every weight trained on two GPUs that share each row: `python -m tests.gpu.sharded [--items two,megatron] [--out DIR] [--tiny]`.
+"""Every weight trained on two GPUs that share each row: `python -m tests.gpu.sharded [--items two,megatron,nudged] [--out DIR] [--tiny]`.
 
 Purpose: `two`: the two steps of `tests.gpu.full` on 4 layers of the real shape, by one process and then by two with half the
 masters and moments each; `megatron`: three steps by the two, and the same by Megatron's own distributed optimizer, in bf16, fp32 and
-with clipped gradients (`stepped.CASES`). One JSON line for each process or way and one that compares, appended to DIR/sharded.jsonl.
-`--tiny`: on a CPU, in small.
+with clipped gradients (`stepped.CASES`), beside what one other rounding grows to; `nudged`: this by one process on one GPU, in bf16 and
+fp32. One JSON line for each process or way and one that compares, appended to DIR/sharded.jsonl. `--tiny`: on a CPU, in small.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tests.gpu import full
 from tests.gpu.full import LOSS, two_steps
 from tests.gpu.policies import on
 
-LIMIT = {"two": 120, "megatron": 180}
-"""Seconds for the two processes, by item; for `megatron` in each of three cases."""
+LIMIT = {"two": 120, "stepped": 180}
+"""Seconds for the processes, by what they do; for `stepped` in each case."""
 STEPS = 3
 
 
@@ -45,7 +45,7 @@ def two(tiny: bool) -> Iterator[dict[str, Any]]:
     gc.collect()
     if not tiny:
         torch.cuda.empty_cache()
-    found = together("two", given, kind, tiny)
+    found = together("two", given, kind, tiny, 2)
     yield from found
     yield {
         "what": "two processes against one",
@@ -57,6 +57,16 @@ def two(tiny: bool) -> Iterator[dict[str, Any]]:
 
 
 def megatron(tiny: bool) -> Iterator[dict[str, Any]]:
+    from tests.gpu import stepped
+
+    yield from stepped_by(2, list(stepped.CASES), tiny)
+
+
+def nudged(tiny: bool) -> Iterator[dict[str, Any]]:
+    yield from stepped_by(1, ["bfloat16", "float32"], tiny)
+
+
+def stepped_by(world: int, cases: list[str], tiny: bool) -> Iterator[dict[str, Any]]:
     """The batches' routes are one process's, in each case the same."""
     from tests.gpu import stepped
 
@@ -66,39 +76,39 @@ def megatron(tiny: bool) -> Iterator[dict[str, Any]]:
     gc.collect()
     if not tiny:
         torch.cuda.empty_cache()
-    for case in stepped.CASES:
-        yield from stepped.told(case, [one["lines"] for one in together("megatron", given, case, tiny)])
+    for case in cases:
+        yield from stepped.told(case, [one["lines"] for one in together("stepped", given, case, tiny, world)])
 
 
-def together(item: str, given: list[Batch], kind: str, tiny: bool) -> list[dict[str, Any]]:
-    """What both processes found. kind: a dtype, or one of `stepped.CASES`."""
+def together(item: str, given: list[Batch], kind: str, tiny: bool, world: int) -> list[dict[str, Any]]:
+    """What all processes found. item: of LIMIT; kind: a dtype, or one of `stepped.CASES`."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(given, Path(folder) / "batches.pt")
-        own = [sys.executable, "-m", "tests.gpu.sharded", "--rank", item, folder, kind, str(int(tiny))]
-        started = [subprocess.Popen([*own, str(number)]) for number in range(2)]
+        own = [sys.executable, "-m", "tests.gpu.sharded", "--rank", item, folder, kind, str(int(tiny)), str(world)]
+        started = [subprocess.Popen([*own, str(number)]) for number in range(world)]
         try:
             statuses = ended(started, LIMIT[item])
         finally:
             for one in started:
                 one.kill()
-        if statuses != [0, 0]:
+        if any(status != 0 for status in statuses):
             raise RuntimeError(f"after {LIMIT[item]} s at most the processes had ended with {statuses}: see above")
-        return [json.loads((Path(folder) / f"rank-{number}.json").read_text()) for number in range(2)]
+        return [json.loads((Path(folder) / f"rank-{number}.json").read_text()) for number in range(world)]
 
 
 def ended(started: list[subprocess.Popen[bytes]], limit: float) -> list[int | None]:
-    """Statuses when both have ended, or one has failed, for which the other would wait, or the time is up."""
+    """Statuses when all have ended, or one has failed, for which another would wait, or the time is up."""
     end = time.monotonic() + limit
     while None in (found := [one.poll() for one in started]) and not any(found) and time.monotonic() < end:
         time.sleep(0.2)
     return found
 
 
-def rank(item: str, folder: Path, kind: str, tiny: bool, number: int) -> None:
-    """One of the two."""
-    parallel = Parallel(cp=2)
+def rank(item: str, folder: Path, kind: str, tiny: bool, world: int, number: int) -> None:
+    """One of the processes."""
+    parallel = Parallel(cp=world)
     placement.prepare(RunSpec(model="/drawn", trainer=TrainerSpec(device="cpu" if tiny else "cuda")))
-    ranks.met(2, number, folder, cuda=not tiny)
+    ranks.met(world, number, folder, cuda=not tiny)
     ranks.grouped(parallel, number)
     given = torch.load(folder / "batches.pt", weights_only=False)
     if item == "two":
@@ -115,6 +125,6 @@ def rank(item: str, folder: Path, kind: str, tiny: bool, number: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank(sys.argv[2], Path(sys.argv[3]), sys.argv[4], sys.argv[5] == "1", int(sys.argv[6]))
+        rank(sys.argv[2], Path(sys.argv[3]), sys.argv[4], sys.argv[5] == "1", *map(int, sys.argv[6:]))
         sys.exit(0)
-    sys.exit(lines.main("sharded", {"two": two, "megatron": megatron}))
+    sys.exit(lines.main("sharded", {"two": two, "megatron": megatron, "nudged": nudged}))

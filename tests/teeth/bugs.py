@@ -44,6 +44,11 @@ BUGS = (
         "tests/unit/test_commit.py::test_an_old_fence_is_fenced_and_its_files_go",
     ),
     Bug(
+        "a-heartbeat-is-progress", "artd/dispatch.py",
+        "        return message.progress != last\n", "        return True\n",
+        "tests/unit/test_stall.py::test_a_job_that_stands_still_is_tried_again_after_the_death_of_its_trainer",
+    ),
+    Bug(
         "no-swap-of-the-newest-step", "artd/commit.py",
         "checkpoint_id IS ? AND step = ?\"", "(checkpoint_id IS ? OR 1) AND (step = ? OR 1)\"",
         "tests/unit/test_commit.py::test_the_newest_checkpoint_is_compared_and_swapped",
@@ -92,6 +97,11 @@ BUGS = (
         "a-first-thread-is-the-process", "artd/supervise/guardian.py",
         "return self.state in DEAD and self.threads <= 1", "return self.state in DEAD",
         "tests/process/test_child.py::test_kill_of_one_whose_first_thread_has_ended",
+    ),
+    Bug(
+        "a-dead-engine-is-waited-for", "workers/artd_workers/engines/vllm/server.py",
+        "if why := health.lost(self._ask, self._over):", 'if why := "":',
+        "tests/engine/test_health.py",
     ),
     Bug(
         "swapped-gate-and-up", "workers/artd_workers/models/base.py",

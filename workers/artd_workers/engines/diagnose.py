@@ -67,14 +67,14 @@ def oom_kills() -> int:
     return sum(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))
 
 
-def cause(returncode: int | None, text: str, oom_killed: bool) -> str:
-    """One sentence: how the server ended and, where it can be told, why. returncode: as of Popen; None = ended by artd."""
+def cause(returncode: int, text: str, oom_killed: bool, lost: str = "") -> str:
+    """One sentence: how the server ended and, where it can be told, why. returncode: as of Popen; lost: why artd ended it."""
     if any(word in text for word in _DISK):
         return "the disk is full (no space left on device): free space, then artd starts the engine again"
     if oom_killed or any(word in text for word in _MEMORY):
         return "out of memory: lower engine.kv_cache_mib, engine.max_num_seqs or engine.max_model_len of the run, or free memory"
-    if returncode is None:
-        return "the engine's process was ended"
+    if lost:
+        return lost
     if returncode == -signal.SIGKILL:
         return "killed by signal 9 from outside; most often that is the kernel's out-of-memory killer (see dmesg)"
     if returncode < 0:

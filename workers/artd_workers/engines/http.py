@@ -68,14 +68,15 @@ def call(
         connection.request(method, route, data, more)
         with connection.getresponse() as response:
             text = response.read().decode(errors="replace")
-    except TimeoutError:
+    except (TimeoutError, BlockingIOError):  # the latter: as many connections wait to be taken as may
         raise EngineTimeout(f"{method} {route}: no answer within {deadline.seconds:.1f} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise EngineError(f"{method} {route}: the server does not answer ({type(error).__name__}: {error})") from None
     finally:
         connection.close()
     if not 200 <= response.status < 300:
-        raise StatusError(response.status, f"{method} {route}: status {response.status}: {_message(text)}")
+        said = f": {_message(text)}" if text else ""
+        raise StatusError(response.status, f"{method} {route}: status {response.status}{said}")
     return _decode(text)
 
 

@@ -3,7 +3,8 @@
 Purpose: one spawn of the server on a fresh Unix socket in a 0700 folder; everything it makes lies there or is found and
 removed at the end. Owner of: the server's process group, `EngineConfig.dir`, the server's part of the log, and beside it the record of scratch
 files, by which the next spawn removes what one that was killed together with its harness left in /dev/shm.
-Invariants: spawned from the harness's main thread (PR_SET_PDEATHSIG is tied to it); nothing of the group lives after `stop`.
+Invariants: spawned from the harness's main thread (PR_SET_PDEATHSIG is tied to it); once it serves, it ends when its engine does;
+nothing of the group lives after `stop`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from artd_schema.worker import EngineConfig
 
 from ...gpus import refusal
-from .. import diagnose, group
+from .. import diagnose, group, health
 from ..base import Deadline, EngineError
 from ..http import call
 from . import guard
@@ -28,14 +29,15 @@ from .command import command, environment
 
 TERM_S = 10.0
 KILL_S = 5.0
-_ABORT_S = 2.0
+_ABORT_S, _HEALTH_S = 2.0, 2.0
 _SOCKET_BYTES = 107
 _UUID_CHARS = 36
 _SCAN_S = 1.0
 
 
 class Server:
-    """One spawn of the server. Not restartable: a new spawn is a new harness."""
+    """One spawn of the server. Not restartable: a new spawn is a new harness. lost: why it was ended though it lived ("" = it
+    was not)."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -45,6 +47,8 @@ class Server:
         self.log = Path(config.log)
         self.record = self.log.with_suffix(".scratch")
         self.ended = threading.Event()
+        self.lost = ""
+        self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._files: set[Path] = set()
         self._scanning = threading.Lock()
@@ -82,17 +86,19 @@ class Server:
         threading.Thread(target=self._watch, args=(self._process,), name="artd-server", daemon=True).start()
 
     def serving(self) -> bool:
-        """Whether the server answers /health. Raises EngineError once it has ended. Call it again until it is true."""
+        """Whether the server says that it can serve. Raises EngineError once it has ended. Call it again until it is true: from then
+        on its engine is watched."""
         self.scan()
         if self.ended.is_set():
             raise EngineError(self.death())
         if not self.socket.exists():
             return False
         try:
-            call(str(self.socket), "GET", "/health", deadline=Deadline(2.0))
+            self._ask()
         except EngineError:
             return False
         self.scan(now=True)
+        threading.Thread(target=self._watch_engine, name="artd-health", daemon=True).start()
         return True
 
     def scan(self, now: bool = False) -> None:
@@ -109,7 +115,7 @@ class Server:
         """Why the server ended, in one sentence."""
         assert self._process is not None
         text = self.tail() + self.first_error()
-        why = diagnose.cause(self._process.returncode, text, diagnose.oom_kills() > self._ooms)
+        why = diagnose.cause(self._process.returncode, text, diagnose.oom_kills() > self._ooms, self.lost)
         return f"the vLLM server of run {self.config.run} has ended: {why}{self.first_error()}"
 
     def first_error(self) -> str:
@@ -133,6 +139,7 @@ class Server:
         SIGTERM with requests in flight hangs vLLM 0.32 for good, so they are aborted first, and SIGKILL follows anyway.
         """
         left: list[int] = []
+        self._over.set()
         if self._process is not None:
             deadline = Deadline(min(grace_s, TERM_S))
             self.scan(now=True)
@@ -176,9 +183,18 @@ class Server:
         except EngineError:
             return  # SIGTERM and SIGKILL follow whatever it answered
 
+    def _ask(self) -> None:
+        call(str(self.socket), "GET", "/health", deadline=Deadline(_HEALTH_S))
+
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         self.ended.set()
+        self._over.set()
+
+    def _watch_engine(self) -> None:
+        if why := health.lost(self._ask, self._over):
+            self.lost = f"its engine has died ({why})"
+            self.kill()
 
 
 def _private(path: str, flags: int) -> int:
