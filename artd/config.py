@@ -51,13 +51,15 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_message_mib: all frames of one message together. max_body_kib: a trajectory body kept in a database row; a
     larger one becomes a file. min_free_mib: with less free disk space than this the daemon answers
     `busy`; reserve_mib: size of a file that is given up when the disk is full. lease_s: a worker that was silent for so many
-    seconds is ended and started again. log_mib: a log that is larger begins anew, 0: never."""
+    seconds is ended and started again. stall_s: the same for a trainer whose job made no progress for so many, 0: never. log_mib:
+    a log that is larger begins anew, 0: never."""
 
     max_message_mib: Positive = 64
     max_body_kib: Positive = 64
     min_free_mib: Positive = 256
     reserve_mib: Annotated[int, Meta(ge=0)] = 64
     lease_s: Lease = 30.0
+    stall_s: Seconds = 3600.0
     log_mib: Annotated[int, Meta(ge=0)] = 64
 
 

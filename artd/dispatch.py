@@ -1,8 +1,8 @@
 """Train jobs: claimed, sent to the trainer, watched, reported, committed.
 
 Owner of: job and attempt rows. Invariants: fence + 1 at every claim, and every effect is conditional on it; a job goes
-back only when the death of its worker is proven (`lease` ends a silent one); `Committed` leaves only after COMMIT; a
-process that is no longer the worker changes nothing, and the daemon removes what it staged.
+back only when the death of its worker is proven (`lease` ends a silent one, and one whose job stands still); `Committed`
+leaves only after COMMIT; a process that is no longer the worker changes nothing, and the daemon removes what it staged.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from . import commit as result
 from .commit import BadResult, Stale
 from .core.decide import job_to_claim
 from .jobs import end_attempt
+from .lease import Holder
 from .rundir import DataDir
 from .store import fs
 from .store.store import Store, emit, get_meta, move, set_meta
@@ -39,12 +40,15 @@ LOST_RUN_S = 5.0
 
 @dataclass
 class Claim:
-    """The job that the trainer has now. sent: monotonic time of the last Run; seen: the trainer knows of it."""
+    """The job that the trainer has now. sent: monotonic time of the last Run; seen: the trainer knows of it; progress: what
+    its last heartbeat told, -1 before the first; stalled: that stood still for too long, and the trainer is being ended."""
 
     run: w.Run
     spawn: int
     sent: float
     seen: bool = False
+    progress: int = -1
+    stalled: bool = False
 
 
 class Dispatch:
@@ -159,10 +163,27 @@ class Dispatch:
 
     # ---- what the trainer says ----------------------------------------------------------------------------------------
 
-    def beat(self, name: str, message: w.Beat) -> None:
+    def beat(self, name: str, message: w.Beat) -> bool:
+        """Whether the trainer's job went on since its last heartbeat."""
         claim = self._claim
-        if claim is not None and name == TRAINER:
-            claim.seen = claim.seen or message.job == claim.run.job
+        if claim is None or name != TRAINER or (message.job, message.fence) != (claim.run.job, claim.run.fence):
+            return False
+        last, claim.progress, claim.seen = claim.progress, message.progress, True
+        return message.progress != last
+
+    def holders(self) -> list[Holder]:
+        """The trainer, while it has a job that must make progress: one whose result lies here does not."""
+        claim = self._claim
+        if claim is None or (claim.run.job, claim.run.fence) in self._committing:
+            return []
+        return [Holder(TRAINER, claim.spawn)]
+
+    def stalled(self, seconds: float) -> str:
+        """The trainer is ended, because its job made no progress for so long: the reason. It costs the job an attempt."""
+        assert self._claim is not None, "no holder without a claim"
+        self._claim.stalled = True
+        run = self._claim.run
+        return f"job {run.job} ({run.kind}, step {run.step}) made no progress for {seconds:.0f} s (limits.stall_s)"
 
     def accepted(self, message: w.Accepted) -> None:
         if self._claim is not None and self._claim.run.job == message.job:
@@ -275,11 +296,14 @@ class Dispatch:
         for committing in list(self._committing.values()):
             await committing.wait()
         claim = self._claim if self._claim is not None and self._claim.spawn <= spawn else None
+        failure = "died"
+        if ordered:
+            failure = "transient" if claim is not None and claim.stalled else "killed"
 
         def write(c: sqlite3.Connection) -> None:
             rows = c.execute("SELECT id, fence FROM job WHERE state = 'running' AND spawn <= ?", (spawn,)).fetchall()
             for row in rows:
-                self._end_in(c, row["id"], row["fence"], "killed" if ordered else "died", error, tail)
+                self._end_in(c, row["id"], row["fence"], failure, error, tail)
 
         await self._store.write(write)
         if claim is not None:

@@ -1,8 +1,9 @@
-"""Leases: a worker that was silent for too long is ended; its work goes back only when its death is proven.
+"""Leases: a process of which too long nothing was heard is ended; its work goes back only when its death is proven.
 
-Owner of: how long each worker has been silent. Invariants: a worker that still starts has its start time-out instead;
-only time in which the daemon itself was awake counts, because one that was stopped or starved finds its workers'
-heartbeats unread; an order names the spawn that was silent, so it never meets the process after it.
+Owner of: how long each holder has been silent. Who holds one and what is heard is the maker's to say: any message of a worker
+that is ready (one that still starts has its start time-out instead), or progress of the trainer's job. Invariants: only time
+in which the daemon itself was awake counts, because one that was stopped or starved finds its workers' messages unread; an
+order names the spawn that was silent, so it never meets the process after it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from .clock import Clock
 
 LOOKS = 5
 """How often in a lease its holders are looked at, and how often they send a heartbeat at least."""
+LONGEST_LOOK_S = 60.0
 LONGEST_BEAT_S = 1.0
 
 
 class Holder(NamedTuple):
-    """A process that owes heartbeats."""
+    """A process that must be heard of."""
 
     name: str
     spawn: int
@@ -32,40 +34,44 @@ def heartbeat_s(lease_s: float) -> float:
 
 
 class Leases:
-    """lease_s: seconds of silence that are allowed; holders: those who owe heartbeats now; kill(name, reason, spawn): ends
-    that process."""
+    """lease_s: seconds of silence that are allowed, 0: any; holders: those who must be heard of now; end(name, seconds, spawn):
+    ends that process, which was silent for so long."""
 
     def __init__(
         self,
         clock: Clock,
         lease_s: float,
         holders: Callable[[], Iterable[Holder]],
-        kill: Callable[[str, str, int], None],
+        end: Callable[[str, float, int], None],
     ) -> None:
         self._clock = clock
         self._lease_s = lease_s
         self._holders = holders
-        self._kill = kill
+        self._end = end
+        self._look_s = min(lease_s / LOOKS, LONGEST_LOOK_S)
         self._looked = clock.monotonic()
         self._silent: dict[Holder, float] = {}
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        while True:
-            await anyio.sleep(self._lease_s / LOOKS)
+        while self._lease_s:
+            await anyio.sleep(self._look_s)
             self.look()
 
     def heard(self, name: str, spawn: int) -> None:
-        """A message of that process came."""
-        self._silent[Holder(name, spawn)] = 0.0
+        """Something came of that process now; the next look adds what has passed since the last one, also before it came."""
+        self._silent[Holder(name, spawn)] = -self._passed()
 
     def look(self) -> None:
         """Count the silence since the last look, and end those for whom it is too long."""
-        now = self._clock.monotonic()
-        passed = min(now - self._looked, 2 * self._lease_s / LOOKS)
-        self._looked = now
+        passed = self._passed()
+        self._looked = self._clock.monotonic()
         self._silent = {holder: self._silent.get(holder, -passed) + passed for holder in self._holders()}
         for holder, seconds in self._silent.items():
             if seconds > self._lease_s:
                 self._silent[holder] = 0.0
-                self._kill(holder.name, f"it was silent for {seconds:.1f} s (limits.lease_s)", holder.spawn)
+                self._end(holder.name, seconds, holder.spawn)
+
+    def _passed(self) -> float:
+        """Seconds since the last look in which the daemon was awake, as far as it can tell."""
+        return min(self._clock.monotonic() - self._looked, 2 * self._look_s)

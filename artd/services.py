@@ -64,7 +64,8 @@ class Services:
         self._stopping = False
         self._ingest = Ingest(store, blobs, limits.max_body_kib << 10, disk.require, times.jumped)
         self._dispatch = Dispatch(store, wire, data, boot.instance, disk.lacks)
-        self._leases = Leases(store.clock, limits.lease_s, workforce.holders, workforce.kill)
+        self._leases = Leases(store.clock, limits.lease_s, workforce.holders, self._silent)
+        self._stalls = Leases(store.clock, limits.stall_s, self._dispatch.holders, self._stalled)
         self._pusher = Pusher(store, wire, data, workforce.kill)
         self._routes = routes = RouteTable(store, wire)
         self._packer = Packer(store, blobs, data, disk.lacks)
@@ -87,10 +88,10 @@ class Services:
         """Run every service in this group, until it is cancelled."""
         self._group = group
         for service in (
-            self.workforce, self._routes, self._packer, self._dispatch, self._pusher, self._ingest, self._retain, self._leases
+            self.workforce, self._routes, self._packer, self._dispatch, self._pusher, self._ingest, self._retain
         ):  # fmt: skip
             group.start_soon(service.run)
-        for watch in (self._times.run, self._collector.run, self._logs.run):
+        for watch in (self._leases.run, self._stalls.run, self._times.run, self._collector.run, self._logs.run):
             group.start_soon(watch)
         group.start_soon(self._disk.run, self._store)
 
@@ -126,15 +127,14 @@ class Services:
         self._leases.heard(name, spawn)
         match message:
             case w.Beat():
-                self._dispatch.beat(name, message)
+                if self._dispatch.beat(name, message):
+                    self._stalls.heard(name, spawn)
             case w.Accepted():
                 self._dispatch.accepted(message)
             case w.Held():
                 self._pusher.held(message)
             case w.RouteTaken():
                 self._routes.taken(message)
-            case w.Progress():
-                return
             case w.Exchange():
                 self._group.start_soon(self._exchange, name, message, bulk)
             case w.Ready():
@@ -167,6 +167,12 @@ class Services:
                 log.exception("exchange %s", message.response_id)
             answer = w.ExchangeAck(response_id=message.response_id, error=f"{type(error).__name__}: {error}")
         self._wire.send(name, answer)
+
+    def _silent(self, name: str, seconds: float, spawn: int) -> None:
+        self.workforce.kill(name, f"it was silent for {seconds:.1f} s (limits.lease_s)", spawn)
+
+    def _stalled(self, name: str, seconds: float, spawn: int) -> None:
+        self.workforce.kill(name, self._dispatch.stalled(seconds), spawn)
 
     async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str, tail: str) -> None:
         """A process is proven dead: the services that had work with it take that work back."""

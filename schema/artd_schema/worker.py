@@ -279,7 +279,8 @@ class Ready(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """Heartbeat from a thread of its own; renews the lease of (job, fence). rss: bytes."""
+    """Heartbeat from a thread of its own. progress: marks of (job, fence) so far, of which a job that goes on makes ever more (a row
+    forward or backward, a phase that is over); rss: bytes."""
 
     job: int = 0
     fence: int = 0
@@ -292,15 +293,6 @@ class Accepted(_Message, frozen=True):
 
     job: int
     fence: int
-
-
-class Progress(_Message, frozen=True):
-    """Lossy progress of a job: micro-batch `done` of `total`."""
-
-    job: int
-    fence: int
-    done: int
-    total: int
 
 
 class Staged(_Message, frozen=True):
@@ -413,7 +405,6 @@ FromWorker = (
     | Ready
     | Beat
     | Accepted
-    | Progress
     | Staged
     | Failed
     | Refused

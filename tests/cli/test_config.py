@@ -83,6 +83,7 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
         ("[gateway]\nport = 70000\n", "gateway.port: Expected `int` <= 65535"),
         ("[limits]\nmax_message_mib = 'x'\n", "limits.max_message_mib: Expected `int`, got `str`"),
         ("[limits]\nreserve_mib = -1\n", "limits.reserve_mib: Expected `int` >= 0"),
+        ("[limits]\nstall_s = -1\n", "limits.stall_s: Expected `float` >= 0"),
         (
             "[retention]\ntrajectory_days = 1\n",
             "unknown key retention.trajectory_days (did you mean trajectories_days?)",

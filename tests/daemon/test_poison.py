@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from artd_client import Conflict, Failed, NotFound
 from tests.daemon.rig import fill
 
 pytestmark = pytest.mark.asyncio
+STALL_S = 3.0
 
 
 @pytest.fixture(name="artctl")
@@ -64,6 +67,29 @@ async def test_a_batch_that_kills_its_trainer_twice_is_told_with_its_evidence_an
         assert (await artctl("status"))["problems"] == []
     rig.check(4)
     assert rig.rows("SELECT key FROM trajectory WHERE state = 'trained' ORDER BY id") == [("s2-g0-0",), ("s2-g0-1",)]
+
+
+async def test_a_job_that_hangs_while_its_trainers_heart_beats_is_tried_again(rig, artctl):
+    """The second attempt takes longer than what the first one was given, and goes on."""
+    text = rig.config.read_text()
+    rig.config.write_text(text.replace("[limits]\n", f"[limits]\nstall_s = {STALL_S}\n"))
+    rig.script.write(hold__train__1=[1])
+    rig.start()
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=60)
+        await fill(run, 1)
+        rig.reached("train:1 1")
+        hung = rig.worker_pid("trainer")
+        rig.script.write(hold__train__1=[1], train_s=1.5 * STALL_S)
+        assert (await run.wait(1, timeout=60)).step == 1
+        assert not Path(f"/proc/{hung}").exists()
+        told = await artctl("job", "2")
+        assert (told["job"]["state"], told["job"]["attempts"], told["job"]["deaths"]) == ("succeeded", 1, 0)
+        first, second = told["attempts"]
+        assert (first["outcome"], second["outcome"]) == ("transient", "succeeded") and second["spawn"] > first["spawn"]
+        why = r"job 2 \(train, step 1\) made no progress for \d+ s \(limits.stall_s\); killed by SIGKILL"
+        assert re.match(why, first["error"])
+    rig.check(2)
 
 
 @pytest.mark.slow

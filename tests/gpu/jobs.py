@@ -53,7 +53,7 @@ def done_by(trainer: Trainer, folder: Path) -> Iterator[dict[str, Any]]:
     """Every job, one after the other; leaves in parent.json which checkpoint step 1 is."""
     parent = None
     for job in jobs(folder):
-        done = trainer.run(replaced(job, parent), lambda done, total: None, lambda: False)
+        done = trainer.run(replaced(job, parent))
         parent = CheckpointRef(run="gpu", step=job.step, epoch=job.epoch, lineage=0, sha=done.sha, dir=job.dir)
         trainer.committed(parent, 1)
         if job.step == 1:
@@ -178,7 +178,7 @@ def again(folder: Path) -> None:
     spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=RunSpec)
     parent = msgspec.json.decode((folder / "parent.json").read_bytes(), type=CheckpointRef)
     job = replaced(jobs(folder)[2], parent, dir=str(folder / "again"))
-    done = made(spec).run(job, lambda done, total: None, lambda: False)
+    done = made(spec).run(job)
     (folder / "again.json").write_text(json.dumps({"seconds": done.seconds} | kept(done.metrics)))
 
 

@@ -169,7 +169,7 @@ def jobs(trainer: Any, folder: Path, name: str) -> list[dict[str, Any]]:
         files = json.loads((folder / f"batch-{step}.json").read_text()) if step else {}
         job = Run(job=step + 1, fence=1, kind="train" if step else "init", step=step, epoch=step, lineage=0,
                   dir=str(folder / name / str(step)), instance="i", parent=parent, **files)  # fmt: skip
-        staged = trainer.run(job, lambda done, total: None, lambda: False)
+        staged = trainer.run(job)
         parent = CheckpointRef(run="gpu", step=step, epoch=step, lineage=0, sha=staged.sha, dir=job.dir)
         trainer.committed(parent, 1)
         kept = ("loss", "grad_norm", "tokens_per_s", "trained_tokens", "physical_tokens", "replay_calls")

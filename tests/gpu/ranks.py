@@ -86,7 +86,7 @@ class Bench:
         files = json.loads((self._base / f"batch-{step}.json").read_text()) if step else {}
         job = Run(job=step + 1, fence=1, kind="train" if step else "init", step=step, epoch=step, lineage=0,
                   dir=str(self._base / f"step-{step}"), instance="i", parent=parent, **files)  # fmt: skip
-        staged = self._trainer.run(job, lambda done, total: None, lambda: False)
+        staged = self._trainer.run(job)
         self.seconds = staged.seconds
         ref = CheckpointRef(run="gpu", step=step, epoch=step, lineage=0, sha=staged.sha, dir=job.dir)
         self._trainer.committed(ref, 1)

@@ -137,10 +137,10 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             if not self.hung:
-                self.tell(w.Beat(job=self.job))
+                self.tell(w.Beat(job=self.job, fence=self.fence, progress=self.progress))
             await asyncio.sleep(BEAT_S)
 
-    job = 0
+    job = fence = progress = 0
 
     async def hang(self) -> None:
         """Nothing at all for a while, as a stopped process."""

@@ -83,11 +83,12 @@ class Trainer(Worker):
         return True
 
     async def _work(self, order: w.Run, config: w.TrainerConfig) -> None:
-        self.job, self.resident = order.job, ""
+        self.job, self.fence, self.progress, self.resident = order.job, order.fence, 0, ""
         self.world.history.ordered(order, self.process)
         self.tell(w.Accepted(job=order.job, fence=order.fence))
         trained = self._read(order)
         await asyncio.sleep(self.world.rng.uniform(0.05, 2.0))
+        self.progress += 1
         report = await self._result(order, config, trained)
         self._waits = (order.job, order.fence)
         self._verdict.clear()
@@ -96,7 +97,7 @@ class Trainer(Worker):
             self.tell(report)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._verdict.wait(), 1.0)
-        self.job = 0
+        self.job = self.fence = self.progress = 0
 
     def _read(self, order: w.Run) -> tuple[int, ...]:
         """Ids of the batch's trajectories, when its files and the parent's are there."""
@@ -122,6 +123,8 @@ class Trainer(Worker):
             self.process.die()
         if world.unlucky("hang"):
             await self.hang()
+        if world.unlucky("stuck"):
+            await asyncio.Event().wait()  # and its heartbeats go on
         sha = stage(folder, order, config.base_digest, run=config.run)
         world.history.staged(sha, Result(order, trained))
         if world.unlucky("damage"):

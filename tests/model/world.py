@@ -44,9 +44,10 @@ WAYS: tuple[dict[str, tuple[w.Transfer, ...]], ...] = (
     {"trainer": ("direct", "stock"), "engine": ("nccl", "stock")},
 )
 """How trainer and engine can do their parts of a live push."""
+STALL_S = 60.0
 FAULTS = {
-    "start": 0.05, "die": 0.06, "hang": 0.08, "transient": 0.05, "interrupted": 0.03, "permanent": 0.02, "damage": 0.02, "push": 0.05,
-    "struck": 0.04, "server": 0.05, "feed": 0.05, "hold": 0.25, "stays": 0.1,
+    "start": 0.05, "die": 0.06, "hang": 0.08, "stuck": 0.15, "transient": 0.05, "interrupted": 0.03, "permanent": 0.02,
+    "damage": 0.02, "push": 0.05, "struck": 0.04, "server": 0.05, "feed": 0.05, "hold": 0.25, "stays": 0.1,
 }  # fmt: skip
 
 
@@ -77,7 +78,7 @@ class World:
         self.feeds: set[tuple[int, int]] = set()
         self.data: DataDir = data_dir(root)
         self.settings = Settings(
-            limits=Limits(min_free_mib=1, reserve_mib=0),
+            limits=Limits(min_free_mib=1, reserve_mib=0, stall_s=STALL_S),
             runtimes=Runtimes(trainer=NOWHERE, engine=NOWHERE),
             drain_s=5.0,
         )

@@ -58,7 +58,7 @@ def check(request: Request) -> Answer:
     answer = Answer()
     for job in request.jobs:
         run = msgspec.structs.replace(job.run, parent=parent)
-        staged = trainer.run(run, lambda done, total: None, lambda: False)
+        staged = trainer.run(run)
         parent = msgspec.structs.replace(job.committed, sha=staged.sha, dir=run.dir)
         trainer.committed(parent, run.fence)
         assert parent.step == run.step and trainer.resident is not None, f"step {run.step} is not the next one"

@@ -92,13 +92,28 @@ class FakeDaemon:
                 if isinstance(message, kinds):
                     return self._kept.pop(index)
             assert time.monotonic() < end, f"no {kinds} within {timeout} s; log:\n{self.log()[-4000:]}"
-            if self._router.poll(100):
-                self._peer, *frames = self._router.recv_multipart()
-                message, _ = self._codec.decode(frames)
-                if isinstance(message, w.Beat):
-                    self.beats.append(message)
-                else:
-                    self._kept.append(message)
+            self._take()
+
+    def marked(self, run: w.Run, least: int, timeout: float = 240.0) -> int:
+        """Wait for a heartbeat that tells so much progress of a job; what it tells."""
+        end = time.monotonic() + timeout
+        while (made := max((beat.progress for beat in self.beats_of(run)), default=-1)) < least:
+            assert time.monotonic() < end, f"{made} marks of {least} within {timeout} s; log:\n{self.log()[-4000:]}"
+            self._take()
+        return made
+
+    def beats_of(self, run: w.Run) -> list[w.Beat]:
+        return [beat for beat in self.beats if (beat.job, beat.fence) == (run.job, run.fence)]
+
+    def _take(self) -> None:
+        """What comes next, if anything does soon."""
+        if self._router.poll(100):
+            self._peer, *frames = self._router.recv_multipart()
+            message, _ = self._codec.decode(frames)
+            if isinstance(message, w.Beat):
+                self.beats.append(message)
+            else:
+                self._kept.append(message)
 
     def quiet(self, kind: type[Any], seconds: float) -> bool:
         """Whether no message of a kind comes for some seconds."""
@@ -124,7 +139,7 @@ class FakeDaemon:
         self.expect(w.Accepted)
         report: w.Staged | w.Failed = self.expect(w.Staged, w.Failed)
         assert isinstance(report, w.Staged), f"{report.failure}: {report.error}\n{report.trace}"
-        self._kept = [m for m in self._kept if not isinstance(m, w.Staged | w.Progress)]
+        self._kept = [m for m in self._kept if not isinstance(m, w.Staged)]
         return report
 
     def failed(self, run: w.Run) -> w.Failed:

@@ -78,7 +78,7 @@ class Jobs:
         ref = _ref(parent, step - 1) if parent else None
         job = w.Run(job=step + 1, fence=1, kind="train" if step else "init", step=step, epoch=step, lineage=0,
                     dir=str(self.out / name), instance="i", parent=ref, **files)  # fmt: skip
-        staged = self.trainer.run(job, lambda done, total: None, cancelled)
+        staged = self.trainer.run(job, cancelled=cancelled)
         self.trainer.committed(_ref(self.out / name, step), 1)
         return staged.metrics
 

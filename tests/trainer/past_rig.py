@@ -58,7 +58,7 @@ def make_past(root: Path, spec: RunSpec, batch: Callable[[Path, int], Files]) ->
             dir=str(root / f"staging-{step}"), instance="i", parent=past.refs[-1] if past.refs else None,
             **(batch(root / f"batch-{step}", step) if step else {}),
         )  # fmt: skip
-        staged = trainer.run(order, lambda done, total: None, lambda: False)
+        staged = trainer.run(order)
         target = Path(order.dir).rename(root / f"checkpoint-{step}")
         ref = w.CheckpointRef(run="r", step=step, epoch=step, lineage=0, sha=staged.sha, dir=str(target))
         trainer.committed(ref, order.fence)

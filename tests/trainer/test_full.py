@@ -214,7 +214,7 @@ class Jobs:
         out = self.root / f"{len(list(self.root.iterdir()))}-{step}"
         order = w.Run(job=step, fence=1, kind="train" if parent else "init", step=step, epoch=step, lineage=0, dir=str(out),
                       instance="i", parent=parent, **files)  # fmt: skip
-        staged = self.trainer.run(order, lambda done, total: None, lambda: False)
+        staged = self.trainer.run(order)
         return w.CheckpointRef(run="r", step=step, epoch=step, lineage=0, sha=staged.sha, dir=str(out))
 
 

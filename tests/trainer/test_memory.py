@@ -57,7 +57,7 @@ class Desk:
 
     def stage(self, order: w.Run, cancelled: Callable[[], bool] = lambda: False) -> w.CheckpointRef:
         """Do a job; nobody has said that its result is committed."""
-        staged = self.trainer.run(order, lambda done, total: None, cancelled)
+        staged = self.trainer.run(order, cancelled=cancelled)
         return w.CheckpointRef(
             run="r", step=order.step, epoch=order.epoch, lineage=0, sha=staged.sha, dir=order.dir
         )  # fmt: skip
@@ -241,7 +241,7 @@ class Ear:
 
     def idle(self) -> None: ...
 
-    def progress(self, *_: object) -> None: ...
+    def progress(self) -> None: ...
 
 
 class Bench:

@@ -116,7 +116,7 @@ class Daemon:
     def __init__(self, run: w.Run) -> None:
         self.run, self.closed, self.reports = run, threading.Event(), []
         self.on_message: Any = None
-        self.send = self.progress = lambda message: None
+        self.send, self.progress = (lambda message: None), (lambda: None)
         self.busy, self.idle = (lambda job, fence: None), (lambda: None)
 
     def report(self, report: w.Failed) -> None:

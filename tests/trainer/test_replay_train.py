@@ -194,7 +194,7 @@ def run(
         job=step + 1, fence=1, kind="train" if parent else "init", step=step, epoch=step, lineage=0, dir=str(folder),
         instance="i", parent=parent, **files,
     )  # fmt: skip
-    staged = trainer.run(job, lambda done, total: None, lambda: False)
+    staged = trainer.run(job)
     return w.CheckpointRef(run="r", step=step, epoch=step, lineage=0, sha=staged.sha, dir=str(folder)), staged.metrics
 
 

@@ -166,8 +166,8 @@ def test_cancel_between_rows(daemon: FakeDaemon) -> None:
     many = rig.save_columns(daemon.work / "many", "many", {n: t.repeat(60, 1) for n, t in columns.items()}, 8)
     run = daemon.order(1, zero, many)
     daemon.send(run)
-    while not any((beat.job, beat.fence) == (run.job, run.fence) for beat in daemon.beats):
-        daemon.expect(w.Progress)  # heartbeats go on while it trains
+    first = daemon.marked(run, 2)  # the batch was read, and a row went forward
+    daemon.marked(run, first + 1)  # heartbeats go on while it trains, and tell of ever more
     daemon.send(w.Cancel(job=run.job, fence=run.fence))
     report = daemon.expect(w.Staged, w.Failed)
     assert isinstance(report, w.Failed) and report.failure == "interrupted" and "cancelled" in report.error

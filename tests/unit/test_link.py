@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -30,7 +31,7 @@ class Daemon:
         self.peer, *frames = self.socket.recv_multipart()
         return CODEC.decode(frames)[0]
 
-    def until(self, kind: type) -> w.FromWorker:
+    def until(self, kind: type) -> Any:
         """The next message of this kind."""
         while not isinstance(message := self.take(), kind):
             pass
@@ -81,6 +82,33 @@ def test_the_second_heartbeat_of_a_short_lease_does_not_come_late(tmp_path: Path
             daemon.close(link)
 
     assert any(in_time(tmp_path / str(number)) for number in range(8))
+
+
+def test_heartbeats_tell_how_often_the_job_made_progress(tmp_path: Path) -> None:
+    """Whichever threads say so: files are written beside each other. The next job begins at nothing."""
+    daemon, link = make(tmp_path)
+
+    def told(job: int) -> int:
+        while (beat := daemon.until(w.Beat)).job != job:
+            pass
+        return beat.progress
+
+    try:
+        daemon.welcome(link)
+        link.busy(7, 1)
+        assert told(7) == 0
+        threads = [threading.Thread(target=lambda: [link.progress() for _ in range(1000)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        while (made := told(7)) < 8000:
+            pass
+        assert made == 8000
+        link.busy(8, 1)
+        assert told(8) == 0
+    finally:
+        daemon.close(link)
 
 
 def test_an_answer_to_a_heartbeat_does_not_keep_a_report_from_being_sent(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class Link:
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
         self._beat = w.Beat()
+        self._marking = threading.Lock()
         self._report: w.Staged | w.Failed | None = None
         self._report_due = 0.0
         self._stop = threading.Event()
@@ -119,9 +120,11 @@ class Link:
     def busy(self, job: int, fence: int) -> None:
         self._beat = w.Beat(job=job, fence=fence)
 
-    def progress(self, done: int) -> None:
-        beat = self._beat
-        self._beat = w.Beat(job=beat.job, fence=beat.fence, progress=done)
+    def progress(self) -> None:
+        """One more mark of the job that this worker is busy with."""
+        with self._marking:
+            beat = self._beat
+            self._beat = w.Beat(job=beat.job, fence=beat.fence, progress=beat.progress + 1)
 
     def idle(self) -> None:
         self._beat = w.Beat()

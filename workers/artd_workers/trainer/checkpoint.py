@@ -106,17 +106,22 @@ class Staging(Files):
         self.stream(name, tensor_file.chunks(tensors))
 
     def sharded(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """The same in files of about `SHARD` bytes, in the order of the tensors' names; see `shards_of`."""
-        cut: list[dict[str, Tensor]] = [{}]
-        room = SHARD
-        for key in sorted(tensors):
-            if cut[-1] and tensors[key].nbytes > room:
-                cut.append({})
-                room = SHARD
-            cut[-1][key] = tensors[key]
-            room -= tensors[key].nbytes
-        for file, part in zip(_shard_names(name, len(cut)), cut, strict=True):
+        """The same in files of about `SHARD` bytes; see `shards_of`."""
+        for file, part in shards(name, tensors).items():
             self.tensors(file, part)
+
+
+def shards(name: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Files by name, of about `SHARD` bytes each, with tensors in the order of their names."""
+    cut: list[dict[str, Tensor]] = [{}]
+    room = SHARD
+    for key in sorted(tensors):
+        if cut[-1] and tensors[key].nbytes > room:
+            cut.append({})
+            room = SHARD
+        cut[-1][key] = tensors[key]
+        room -= tensors[key].nbytes
+    return dict(zip(_shard_names(name, len(cut)), cut, strict=True))
 
 
 def _shard_names(name: str, count: int) -> list[str]:

@@ -66,7 +66,7 @@ def _train(request: ReplayRequest, environment: dict[str, Any]) -> int:
         # `threads: 0` means all cores of the machine that trained, which need not be this one.
         trainer.threads = recorded
         torch.set_num_threads(recorded)
-    trainer.run(request.run, lambda done, total: None, lambda: False)
+    trainer.run(request.run)
     return int(trainer.threads)
 
 

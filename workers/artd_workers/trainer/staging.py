@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
@@ -34,13 +34,15 @@ SYNC_EVERY = 8 * CHUNK
 
 class Files:
     """Writes the files of one checkpoint. `finish` makes it complete; until then it has no manifest and counts for nothing.
-    Left by `with`, no thread of it works any more."""
+    Left by `with`, no thread of it works any more. progress: called after each file, and each chunk of a large one, by the
+    thread that wrote it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Callable[[], None] = lambda: None) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         self.folder = folder
+        self._progress = progress
         self._files: list[FileEntry] = []
         self._streams: list[Future[FileEntry]] = []
         self._pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="artd-stage")
@@ -56,6 +58,7 @@ class Files:
     def add(self, name: str, data: bytes) -> None:
         _write_file(self.folder / name, data)
         self._files.append(FileEntry(name, len(data), digest(data)))
+        self._progress()
 
     def stream(self, name: str, chunks: Iterator[memoryview]) -> None:
         """Write a file beside whatever else is written; what goes wrong is raised by `finish`.
@@ -63,7 +66,7 @@ class Files:
         chunks: asked for in another thread, one at a time. The memory of one may be used again when the one `BUFFERS` after it
         is asked for.
         """
-        self._streams.append(self._pool.submit(_pour, self.folder / name, chunks, self._stop))
+        self._streams.append(self._pool.submit(_pour, self.folder / name, chunks, self._stop, self._progress))
 
     def json(self, name: str, value: object) -> None:
         self.add(name, to_json(value))
@@ -99,7 +102,7 @@ class Stopped(Exception):
     """A stream was told to end."""
 
 
-def _pour(path: Path, chunks: Iterator[memoryview], stop: Event) -> FileEntry:
+def _pour(path: Path, chunks: Iterator[memoryview], stop: Event, progress: Callable[[], None]) -> FileEntry:
     """Write a whole file and fsync it. Hashing, writing and waiting for the disk let the interpreter go: each in a thread."""
     if stop.is_set():
         raise Stopped(f"{path.name} was given up")
@@ -115,6 +118,7 @@ def _pour(path: Path, chunks: Iterator[memoryview], stop: Event) -> FileEntry:
             size, unsynced = size + len(chunk), unsynced + len(chunk)
             if len(under_way) == BUFFERS:
                 _settle(under_way.popleft())
+                progress()
             if unsynced >= SYNC_EVERY and synced.done():
                 synced.result()
                 synced, unsynced = syncing.submit(os.fdatasync, handle), 0
@@ -124,6 +128,7 @@ def _pour(path: Path, chunks: Iterator[memoryview], stop: Event) -> FileEntry:
             _settle(one)
         synced.result()
         os.fsync(handle)
+    progress()
     return FileEntry(path.name, size, sha.hexdigest())
 
 

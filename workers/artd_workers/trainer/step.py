@@ -131,12 +131,12 @@ def train_step(
     batch: Batch,
     loss: LossSpec,
     epoch: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[], None] = lambda: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Train on a batch; returns metrics. epoch: policy epoch of the weights as they are now.
 
-    progress(done, total) is called after each row. Raises NonFinite and Cancelled, both before any weight changed.
+    progress() is called after each forward and each backward of a row. Raises NonFinite and Cancelled, both before any weight changed.
     """
     started = time.perf_counter()
     parameters = optimizer.parameters
@@ -175,7 +175,7 @@ def _pass_all(
     policy: Policy,
     mine: Sequence[Turn],
     forward: Callable[[Turn], Tensor],
-    progress: Callable[[int, int], None],
+    progress: Callable[[], None],
     cancelled: Callable[[], bool],
 ) -> None:
     """Each row forward and backward. Raises Cancelled."""
@@ -188,9 +188,10 @@ def _pass_all(
         if onward and not stopped:
             under_way.append(forward(mine[index]))
             begun += 1
+            progress()
         elif not onward and under_way:
             policy.stage.backward(under_way.popleft())
-            progress(index + 1, len(mine))
+            progress()
     if stopped:
         raise Cancelled(f"cancelled after {begun} of {len(mine)} rows")
 

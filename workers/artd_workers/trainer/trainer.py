@@ -59,6 +59,17 @@ class Staged:
     seconds: dict[str, float]
 
 
+class Phases(dict[str, float]):
+    """Seconds of each phase of a job that is over. One that is written down is progress."""
+
+    def __init__(self, progress: Callable[[], None]) -> None:
+        self.progress = progress
+
+    def __setitem__(self, name: str, seconds: float) -> None:
+        super().__setitem__(name, seconds)
+        self.progress()
+
+
 class Order(Struct, frozen=True, kw_only=True):
     """What the first rank tells the others: a job, and whether memory is its parent."""
 
@@ -94,8 +105,14 @@ class Trainer:
 
     # ---- jobs ---------------------------------------------------------------------------------------------------------
 
-    def run(self, job: Run, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Staged:
-        """Do a job and stage its checkpoint in job.dir. Raises what `worker.failure` classifies."""
+    def run(
+        self, job: Run, progress: Callable[[], None] = lambda: None, cancelled: Callable[[], bool] = lambda: False
+    ) -> Staged:
+        """Do a job and stage its checkpoint in job.dir. Raises what `worker.classify` classifies.
+
+        progress() is called, from other threads too, whenever a part of the job is done: whoever hears nothing for long may
+        take it for stuck.
+        """
         resident, self.resident, self._staged = self.resident, None, None
         parent = job.parent
         if job.kind == "train" and parent is None:
@@ -110,10 +127,10 @@ class Trainer:
 
     def follow(self, order: Order) -> None:
         """On every rank but the first: do the same. Raises what the first does, and whatever else; see `Ranks.broken`."""
-        self._do(order.job, order.held, lambda done, total: None, lambda: False)
+        self._do(order.job, order.held, lambda: None, lambda: False)
 
-    def _do(self, job: Run, held: bool, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Staged:
-        seconds: dict[str, float] = {}
+    def _do(self, job: Run, held: bool, progress: Callable[[], None], cancelled: Callable[[], bool]) -> Staged:
+        seconds = Phases(progress)
         policy = self._load_policy(seconds)
         with self.ranks.agreed():
             self._serving.before()
@@ -144,7 +161,7 @@ class Trainer:
         seconds["merge"] = time.perf_counter() - started
         sha = self._stage(policy, job, state, metrics, seconds, probe, moments, snapshot) if self.ranks.first else ""
         self._trained.release()
-        return Staged(sha, metrics, seconds)
+        return Staged(sha, metrics, dict(seconds))
 
     def committed(self, ref: CheckpointRef, fence: int) -> None:
         """The staged result is durable: the weights in memory are this checkpoint, if they are."""
@@ -212,11 +229,11 @@ class Trainer:
         return batch
 
     def _stage(
-        self, policy: Policy, job: Run, state: State, metrics: dict[str, float], seconds: dict[str, float], probe: Canary,
+        self, policy: Policy, job: Run, state: State, metrics: dict[str, float], seconds: Phases, probe: Canary,
         moments: dict[str, Tensor], snapshot: Snapshot,
     ) -> str:  # fmt: skip
         started = time.perf_counter()
-        with Staging(Path(job.dir)) as staging:
+        with Staging(Path(job.dir), seconds.progress) as staging:
             self._trained.stage(staging)
             staging.sharded(checkpoint.OPTIMIZER, moments)
             staging.json(checkpoint.STATE, state)

@@ -118,7 +118,7 @@ class TrainerWorker:
         reach("train.accepted")
         report: w.Staged | w.Failed
         try:
-            staged = self._trainer.run(run, self._progress(run), lambda: self._stopped(identity))
+            staged = self._trainer.run(run, self._link.progress, lambda: self._stopped(identity))
             report = w.Staged(job=run.job, fence=run.fence, dir=run.dir, manifest_sha=staged.sha, metrics=staged.metrics,
                               seconds=staged.seconds)  # fmt: skip
             self._staged = Path(run.dir)
@@ -134,13 +134,6 @@ class TrainerWorker:
         self._link.report(report)
         if self._trainer.ranks.broken:
             self._status, self._exit_at = 1, time.monotonic() + _BROKEN_S
-
-    def _progress(self, run: w.Run):
-        def progress(done: int, total: int) -> None:
-            self._link.progress(done)
-            self._link.send(w.Progress(job=run.job, fence=run.fence, done=done, total=total))
-
-        return progress
 
     def _stopped(self, identity: tuple[int, int]) -> bool:
         return identity in self._cancelled or self._exit_at is not None
