@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import cycle, groupby
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -29,6 +30,9 @@ TYPES = {"I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "BF16":
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _ORDER = {dtype: number for number, dtype in enumerate(TYPES.values())}
 _WORD = 8
+_MAKING = Lock()
+"""One chunk is made at a time: that is Python, tensor by tensor, and several threads of it take the interpreter from each other,
+and from those that hash and write, 5 ms at a time. On an H200 eight threads made 10 GB of chunks in 5.1 s, one in 1.6."""
 Bytes = NDArray[np.uint8]
 
 
@@ -39,7 +43,16 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}, which no checkpoint holds")
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)  # chunks are gathered in another thread, on a stream of their own
-    return _chunks(sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0])))
+    return _one_at_a_time(_chunks(sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))))
+
+
+def _one_at_a_time(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+    while True:
+        with _MAKING:
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
 
 
 def _chunks(ordered: list[tuple[str, Tensor]]) -> Iterator[memoryview]:
