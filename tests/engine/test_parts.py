@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from artd.supervise import procfs
 from artd_schema.manifest import Canary, WeightEntry
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
@@ -27,7 +29,9 @@ from artd_workers.engines.fence import FenceError, Gate, Way
 from artd_workers.engines.vllm import server
 from artd_workers.engines.vllm.adapter import active_adapters
 from artd_workers.engines.vllm.command import command, lora_rank
+from tests.awake import SOON_S
 from tests.engine import folders
+from tests.process import helpers
 
 CANARY = Canary(prompts=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)), max_abs=1e-3, mean_abs=5e-4)
 
@@ -266,6 +270,16 @@ def test_scratch_is_recorded_by_one_thread_at_a_time(tmp_path: Path, monkeypatch
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(one.scan, now=True) for _ in range(2)]:
             done.result()
+
+
+def test_a_member_whose_first_thread_has_ended_is_killed() -> None:
+    with subprocess.Popen(helpers.python(helpers.LEADERLESS), process_group=0) as process:
+        try:
+            helpers.until(lambda: (now := procfs.read_stat(process.pid)) is not None and now.state == "Z")
+            assert group.kill(process.pid, 5.0) == []
+            assert process.wait(SOON_S) == -signal.SIGKILL
+        finally:
+            process.kill()
 
 
 def test_a_group_of_another_session_is_not_ours() -> None:

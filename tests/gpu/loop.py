@@ -1,5 +1,5 @@
 """artd itself on GPUs, end to end: `python -m tests.gpu.loop [--layers 4] [--steps 3] [--gpus 2] [--out DIR] [--tiny]`.
-`--transfer nccl`, `--in-flight keep`, `--tensor-parallel 2` (with `--gpus 3`) go into the run's spec.
+`--transfer nccl`, `--in-flight keep`, `--tensor-parallel 2` go into the run's spec. The trainer has the first GPUs, the engine the last one.
 
 Purpose: daemon, gateway, trainer and a stock vLLM server on a model of real layer shape whose weights are drawn: rollouts
 through the OpenAI API, expert replay, train steps, pushes in merged mode. One JSON line for each thing seen, appended to

@@ -101,7 +101,7 @@ BUGS = (
     Bug(
         "a-dead-engine-is-waited-for", "workers/artd_workers/engines/vllm/server.py",
         "if why := health.lost(self._ask, self._over):", 'if why := "":',
-        "tests/engine/test_health.py",
+        "tests/engine/test_health.py::test_an_engine_that_dies_between_pushes_is_told",
     ),
     Bug(
         "swapped-gate-and-up", "workers/artd_workers/models/base.py",

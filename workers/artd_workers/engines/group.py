@@ -21,14 +21,15 @@ _POLL_S = 0.02
 
 
 def members(pgid: int) -> list[int]:
-    """Live processes (no zombies) of the group that are in this process's session."""
+    """Live processes of the group that are in this process's session. One whose first thread alone has ended, a zombie by its
+    state, lives: it may hold a GPU's memory still."""
     session = os.getsid(0)
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         stat = _stat(entry)
-        if stat and stat[0] not in "ZX" and (int(stat[2]), int(stat[3])) == (pgid, session):
+        if stat and (stat[0] not in "ZX" or int(stat[17]) > 1) and (int(stat[2]), int(stat[3])) == (pgid, session):
             found.append(int(entry))
     return found
 
@@ -120,7 +121,7 @@ def sweep(file: Path) -> list[Path]:
 
 
 def _stat(pid: str) -> list[str]:
-    """Fields of /proc/PID/stat from the third on: state, ppid, pgrp, session, ... (empty: no such process)."""
+    """Fields of /proc/PID/stat from the third on: 0 state, 2 pgrp, 3 session, 17 threads, 19 start (empty: no such process)."""
     try:
         text = Path("/proc", pid, "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
