@@ -119,7 +119,7 @@ class Daemon:
         for left in reaped.ended:
             log.warning("ended process %d of worker %s, left by an older boot", left.pid, left.name)
         for left in reaped.broken:
-            log.error("%s: left by an older boot, it does not die; see /proc/%d/stack", left, left.pid)
+            log.error("%s: left by an older boot, it does not die; see /proc/%d/task/*/stack", left, left.pid)
         return reaped.broken
 
     async def _serve(self, store: Store, instance: str, boot: int, leftovers: tuple[Leftover, ...]) -> None:

@@ -172,7 +172,7 @@ class Services:
         self.workforce.kill(name, f"it was silent for {seconds:.1f} s (limits.lease_s)", spawn)
 
     def _stalled(self, name: str, seconds: float, spawn: int) -> None:
-        self.workforce.kill(name, self._dispatch.stalled(seconds), spawn)
+        self.workforce.kill(name, self._dispatch.stalled(seconds), spawn, traced=True)
 
     async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str, tail: str) -> None:
         """A process is proven dead: the services that had work with it take that work back."""

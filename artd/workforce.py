@@ -328,14 +328,15 @@ class Workforce:
         living = [name for name in self.supervisor.names() if self.supervisor.state(name) == "ready"]
         return [Holder(name, self.supervisor.info(name).spawn) for name in living]
 
-    def kill(self, name: str, reason: str, spawn: int | None = None) -> None:
-        """Order a worker's death (that of its process `spawn`, if given); it is started again."""
+    def kill(self, name: str, reason: str, spawn: int | None = None, traced: bool = False) -> None:
+        """Order a worker's death (that of its process `spawn`, if given); it is started again. traced: its log is to say first where
+        it hangs."""
         log.warning("killing %s: %s", name, reason)
-        self._group.start_soon(self._kill, name, reason, spawn)
+        self._group.start_soon(self._kill, name, reason, spawn, traced)
 
-    async def _kill(self, name: str, reason: str, spawn: int | None) -> None:
+    async def _kill(self, name: str, reason: str, spawn: int | None, traced: bool) -> None:
         try:
-            await self.supervisor.kill(name, spawn, reason)
+            await self.supervisor.kill(name, spawn, reason, traced)
         except Undead as error:
             log.error("%s", error)  # its worker is broken now, and says so in its row
 

@@ -93,7 +93,7 @@ class Ending:
 
 def after_failure(failure: str, attempts: int, deaths: int) -> Ending:
     """failure: transient, permanent, rejected (the daemon refused its result), interrupted, died (nobody ordered it) or
-    killed (ordered).
+    killed (ordered, but for want of progress: that is transient).
 
     permanent, rejected, the second death or the fifth attempt quarantine the job and pause the run; an interruption
     costs nothing. Back-off 2^n s up to 300 s; a death has none: the supervisor already waits before it starts another

@@ -80,7 +80,9 @@ def all_stats() -> Iterator[Stat]:
 
 def read_environment(pid: int) -> dict[str, str]:
     """The environment that a process was exec'ed with; empty when it is gone, unreadable or was overwritten."""
-    raw = _environ(f"/proc/{pid}") or next(filter(None, map(_environ, _threads(pid))), b"")
+    raw = _environ(f"/proc/{pid}")
+    if not raw and (stat := read_stat(pid)) is not None and stat.state in DEAD and not stat.dead:
+        raw = next(filter(None, map(_environ, _threads(pid))), b"")
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
@@ -97,7 +99,7 @@ def _threads(pid: int) -> Iterator[str]:
     """Folders of the others, for a first thread that has ended: it has no memory, they may have."""
     try:
         yield from (f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task") if name != str(pid))
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return
 
 

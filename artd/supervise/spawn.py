@@ -37,7 +37,7 @@ class Undead(Exception):
     def __init__(self, name: str, pid: int, state: str) -> None:
         super().__init__(
             f"process {pid} of worker {name!r} does not die (broken(pid {pid}, state {state})); "
-            f"see /proc/{pid}/stack and the kernel log; start the worker again when it is gone"
+            f"see /proc/{pid}/task/*/stack and the kernel log; start the worker again when it is gone"
         )
         self.name, self.pid, self.state = name, pid, state
 
@@ -76,6 +76,10 @@ class Child:
     def terminate(self) -> None:
         """SIGTERM for the main child, through the guardian; no effect when it has ended."""
         self._signal(signal.SIGTERM)
+
+    def trace(self) -> None:
+        """SIGUSR1 for the main child, which is to tell its log where every thread is, or else ends."""
+        procfs.strike([stat for stat in procfs.all_stats() if stat.ppid == self.pid], signal.SIGUSR1)
 
     def sever(self) -> None:
         """Order the guardian to SIGKILL the whole subtree. Returns at once; may be called again."""

@@ -67,12 +67,15 @@ class Supervisor:
         """The process of that spawn can take work. False: it is not the present one, or it is being ended."""
         return await self._of(name).ready(spawn)
 
-    async def kill(self, name: str, spawn: int | None = None, reason: str = "killed by artd") -> None:
+    async def kill(
+        self, name: str, spawn: int | None = None, reason: str = "killed by artd", traced: bool = False
+    ) -> None:
         """SIGKILL the subtree; return when it is proven dead and `on_exit` (ordered) has returned. It starts again.
 
-        spawn: do nothing unless that one is the present process. Raises Undead when it does not die.
+        spawn: do nothing unless that one is the present process; traced: first its main process is to tell its log where every
+        thread is (SIGUSR1). Raises Undead when it does not die.
         """
-        await self._of(name).kill(spawn, reason)
+        await self._of(name).kill(spawn, reason, traced)
 
     async def stop(self, name: str, grace_s: float = 15.0, reason: str = "stopped by artd") -> None:
         """End it (SIGTERM, grace_s, SIGKILL) and keep it stopped; return when it is proven dead. Raises Undead.

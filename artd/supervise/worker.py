@@ -24,6 +24,8 @@ from .spec import Info, Launch, Listener, Spec
 from .states import State, follow
 
 ERROR_LINES = 10
+TRACE_S = 1.0
+"""How long a process that is to be killed may take to tell where it is."""
 LOOK_S = 2.0
 """How often a broken worker looks whether the process that does not die is gone."""
 
@@ -52,6 +54,7 @@ class Worker:
         self._closed = False
         self._grace: float | None = None
         self._reason = ""
+        self._traced = False
         self._why = ""
         self._ordered = False
         self._delay = 0.0
@@ -77,12 +80,14 @@ class Worker:
         if self.state != "stopped":
             await self._order(grace_s, reason)
 
-    async def kill(self, spawn: int | None, reason: str) -> None:
-        """Return when the process (of that spawn number, if given) is proven dead; another follows if it is wanted.
+    async def kill(self, spawn: int | None, reason: str, traced: bool = False) -> None:
+        """Return when the process (of that spawn number, if given) is proven dead; another follows if it is wanted. traced: it is
+        asked first where it is (`Child.trace`).
 
         Raises Undead when it does not die.
         """
         if spawn in (None, self.spawn) and self._has_process():
+            self._traced = traced and self._grace is None
             await self._order(0.0, reason)
 
     async def ready(self, spawn: int) -> bool:
@@ -226,6 +231,8 @@ class Worker:
                 if self._grace > 0 or not self._wanted:
                     await self._set("draining")
                     await self._drain(child)
+                elif self._traced:
+                    await self._trace(child)
                 return self._reason, True
             left = deadline - self._clock() if self.state == "starting" else None
             if left is not None and left <= 0:
@@ -237,6 +244,12 @@ class Worker:
         began = self._clock()
         child.terminate()
         while not child.exited and (left := began + (self._grace or 0.0) - self._clock()) > 0:
+            await self._sleep(left)
+
+    async def _trace(self, child: Child) -> None:
+        began = self._clock()
+        child.trace()
+        while not child.exited and (left := began + TRACE_S - self._clock()) > 0:
             await self._sleep(left)
 
     async def _bury(self) -> bool:
@@ -302,7 +315,7 @@ class Worker:
     def _settle(self, error: Exception | None = None) -> None:
         """Nothing is left to order: answer everybody who waits."""
         waiters, self._waiters = self._waiters, []
-        self._grace, self._reason = None, ""
+        self._grace, self._reason, self._traced = None, "", False
         for done in waiters:
             if not done.done():
                 if error is None:

@@ -138,10 +138,10 @@ def boot_id() -> str:
 
 
 def process_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since the machine's start; None if it is gone or a zombie."""
+    """Start time of a live process in clock ticks since the machine's start; None if it is gone, or its last thread has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     state, *rest = text[text.rindex(")") + 2 :].split()
-    return None if state in "ZX" else int(rest[18])
+    return None if state in "ZX" and int(rest[16]) <= 1 else int(rest[18])

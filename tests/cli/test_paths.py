@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from artd import lock
+from artd.supervise import procfs
 from artd_schema import paths
+from tests.process import helpers
 
 
 def test_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +77,13 @@ def test_process_ticks_tell_the_living_from_the_dead() -> None:
     assert paths.process_ticks(child.pid) is None, "a zombie is not alive"
     child.communicate()
     assert paths.process_ticks(child.pid) is None
+
+
+def test_a_process_whose_first_thread_has_ended_lives() -> None:
+    with subprocess.Popen(helpers.python(helpers.LEADERLESS)) as child:
+        helpers.until(lambda: (now := procfs.read_stat(child.pid)) is not None and now.state == "Z")
+        assert paths.process_ticks(child.pid) is not None
+        child.kill()
 
 
 def test_daemon_file(tmp_path: Path) -> None:

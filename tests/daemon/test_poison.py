@@ -14,7 +14,7 @@ from artd_client import Conflict, Failed, NotFound
 from tests.daemon.rig import fill
 
 pytestmark = pytest.mark.asyncio
-STALL_S = 3.0
+STALL_S = 6.0
 
 
 @pytest.fixture(name="artctl")
@@ -89,6 +89,7 @@ async def test_a_job_that_hangs_while_its_trainers_heart_beats_is_tried_again(ri
         assert (first["outcome"], second["outcome"]) == ("transient", "succeeded") and second["spawn"] > first["spawn"]
         why = r"job 2 \(train, step 1\) made no progress for \d+ s \(limits.stall_s\); killed by SIGKILL"
         assert re.match(why, first["error"])
+        assert "tests/fakes/script.py" in first["evidence"], "where it hung"
     rig.check(2)
 
 

@@ -131,7 +131,7 @@ class Engine:
                 stat = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if stat and stat[0] not in "ZX" and int(stat[3]) == self.daemon.process.pid:
+            if stat and (stat[0] not in "ZX" or int(stat[17]) > 1) and int(stat[3]) == self.daemon.process.pid:
                 found.append(int(entry.name))
         return found
 

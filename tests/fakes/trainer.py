@@ -10,6 +10,7 @@ report. Marks, by the sha of the result: `told:SHA FENCE` when it was said to be
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
 import hashlib
 import json
@@ -29,6 +30,7 @@ FAILURES: dict[str, w.FailureClass] = {"fail": "transient", "refuse": "permanent
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     script = Script.from_env()
     link = Link.from_env("trainer", {"fake": "1"})
     if script.wants("exit", link.identity.spawn):

@@ -81,7 +81,7 @@ def first(looks: list[dict[str, Any]], what: Callable[[dict[str, Any]], bool]) -
 
 
 def most(looks: list[dict[str, Any]]) -> float | None:
-    return max((look["held"] for look in looks), default=0) / 1e9 if looks else None
+    return max(look["held"] for look in looks) / 1e9 if looks else None
 
 
 def item(how: str) -> lines.Item:

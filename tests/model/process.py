@@ -81,6 +81,9 @@ class Process:
     def tail(self, lines: int = 0) -> str:
         return ""
 
+    def trace(self) -> None:
+        """Nobody reads a simulated log."""
+
     def terminate(self) -> None:
         asyncio.get_running_loop().call_later(self._world.rng.uniform(0.0, 1.0), self.end, 143)
 

@@ -30,6 +30,11 @@ from tests.process import helpers
 pytestmark = pytest.mark.asyncio
 FAST = Policy(base_s=0.02, cap_s=0.1, stable_s=120.0, deaths=5, window_s=600.0)
 DIE = "print('the last line'); raise SystemExit(3)"
+LOST = (
+    "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1)\n"
+    "def somewhere(): print('up', flush=True); time.sleep(600)\n"
+    "somewhere()"
+)
 
 
 @dataclass
@@ -198,6 +203,18 @@ async def test_kill_is_ordered_proven_and_followed_by_a_new_process(rig: Make) -
         assert await each.supervisor.ready("trainer", 2)
         await each.supervisor.kill("trainer", 1)
         assert each.supervisor.state("trainer") == "ready", "spawn 1 is dead already: nothing to do"
+
+
+async def test_one_that_hangs_tells_where_before_it_is_killed(rig: Make) -> None:
+    async with rig() as each:
+        await each.running(LOST)
+        await until(lambda: "up" in (each.folder / "trainer.log").read_text())
+        await each.supervisor.kill("trainer", 1, "its job stands still", traced=True)
+        ((_, status, ordered, tail),) = each.record.exits
+        assert ordered
+        assert status.text == "its job stands still; killed by SIGKILL"
+        assert "in somewhere" in tail
+        await until(lambda: each.record.spawns == 2)
 
 
 async def test_stop_of_a_deaf_worker_and_a_second_shorter_stop(rig: Make) -> None:

@@ -99,6 +99,11 @@ BUGS = (
         "tests/process/test_child.py::test_kill_of_one_whose_first_thread_has_ended",
     ),
     Bug(
+        "chunks-side-by-side", "workers/artd_workers/trainer/tensor_file.py",
+        "        with _MAKING:\n", "        if True:\n",
+        "tests/trainer/test_checkpoint.py::test_one_chunk_is_made_at_a_time", torch=True,
+    ),
+    Bug(
         "a-dead-engine-is-waited-for", "workers/artd_workers/engines/vllm/server.py",
         "if why := health.lost(self._ask, self._over):", 'if why := "":',
         "tests/engine/test_health.py::test_an_engine_that_dies_between_pushes_is_told",

@@ -279,6 +279,25 @@ def test_a_disk_that_fails_at_any_call_leaves_no_manifest_and_says_so(
     assert failed > 25 and number > len(disk.calls)
 
 
+def test_one_chunk_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that make them side by side take the interpreter from each other: that is three times as slow."""
+    made, making, gathered = [0], threading.Lock(), tensor_file._gathered
+
+    def alone(pieces: list[Tensor], into: Tensor) -> Tensor:
+        assert making.acquire(blocking=False), "two at once"
+        threading.Event().wait(0.02)
+        made[0] += 1
+        making.release()
+        return gathered(pieces, into)
+
+    monkeypatch.setattr(tensor_file, "_gathered", alone)
+    with Staging(tmp_path / "one") as files:
+        for name in ("a", "b", "c"):
+            files.tensors(name, {"x": torch.ones(8)})
+        files.finish(**FIELDS)
+    assert made == [3]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_file_that_fails_ends_the_others(tmp_path: Path, first: bool) -> None:
     asked: list[int] = []

@@ -95,7 +95,7 @@ def killed(daemon: FakeDaemon, pid: int) -> int:
 
 def gone(pids: list[int], within_s: float) -> None:
     with Awake() as passed:
-        while left := [stat.pid for stat in map(procfs.read_stat, pids) if stat is not None and stat.state not in "ZX"]:
+        while left := [stat.pid for stat in map(procfs.read_stat, pids) if stat is not None and not stat.dead]:
             assert passed.seconds < within_s, f"{left} still there after {within_s} s"
             time.sleep(LOOK_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,10 +168,13 @@ def test_cancel_between_rows(daemon: FakeDaemon) -> None:
     run = daemon.order(1, zero, many)
     daemon.send(run)
     first = daemon.marked(run, 2)  # the batch was read, and a row went forward
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGUSR1)  # where are you? (asked of one that stands still)
     daemon.marked(run, first + 1)  # heartbeats go on while it trains, and tell of ever more
     daemon.send(w.Cancel(job=run.job, fence=run.fence))
     report = daemon.expect(w.Staged, w.Failed)
     assert isinstance(report, w.Failed) and report.failure == "interrupted" and "cancelled" in report.error
+    assert " in train_step" in daemon.log()
 
 
 def test_a_repeated_run_is_done_once_and_its_report_resent(daemon: FakeDaemon) -> None:

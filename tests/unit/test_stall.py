@@ -46,7 +46,7 @@ class Bench:
         self.services = Services(store, self.wire, data_dir(root), settings, boot, nothing, nothing, nothing)
         self.dispatch, self.stalls = self.services._dispatch, self.services._stalls
         self.kills: list[tuple[str, int]] = []
-        self.services.workforce.kill = lambda name, reason, spawn: self.kills.append((reason, spawn))
+        self.services.workforce.kill = lambda name, reason, spawn, traced: self.kills.append((reason, spawn))
         self.spawn = 0
 
     async def claim(self) -> w.Run:

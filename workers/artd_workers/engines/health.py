@@ -14,7 +14,7 @@ from .base import EngineError, EngineTimeout
 
 LOOK_S = 1.0
 LOOKS = 3
-"""In a row: nothing else is learnt from ending an engine that could have served."""
+"""Refusals in a row that count: an engine that was ended for one could have served."""
 
 
 def lost(ask: Callable[[], None], over: threading.Event, every_s: float = LOOK_S) -> str:

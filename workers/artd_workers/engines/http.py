@@ -10,12 +10,14 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from .base import Deadline, EngineError, EngineTimeout
 
 _MESSAGE_LIMIT = 2000
+_AGAIN_S = 0.02
 
 
 class StatusError(EngineError):
@@ -47,8 +49,13 @@ class _UnixConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         self.sock = _Socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.deadline = self._deadline
-        self.sock.settimeout(self._deadline.left)
-        self.sock.connect(self._path)
+        while not self._deadline.passed:
+            self.sock.settimeout(self._deadline.left)
+            try:
+                return self.sock.connect(self._path)
+            except BlockingIOError:  # as many connections wait to be taken as may
+                time.sleep(_AGAIN_S)
+        raise TimeoutError
 
 
 def call(
@@ -68,7 +75,7 @@ def call(
         connection.request(method, route, data, more)
         with connection.getresponse() as response:
             text = response.read().decode(errors="replace")
-    except (TimeoutError, BlockingIOError):  # the latter: as many connections wait to be taken as may
+    except TimeoutError:
         raise EngineTimeout(f"{method} {route}: no answer within {deadline.seconds:.1f} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise EngineError(f"{method} {route}: the server does not answer ({type(error).__name__}: {error})") from None

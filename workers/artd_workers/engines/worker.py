@@ -207,8 +207,8 @@ class EngineWorker:
             self._link.send(answer)
 
     def _failed(self, push: w.Push, phase: str, error: str) -> None:
-        if lost := self._server.lost:
-            error = f"{lost}; {error}"
+        if self._server.lost and self._server.ended.wait(_TOLD_S):
+            error = f"{self._server.death()}; {error}"
         self._link.send(w.PushFailed(push=push.push, fence=push.fence, phase=phase, error=error))
         self._broken = self._broken or f"push of {push.name} failed in {phase}: {error}"
         self._server.kill()
