@@ -126,7 +126,8 @@ def _box(**children: nn.Module) -> nn.Module:
 
 
 def engine_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The parameters of vLLM 0.25.1's Qwen3 and Qwen3-MoE with tensor-parallel size 1, all NaN."""
+    """The parameters of vLLM 0.25.1's Qwen3, Qwen3-MoE and Llama with tensor-parallel size 1, all NaN."""
+    llama = config.get("model_type") == "llama"
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, groups = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
 
@@ -147,7 +148,7 @@ def engine_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
         attention = _box(
             qkv_proj=_layer("QKVParallelLinear", weight=(queries + 2 * groups, hidden)),
             o_proj=_layer("RowParallelLinear", weight=(hidden, queries)),
-            q_norm=_layer("RMSNorm", weight=(head,)), k_norm=_layer("RMSNorm", weight=(head,)),
+            **({} if llama else {name: _layer("RMSNorm", weight=(head,)) for name in ("q_norm", "k_norm")}),
         )  # fmt: skip
         norms = {name: _layer("RMSNorm", weight=(hidden,)) for name in ("input_layernorm", "post_attention_layernorm")}
         return _box(self_attn=attention, mlp=mlp(), **norms)

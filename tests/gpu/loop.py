@@ -70,7 +70,8 @@ def base_model(args: argparse.Namespace) -> Path:
 
         found = runtimes.find("megatron")
         python, path = str(found.python), [*CODE, *found.site_paths]
-    words = [python, "-m", "tests.gpu.shape", str(folder), str(args.layers), *(["tiny"] if args.tiny else [])]
+    size = [str(args.layers), args.family, *(["tiny"] if args.tiny else [])]
+    words = [python, "-m", "tests.gpu.shape", str(folder), *size]
     subprocess.run(words, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)})
     return folder
 
@@ -94,7 +95,7 @@ def settings(args: argparse.Namespace) -> list[str]:
 
 def spec(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     engine: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "kv_cache_mib": 64 if args.tiny else 4096}
-    common = {"model": str(model), "rollout_weights_mode": "merged", "expert_replay": True, "group_size": args.group,
+    common = {"model": str(model), "rollout_weights_mode": "merged", "group_size": args.group,
               "groups_per_step": args.groups, "row_length": 1024, "optimizer": {"lr": 1e-4}, "keep_checkpoints": 2}  # fmt: skip
     engine["in_flight"], trainer = args.in_flight, {"tensor_parallel": args.tensor_parallel}
     if not args.tiny:
@@ -243,6 +244,7 @@ def main(args: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--family", default="qwen3_moe", help="of tests.gpu.shape")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=2, help="1: trainer and engine share one")
     parser.add_argument("--groups", type=int, default=4)

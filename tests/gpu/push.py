@@ -1,4 +1,4 @@
-"""The direct push, seen and timed: `python -m tests.gpu.push [--layers 4] [--gpus 1] [--items ...] [--rounds 50] [--out DIR]`.
+"""The direct push, seen and timed: `python -m tests.gpu.push [--layers 4] [--gpus 1] [--family llama] [--items ...] [--rounds 50] [--out DIR]`.
 
 Purpose: this process is the trainer (Megatron's layout, rank-16 adapter on attention and every expert), a stock vLLM server
 with our worker extension the engine, on the same GPU or on the next one. One JSON line for each item, appended to
@@ -50,7 +50,7 @@ def machine() -> Line:
 def rig(args: argparse.Namespace, folder: Path) -> Rig:
     """The trainer, the engine and what measures them."""
     args.out.mkdir(parents=True, exist_ok=True)
-    config = shape.config(args.layers, args.tiny)
+    config = shape.config(args.layers, args.tiny, args.family)
     if args.tiny:
         from tests.direct_rig import MemoryPort
         from tests.gpu.push_tiny import TinyEngine
@@ -81,7 +81,7 @@ Items = Mapping[str, Callable[[Any, int], Any]]
 def run(args: argparse.Namespace, one: Rig, known: Items, names: Sequence[str], out: Path) -> int:
     """Each line appended to `out` as soon as an item knows it. What an item that fails has left of the engine is mended before the
     next, else there is no next. Returns how many failed."""
-    what: Line = {"layers": args.layers, "gpus": args.gpus}
+    what: Line = {"family": args.family, "layers": args.layers, "gpus": args.gpus}
     first, failed = {} if args.tiny else machine(), 0
     for name in ["open", *names]:
         began = time.perf_counter()
@@ -120,6 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", default=DEFAULT, help=f"names with commas between them ({DEFAULT})")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--family", choices=shape.FAMILIES, default=shape.FAMILIES[0])
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--share", type=float, default=0.4, help="of the engine's GPU for its weights and KV cache")

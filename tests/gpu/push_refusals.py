@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -12,10 +14,19 @@ from artd_schema.direct import Offer, Run, Unit
 
 from .push_rig import TIMEOUT_S, Line, Rig
 
+EXCHANGED = {
+    True: (
+        ("two experts", "{a}.mlp.experts.2.down", "{a}.mlp.experts.5.down"),
+        ("gate and up", "{a}.mlp.experts.3.gate", "{a}.mlp.experts.3.up"),
+    ),
+    False: (("two layers' o", "{a}.self_attn.o", "{b}.self_attn.o"), ("gate and up", "{a}.mlp.gate", "{a}.mlp.up")),
+}
+"""With experts, and without; a and b: layers in which no buffer's end cuts them."""
+
 
 def refusals(rig: Rig, _rounds: int) -> Iterator[Line]:
     """Each wrong push is refused; then a right one is taken."""
-    offer, expert = rig.trainer.offer, "model.layers.1.mlp.experts.{}.{}_proj.weight"
+    offer = rig.trainer.offer
     rig.prepare()
     weight = rig.trainer.weights["decoder.layers.1.self_attention.linear_proj.weight"].view(-1).view(torch.uint8)
     weight[4321] ^= 1
@@ -35,8 +46,8 @@ def refusals(rig: Rig, _rounds: int) -> Iterator[Line]:
     yield line
     yield {"what": "the next push after it", **error_of(lambda: rig.engine.rpc("artd_direct_pull", rig.fence(), 1.0))}
     rig.engine.rpc("probe_forgive")
-    yield refused(rig, "two experts exchanged", exchanged(offer, expert.format(2, "down"), expert.format(5, "down")))
-    yield refused(rig, "gate and up exchanged", exchanged(offer, expert.format(3, "gate"), expert.format(3, "up")))
+    for what, first, second in EXCHANGED["num_experts" in rig.trainer.config]:
+        yield refused(rig, f"{what} exchanged", exchanged(offer, *whole(offer, first, second)))
     gone = next(run for run in runs_of(offer) if run.first)
     yield {
         "what": "one range left out",
@@ -78,6 +89,17 @@ def changed(offer: Offer, edit: Callable[[Run], Run | None]) -> Offer:
 
     feeds = (replace(feed, units=tuple(map(through, feed.units))) for feed in offer.feeds)
     return replace(offer, feeds=tuple(feeds))
+
+
+def whole(offer: Offer, *names: str) -> list[str]:
+    """These two parts in the first layers in which each has one run."""
+    runs = Counter(run.part for run in runs_of(offer))
+    alone = {offer.parts[part] for part, count in runs.items() if count == 1}
+    for a, b in permutations(range(1, 1 + max(int(part.split(".")[2]) for part in alone if ".layers." in part)), 2):
+        found = [f"model.layers.{name.format(a=a, b=b)}_proj.weight" for name in names]
+        if alone >= set(found):
+            return found
+    raise LookupError(f"buffers cut {names} in every layer")
 
 
 def exchanged(offer: Offer, first: str, second: str) -> Offer:

@@ -21,7 +21,7 @@ from artd_workers.engines.vllm.direct.extension import DirectExtension
 from artd_workers.engines.vllm.direct.survey import parameters
 from tests.direct_rig import MemoryPort, engine_model, engine_table
 from tests.gpu.push_engine import ProbeCalls
-from tests.gpu.push_truth import logprobs
+from tests.gpu.push_truth import eager, logprobs
 
 _EXPERTS = re.compile(r"routed_experts\.(\w+)$")
 _STACKED = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
@@ -108,6 +108,8 @@ class TinyEngine(ProbeCalls, DirectExtension):
             stem, _, last = name.removesuffix(".weight").rpartition(".")
             if last == "qkv_proj":
                 tensor.copy_(torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in "qkv"]))
+            elif last == "gate_up_proj":
+                tensor.copy_(torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in ("gate", "up")]))
             elif last in ("w13_weight", "w2_weight"):
                 stem, words = stem.removesuffix(".routed_experts"), ("gate", "up") if "13" in last else ("down",)
                 for e, one in enumerate(tensor):
@@ -138,9 +140,9 @@ class TinyStream(threading.Thread):
 
 def hugging_face(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
     """transformers' model with an engine's tensors, unfused by hand. Raises KeyError for one that it does not know."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    made = Qwen3MoeConfig(**config, attn_implementation="eager", experts_implementation="eager")
+    made = AutoConfig.for_model(**config, **eager(config))
     model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval()
     own, head = dict(model.named_parameters()), config["head_dim"]
     sizes = [head * config[f"num_{kind}_heads"] for kind in ("attention", "key_value", "key_value")]
@@ -148,6 +150,9 @@ def hugging_face(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
         if "qkv_proj" in name:
             parts = zip("qkv", tensor.split(sizes), strict=True)
             one = {name.replace("qkv_proj", f"{x}_proj"): part for x, part in parts}
+        elif "gate_up_proj" in name:
+            halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            one = {name.replace("gate_up_proj", f"{x}_proj"): part for x, part in halves}
         else:
             one = {_EXPERTS.sub(lambda found: _STACKED[found[1]], name): tensor}
         for key, part in one.items():

@@ -6,7 +6,8 @@ bf16 alone makes of them: Hugging Face in bf16 against Hugging Face in fp32, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,20 @@ def truth(rig: Rig, _rounds: int) -> Iterator[Line]:
     rig.trainer.flat.copy_(kept)
 
 
+def eager(config: Mapping[str, Any]) -> dict[str, str]:
+    """For transformers: plain products, no kernels."""
+    kinds = ("attn", "experts") if "num_experts" in config else ("attn",)
+    return {f"{kind}_implementation": "eager" for kind in kinds}
+
+
 class Reference:
-    """Qwen3MoeForCausalLM of transformers with the weights of a folder, which must be all and no others."""
+    """The model of transformers with the weights of a folder, which must be all and no others."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
-        from transformers import Qwen3MoeForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        made: Any = Qwen3MoeForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
-        )
+        own = eager(json.loads((folder / "config.json").read_text()))
+        made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **own)
         model, told = made
         if told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]:
             raise ValueError(f"the export in {folder} is not what Hugging Face's model holds: {told}")

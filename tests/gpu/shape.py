@@ -1,6 +1,6 @@
-"""The model that the GPU scripts train: Qwen3-30B-A3B's layers, as many as asked for, with seeded random weights.
+"""The model that the GPU scripts train: Qwen3-30B-A3B's layers, as many as asked for, with seeded random weights; or a dense one's.
 
-`python -m tests.gpu.shape OUT LAYERS [tiny]` makes it as a base model that is drawn (`artd_workers.models.seeded`).
+`python -m tests.gpu.shape OUT LAYERS FAMILY [tiny]` makes it as a base model that is drawn (`artd_workers.models.seeded`).
 
 Owner of: no state. Invariants: a weight depends on its name alone, so any number of layers and any process draw the same.
 """
@@ -22,8 +22,40 @@ from artd_workers.models.seeded import make, size_of
 STD = 0.02
 
 
-def config(layers: int, tiny: bool = False) -> dict[str, Any]:
+DENSE: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12_288,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "qwen3_tied": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "rope_theta": 500_000.0,
+    },
+}  # fmt: skip
+"""Layers of Qwen3-8B, Qwen3-0.6B and Llama-3.1-8B."""
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+FAMILIES = ("qwen3_moe", *DENSE)
+
+
+def config(layers: int, tiny: bool = False, family: str = FAMILIES[0]) -> dict[str, Any]:
     """A Hugging Face config. tiny: a model of the same kind for a CPU."""
+    if family in DENSE:
+        experts = (
+            "moe_intermediate_size",
+            "num_experts",
+            "num_experts_per_tok",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            "norm_topk_prob",
+        )
+        found = {key: value for key, value in config(layers, tiny).items() if key not in experts}
+        return found | DENSE[family] | (SMALL if tiny else {})
     shape = {
         "vocab_size": 512 if tiny else 151_936, "hidden_size": 64 if tiny else 2048,
         "intermediate_size": 96 if tiny else 6144, "moe_intermediate_size": 32 if tiny else 768,
@@ -79,5 +111,5 @@ def flop_per_token(shape: Mapping[str, Any], trained: float, pairs: float) -> fl
 
 
 if __name__ == "__main__":
-    out, layers, *rest = sys.argv[1:]
-    make(Path(out), config(int(layers), "tiny" in rest) | {"max_position_embeddings": 4096}, seed=1)
+    out, layers, family, *rest = sys.argv[1:]
+    make(Path(out), config(int(layers), "tiny" in rest, family) | {"max_position_embeddings": 4096}, seed=1)
