@@ -29,7 +29,8 @@ def _fail(why: str) -> int:
 
 
 def main() -> int:
-    faulthandler.register(signal.SIGUSR1, file=2)  # the daemon asks one that stands still where it does, before it ends it
+    # The daemon asks one that stands still where it does, before it ends it.
+    faulthandler.register(signal.SIGUSR1, file=2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     link = Link.from_env("trainer", versions())
     try:
