@@ -241,15 +241,17 @@ class Worker:
         return "", False
 
     async def _drain(self, child: Child) -> None:
-        began = self._clock()
         child.terminate()
-        while not child.exited and (left := began + (self._grace or 0.0) - self._clock()) > 0:
-            await self._sleep(left)
+        await self._give(child, lambda: self._grace or 0.0)
 
     async def _trace(self, child: Child) -> None:
-        began = self._clock()
         child.trace()
-        while not child.exited and (left := began + TRACE_S - self._clock()) > 0:
+        await self._give(child, lambda: TRACE_S)
+
+    async def _give(self, child: Child, seconds: Callable[[], float]) -> None:
+        """Wait for its end, no longer than so many seconds; they may become fewer meanwhile."""
+        began = self._clock()
+        while not child.exited and (left := began + seconds() - self._clock()) > 0:
             await self._sleep(left)
 
     async def _bury(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from artd.supervise import procfs
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
 from artd_schema.trajectory import RouteShape
@@ -144,8 +145,8 @@ def _read(path: Path) -> bytes:
 
 
 def _alive(process: Path) -> bool:
-    stat = _read(process / "stat").decode(errors="replace").rpartition(")")[2].split()
-    return bool(stat) and (stat[0] not in "ZX" or int(stat[17]) > 1)
+    stat = procfs.read_stat(int(process.name))
+    return stat is not None and not stat.dead
 
 
 @pytest.fixture

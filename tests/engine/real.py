@@ -26,6 +26,7 @@ from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.awake import LOOK_S, SOON_S, Awake
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
+from tests.process.helpers import session_members
 from tests.spare_cpu import leave_a_cpu
 
 HERE = Path(__file__).parent
@@ -125,15 +126,7 @@ class Engine:
 
     def pids(self) -> list[int]:
         """Live processes in the harness's session."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if stat and (stat[0] not in "ZX" or int(stat[17]) > 1) and int(stat[3]) == self.daemon.process.pid:
-                found.append(int(entry.name))
-        return found
+        return [one.pid for one in session_members(self.daemon.process.pid)]
 
     def listeners(self) -> list[str]:
         """Addresses (as /proc/net/tcp writes them) that processes of the session listen on by TCP."""

@@ -120,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", default=DEFAULT, help=f"names with commas between them ({DEFAULT})")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--family", choices=shape.FAMILIES, default=shape.FAMILIES[0])
+    parser.add_argument("--family", choices=shape.FAMILIES, default="qwen3_moe")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--share", type=float, default=0.4, help="of the engine's GPU for its weights and KV cache")

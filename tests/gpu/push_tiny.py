@@ -19,7 +19,7 @@ from artd_workers.engines.direct.session import Session
 from artd_workers.engines.fence import Gate
 from artd_workers.engines.vllm.direct.extension import DirectExtension
 from artd_workers.engines.vllm.direct.survey import parameters
-from tests.direct_rig import MemoryPort, engine_model, engine_table
+from tests.direct_rig import MemoryPort, engine_model, engine_table, fused
 from tests.gpu.push_engine import ProbeCalls
 from tests.gpu.push_truth import eager, logprobs
 
@@ -104,18 +104,9 @@ class TinyEngine(ProbeCalls, DirectExtension):
 
     def probe_load(self, folder: str) -> dict[str, Any]:
         hf = load_file(Path(folder) / "model.safetensors")
-        for name, tensor in parameters(self._model).items():
-            stem, _, last = name.removesuffix(".weight").rpartition(".")
-            if last == "qkv_proj":
-                tensor.copy_(torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in "qkv"]))
-            elif last == "gate_up_proj":
-                tensor.copy_(torch.cat([hf[f"{stem}.{x}_proj.weight"] for x in ("gate", "up")]))
-            elif last in ("w13_weight", "w2_weight"):
-                stem, words = stem.removesuffix(".routed_experts"), ("gate", "up") if "13" in last else ("down",)
-                for e, one in enumerate(tensor):
-                    one.copy_(torch.cat([hf[f"{stem}.{e}.{x}_proj.weight"] for x in words]))
-            else:
-                tensor.copy_(hf[name])
+        own = parameters(self._model)
+        for name, tensor in fused(hf, self._model).items():
+            own[name].copy_(tensor)
         return {"loaded": len(hf)}
 
 

@@ -22,7 +22,12 @@ from artd_workers.models.seeded import make, size_of
 STD = 0.02
 
 
-DENSE: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12_288,
         "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -36,38 +41,21 @@ DENSE: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "rope_theta": 500_000.0,
     },
 }  # fmt: skip
-"""Layers of Qwen3-8B, Qwen3-0.6B and Llama-3.1-8B."""
-SMALL = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+"""Layers of Qwen3-30B-A3B, Qwen3-8B, Qwen3-0.6B and Llama-3.1-8B."""
+COMMON = {
+    "vocab_size": 151_936, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0, "attention_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
-FAMILIES = ("qwen3_moe", *DENSE)
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
-def config(layers: int, tiny: bool = False, family: str = FAMILIES[0]) -> dict[str, Any]:
+def config(layers: int, tiny: bool = False, family: str = "qwen3_moe") -> dict[str, Any]:
     """A Hugging Face config. tiny: a model of the same kind for a CPU."""
-    if family in DENSE:
-        experts = (
-            "moe_intermediate_size",
-            "num_experts",
-            "num_experts_per_tok",
-            "decoder_sparse_step",
-            "mlp_only_layers",
-            "norm_topk_prob",
-        )
-        found = {key: value for key, value in config(layers, tiny).items() if key not in experts}
-        return found | DENSE[family] | (SMALL if tiny else {})
-    shape = {
-        "vocab_size": 512 if tiny else 151_936, "hidden_size": 64 if tiny else 2048,
-        "intermediate_size": 96 if tiny else 6144, "moe_intermediate_size": 32 if tiny else 768,
-        "num_attention_heads": 4 if tiny else 32, "num_key_value_heads": 2 if tiny else 4,
-        "head_dim": 32 if tiny else 128, "num_experts": 8 if tiny else 128, "num_experts_per_tok": 2 if tiny else 8,
-    }  # fmt: skip
-    return shape | {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": layers,
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu",
-        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "attention_bias": False,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
+    found = COMMON | FAMILIES[family] | {"num_hidden_layers": layers}
+    return found | ({key: value for key, value in SMALL.items() if key in found} if tiny else {})
 
 
 class RandomWeights(Mapping[str, Tensor]):
