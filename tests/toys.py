@@ -154,15 +154,21 @@ def tokenizer_json() -> str:
 
 
 def make(
-    out: Path, family: str = "llama", seed: int = 0, tied: bool = False, dtype: str = "float32", **changes: Any
+    out: Path,
+    family: str = "llama",
+    seed: int = 0,
+    tied: bool = False,
+    dtype: str = "float32",
+    std: float = 0.08,
+    **changes: Any,
 ) -> Path:
-    """Write a toy checkpoint folder and return it. dtype: float32 or bfloat16 of the stored weights."""
+    """Write a toy checkpoint folder and return it. dtype: float32 or bfloat16 of the stored weights; std: of matrices."""
     import torch
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
     cfg = config(family, tied, **changes) | {"torch_dtype": dtype}
-    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors(cfg, seed).items()}
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors(cfg, seed, std).items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(cfg, indent=2) + "\n")
     generation = {"eos_token_id": cfg["eos_token_id"], "pad_token_id": cfg["pad_token_id"]}

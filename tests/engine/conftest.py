@@ -32,6 +32,7 @@ from tests.engine.real import HERE, tool
 from tests.fakes import driver
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
+CHANGES = {"mlp_only_layers": [1], "tie_word_embeddings": True}
 
 
 @dataclass
@@ -160,11 +161,11 @@ def bench() -> Iterator[Bench]:
 
 @pytest.fixture(scope="session")
 def moe_toys() -> Iterator[Path]:
-    """Folder with a toy Qwen3-MoE (`toy`; its middle layer is dense), checkpoints f0, f1 of every weight, and adapters on
-    attention, MLP and every expert l1, l2, l3."""
+    """Folder with a toy Qwen3-MoE (`toy`; its middle layer is dense, its head tied to its embedding), checkpoints f0, f1 of
+    every weight, and adapters on attention, MLP and every expert l1, l2, l3."""
     with tempfile.TemporaryDirectory(prefix="artd-r-") as name:
         folder = Path(name)
-        tool(str(HERE / "make_toy.py"), str(folder / "toy"), "qwen3_moe", json.dumps({"mlp_only_layers": [1]}))
+        tool(str(HERE / "make_toy.py"), str(folder / "toy"), "qwen3_moe", json.dumps(CHANGES))
         wanted = [("f", "full", 0), ("f", "full", 1), ("l", "lora", 1), ("l", "lora", 2), ("l", "lora", 3)]
         checkpoints = [f"{folder}/{kind}{step}:{mode}:{step + 1}:{step}" for kind, mode, step in wanted]
         tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), *checkpoints)

@@ -1,5 +1,5 @@
 """artd itself on GPUs, end to end: `python -m tests.gpu.loop [--layers 4] [--steps 3] [--gpus 2] [--out DIR] [--tiny]`.
-`--transfer nccl`, `--in-flight keep`, `--tensor-parallel 2` go into the run's spec. The trainer has the first GPUs, the engine the last one.
+`--transfer nccl`, `--in-flight keep`, `--tensor-parallel 2`, `--parameters full` go into the run's spec. The trainer has the first GPUs, the engine the last one.
 
 Purpose: daemon, gateway, trainer and a stock vLLM server on a model of real layer shape whose weights are drawn: rollouts
 through the OpenAI API, expert replay, train steps, pushes in merged mode. One JSON line for each thing seen, appended to
@@ -95,8 +95,8 @@ def settings(args: argparse.Namespace) -> list[str]:
 
 def spec(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     engine: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "kv_cache_mib": 64 if args.tiny else 4096}
-    common = {"model": str(model), "rollout_weights_mode": "merged", "group_size": args.group,
-              "groups_per_step": args.groups, "row_length": 1024, "optimizer": {"lr": 1e-4}, "keep_checkpoints": 2}  # fmt: skip
+    common = {"model": str(model), "parameters": args.parameters, "rollout_weights_mode": "merged", "group_size": args.group,
+              "groups_per_step": args.groups, "row_length": 1024, "optimizer": {"lr": args.lr}, "keep_checkpoints": 2}  # fmt: skip
     engine["in_flight"], trainer = args.in_flight, {"tensor_parallel": args.tensor_parallel}
     if not args.tiny:
         trainer |= {"device": "cuda", "dtype": "bfloat16", "recompute": "full" if args.layers > 8 else "none"}
@@ -195,6 +195,13 @@ def left_behind(folder: Path) -> list[str]:
     return out
 
 
+def bounds(args: argparse.Namespace) -> dict[str, list[float]]:
+    """What each checkpoint grants an engine's canary: the largest and the mean difference, in nats."""
+    found = sorted((args.folder / "data" / "checkpoints" / "run").glob("*/manifest.json"))
+    told = {one.parent.name: json.loads(one.read_bytes())["canary"] for one in found}
+    return {name: [canary["max_abs"], canary["mean_abs"]] for name, canary in told.items()}
+
+
 def gpu_memory() -> list[int]:
     """MiB in use on each GPU."""
     if not shutil.which("nvidia-smi"):
@@ -223,7 +230,7 @@ def main(args: argparse.Namespace) -> int:
     except Exception as error:
         say(args, "failed", error=f"{type(error).__name__}: {error}")
     finally:
-        say(args, "pushes", pushes=look(args, python, "pushes"), gpu_mib=gpu_memory())
+        say(args, "pushes", pushes=look(args, python, "pushes"), bounds=bounds(args), gpu_mib=gpu_memory())
         if code:
             say(args, "status", status=look(args, python, "status"), jobs=look(args, python, "jobs"))
         daemon.terminate()
@@ -251,6 +258,8 @@ if __name__ == "__main__":
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--answer", type=int, default=64, help="tokens")
+    parser.add_argument("--parameters", default="lora", help="what is trained: lora or full")
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--transfer", default="auto", help="engine.transfer")
     parser.add_argument("--in-flight", default="drain", help="engine.in_flight")
     parser.add_argument(

@@ -56,7 +56,7 @@ def rig(args: argparse.Namespace, folder: Path) -> Rig:
         from tests.gpu.push_tiny import TinyEngine
 
         trainer, port = Trainer(config, "cpu"), MemoryPort()
-        return Rig(trainer, TinyEngine(config), port, folder, tiny=True)
+        return Rig(trainer, TinyEngine(config), port, folder, {"buffers": 3, "buffer_bytes": 1 << 16}, tiny=True)
     from artd_workers.engines.direct.device import Cuda
     from tests.gpu.push_server import Server, model_folder
 
@@ -72,7 +72,7 @@ def rig(args: argparse.Namespace, folder: Path) -> Rig:
     except BaseException:
         server.stop()
         raise
-    return Rig(trainer, server, Cuda(0), folder)
+    return Rig(trainer, server, Cuda(0), folder, {"buffer_bytes": args.buffer_mib << 20} if args.buffer_mib else {})
 
 
 Items = Mapping[str, Callable[[Any, int], Any]]
@@ -116,17 +116,27 @@ def written(out: Path, line: Line) -> None:
         print(text, file=file)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", default=DEFAULT, help=f"names with commas between them ({DEFAULT})")
-    parser.add_argument("--layers", type=int, default=4)
+def options(items: str, share: float) -> argparse.ArgumentParser:
+    """What `rig` and `run` have to be told, but for `layers` and `gpus`. items, share: where nothing is said."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--items", default=items, help=f"names with commas between them ({items})")
     parser.add_argument("--family", choices=shape.FAMILIES, default="qwen3_moe")
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--share", type=float, default=0.4, help="of the engine's GPU for its weights and KV cache")
+    parser.add_argument("--share", type=float, default=share, help="of the engine's GPU for its weights and KV cache")
+    parser.add_argument(
+        "--buffer-mib", type=int, default=0, help="of each of the trainer's buffers; 0: as artd has them"
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--limit", type=int, default=lines.LIMIT, help="seconds after which it ends by itself")
+    return parser
+
+
+def main() -> int:
+    parser = options(DEFAULT, 0.4)
+    parser.description = (__doc__ or "").splitlines()[0]
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rounds", type=int, default=50)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     folder = Path(tempfile.mkdtemp(prefix="artd-push-"))

@@ -43,8 +43,7 @@ def opened(rig: Rig, _rounds: int) -> Iterator[Line]:
         "tensors": len(table.tensors), "gb": size / 1e9, "moe_backend": table.moe_backend, "table_s": asked,
         "obstacles": [list(msgspec.structs.astuple(o)) for o in table.obstacles][:6],
     }  # fmt: skip
-    buffers = {"buffers": 3, "buffer_bytes": 1 << 16} if rig.tiny else {}
-    yield {"what": "trainer", **rig.trainer.open(table, rig.port, rig.folder, **buffers)}
+    yield {"what": "trainer", **rig.trainer.open(table, rig.port, rig.folder, **rig.buffers)}
     yield {"what": "engine", **rig.open(rig.trainer.offer)}
     first = rig.prepare()
     yield {"what": "checksums", "first_s": first, "again_s": rig.prepare()}

@@ -25,12 +25,13 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class Rig:
-    """engine: `push_server.Server`, or what stands for it."""
+    """engine: `push_server.Server`, or what stands for it; buffers: the trainer's, where they are not as artd has them."""
 
     trainer: Trainer
     engine: Any
     port: Port
     folder: Path
+    buffers: dict[str, int] = field(default_factory=dict)
     tiny: bool = False
     number: int = 0
     prompts: list[list[int]] = field(default_factory=list)

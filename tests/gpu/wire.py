@@ -26,14 +26,10 @@ from tests.gpu.wire_rig import WireRig
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", default=",".join(wire_items.ITEMS), help="names with commas between them")
+    parser = push.options(",".join(wire_items.ITEMS), 0.47)
+    parser.description = (__doc__ or "").splitlines()[0]
     parser.add_argument("--layers", default="4,48")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--share", type=float, default=0.47, help="of the engine's GPU for its weights and KV cache")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--limit", type=int, default=lines.LIMIT, help="seconds after which it ends by itself")
     args = parser.parse_args()
     args.gpus = 2
     return args

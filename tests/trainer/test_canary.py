@@ -64,11 +64,28 @@ def test_bounds(toy_folders: dict[str, Path]) -> None:
     large = plan_for(toys.config("llama", num_hidden_layers=5))
     assert canary.bounds(toy, "float32") == (1e-5, 1e-5)
     assert canary.bounds(large, "float32") == (2e-4, 2e-4)
-    assert canary.bounds(toy, "bfloat16") == (2.0, 0.05)
+    assert canary.bounds(toy, "bfloat16") == canary.bounds(toy, "bfloat16", room=(0.2, 0.006)) == (2.0, 0.05)
+    assert canary.bounds(toy, "bfloat16", room=(4.1, 0.16)) == (4.1, 0.16)
+    assert canary.bounds(toy, "float32", room=(0.5, 0.02)) == (1e-5, 1e-5)
     sparse = plan_for(toys.config("qwen3_moe"))
     assert canary.bounds(sparse, "bfloat16") == (4.0, 0.2)
     assert canary.bounds(sparse, "float32", 1e-3) == (1e-5, 1e-5)
     assert canary.bounds(sparse, "float32", 1e-5) == (4.0, 0.2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_deep_model_may_be_as_far_off_as_bf16_makes_it(tmp_path: Path, family: str) -> None:
+    """It amplifies rounding: what a toy is granted would refuse the right weights, and wrong ones are refused still."""
+    folder = toys.make(tmp_path / "deep", family, seed=1, std=0.14, num_hidden_layers=24)
+    policy = rig.make_policy(folder)
+    before, probe = canary.score(policy, "float32"), canary.score(policy, "bfloat16")
+    assert canary.score(policy, "float32") == before and probe.logprobs == before.logprobs, "nothing is left of it"
+    merged = dict(merged_tensors(BaseWeights(folder), policy.lora.state(), policy.lora.scale, torch.bfloat16))
+    hf = rig.reference(folder, torch.bfloat16)
+    right = differences(hf, merged, probe)
+    assert canary.BF16_MEAN < right.mean() < probe.mean_abs * 0.6 and right.max() < probe.max_abs
+    one, other = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (11, 12))
+    assert differences(hf, merged | {one: merged[other], other: merged[one]}, probe).mean() > probe.mean_abs
 
 
 def test_two_experts_that_are_nearly_equal_widen_the_bounds(toy_folders: dict[str, Path]) -> None:

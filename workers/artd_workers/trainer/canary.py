@@ -18,16 +18,22 @@ from artd_schema.manifest import Canary
 from ..models.base import Plan
 from .layers import narrowest_choices
 from .model import Policy
+from .rounding import otherwise
 from .tree import hidden
 
 PROMPTS, TOKENS = 4, 32
 _SEED = 20_640
 FP32_TOY, FP32, BF16_MEAN, BF16_MAX = 1e-5, 2e-4, 0.05, 2.0
-"""Bounds in nats: fp32 models of at most `TOY_LAYERS` layers, other fp32 ones, the mean of bf16 engines; a single token may
-stray much further in bf16 where it is improbable."""
+"""Bounds in nats: fp32 models of at most `TOY_LAYERS` layers, other fp32 ones, the mean of bf16 engines, which is at least so
+much; a single token may stray much further in bf16 where it is improbable."""
 ROUTED_MEAN, ROUTED_MAX = 0.2, 4.0
 """The same where rounding may send a token to another expert. Seen in bf16 with random weights of std 0.08 to 0.3: means of
 0.02 to 0.11, single tokens up to 1.5."""
+COARSE, FINE = 3.0, 8.0
+"""How many times what `rounding.otherwise` makes of the canary a bf16 engine may be off; deep or sharp models amplify rounding.
+COARSE: of a trainer that rounds to bf16 itself, where one nudge lets all that follows round otherwise (36 layers of Qwen3-8B with
+random weights on an H200: it made a mean of 0.053, and vLLM was 0.044 to 0.058 off). FINE: of an fp32 trainer, where nothing but
+the nudges shows (Hugging Face's models in bf16 were 1.5 to 3.5 times as far off)."""
 TIE = 2.0
 """An fp32 engine may choose otherwise where two experts' logits are closer than this many times its bound."""
 TOY_LAYERS = 4
@@ -41,16 +47,20 @@ def prompts(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in chosen.tolist())
 
 
-def bounds(plan: Plan, engine_dtype: str, gap: float = math.inf) -> tuple[float, float]:
+def bounds(
+    plan: Plan, engine_dtype: str, gap: float = math.inf, room: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
     """(largest, mean) |difference| in nats that an engine of this dtype may show.
 
     gap: smallest distance of router logits that decided for an expert in the canary's tokens (inf: no routers).
+    room: (largest, mean) at least, where the engine or the trainer rounds coarsely.
     """
     routed = (ROUTED_MAX, ROUTED_MEAN)
     if engine_dtype != "float32":
-        return (BF16_MAX, BF16_MEAN) if plan.routes is None else routed
-    largest = FP32_TOY if plan.layers <= TOY_LAYERS else FP32
-    return (largest, largest) if gap > TIE * largest else routed
+        least = (BF16_MAX, BF16_MEAN) if plan.routes is None else routed
+        return max(least[0], room[0]), max(least[1], room[1])
+    exact = FP32_TOY if plan.layers <= TOY_LAYERS else FP32
+    return (exact, exact) if gap > TIE * exact else routed
 
 
 @dataclass(frozen=True)
@@ -76,14 +86,26 @@ def score(policy: Policy, engine_dtype: str, least: Callable[[float], float] = f
     """The canary of the policy as it is now. least: smallest of all ranks' values, where several make up the policy. Raises
     ArithmeticError when a score is not finite."""
     asked = row(policy.plan)
-    targets = asked.tokens[asked.rows + 1]
-    with torch.no_grad(), narrowest_choices(policy.model) as gaps:
-        heat = torch.ones(len(targets))
-        found = policy.score(asked.tokens, asked.positions, asked.seen, asked.rows, targets, heat).logprobs
+    with narrowest_choices(policy.model) as gaps:
+        found = _logprobs(policy, asked)
     if not torch.isfinite(found).all():
         raise ArithmeticError("the updated weights give logprobs that are not finite; lower the learning rate")
+    times = FINE
     if policy.model.config.params_dtype != torch.float32:
-        engine_dtype = "bfloat16"  # the trainer's own rounding is as coarse
-    largest, mean = bounds(policy.plan, engine_dtype, least(min(gaps, default=math.inf)))
+        engine_dtype, times = "bfloat16", COARSE  # the trainer's own rounding is as coarse
+    room = (0.0, 0.0)
+    if engine_dtype != "float32":
+        with otherwise(policy.model):
+            moved = times * (_logprobs(policy, asked) - found).abs()
+        room = (float(moved.max()), float(moved.mean()))
+    largest, mean = bounds(policy.plan, engine_dtype, least(min(gaps, default=math.inf)), room)
     ids, logprobs = (tuple(map(tuple, flat.view(PROMPTS, -1).tolist())) for flat in (asked.tokens, found))
     return Canary(prompts=ids, logprobs=logprobs, max_abs=largest, mean_abs=mean)
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, asked: Row) -> Tensor:
+    """Of the tokens after `asked.rows`, fp32 [n]."""
+    targets = asked.tokens[asked.rows + 1]
+    heat = torch.ones(len(targets))
+    return policy.score(asked.tokens, asked.positions, asked.seen, asked.rows, targets, heat).logprobs

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from .hashing import WeightError
 from .load import Checking, Update
-from .moe import incomplete
+from .reload import incomplete
 
 
 def make_checked(update: Update) -> type[NCCLWeightTransferEngine]:

@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from .hashing import Entry, WeightError
 from .load import Source, feed
-from .moe import forget_kernels, incomplete
-
-TIED_HEAD = "lm_head.weight"
+from .repack import forget_kernels, pack_tied_heads
 
 
 class Reload:
@@ -30,14 +30,14 @@ class Reload:
         self.bytes = 0
 
     def start(self) -> None:
-        self._expected = {name for name, _ in self._model.named_parameters()}
+        self._expected = {name for name, _ in self._model.named_parameters()}  # a tied head has its embedding's name
         forget_kernels(self._model)
         initialize_layerwise_reload(self._model)
 
     def load(self, table: list[Entry], source: Source) -> None:
         began = time.perf_counter()
         loaded = feed(self, self._model, table, source)
-        if missing := sorted(self._expected - loaded - {TIED_HEAD}):
+        if missing := sorted(self._expected - loaded):
             raise WeightError(f"{len(missing)} parameters of the model got no weights, the first is {missing[0]}")
         if partly := incomplete(self._model):
             raise WeightError(
@@ -47,3 +47,18 @@ class Reload:
 
     def finish(self) -> None:
         finalize_layerwise_reload(self._model, self._config)
+        pack_tied_heads(self._model)
+
+
+def incomplete(model: torch.nn.Module) -> list[str]:
+    """Layers of a reload under way that got some of their weights, but not all: vLLM would fill the rest with anything.
+
+    An embedding is left out: its rows are padded, so it never gets all.
+    """
+    found = []
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        partly = info.can_load() and 0 < (info.load_numel or 0) < (info.load_numel_total or 0)
+        if partly and not isinstance(module, VocabParallelEmbedding):
+            found.append(name)
+    return found
