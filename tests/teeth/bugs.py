@@ -236,4 +236,14 @@ BUGS = (
         "(5, count + count % 2)", "(5, count)",
         "tests/trainer/test_sum_kernels.py::test_every_table_has_the_alignment_that_its_kernels_were_compiled_for", torch=True,
     ),
+    Bug(
+        "every-model-rounds-alike", "workers/artd_workers/trainer/canary.py",
+        "granted = (0.0, 0.0) if engine_dtype == \"float32\" else room(", "granted = (0.0, 0.0) if True else room(",
+        "tests/trainer/test_canary.py::test_a_deep_model_may_be_as_far_off_as_bf16_makes_it", torch=True,
+    ),
+    Bug(
+        "a-tied-head-stays-packed", "workers/artd_workers/engines/vllm/reload.py",
+        "        pack_tied_heads(self._model)\n", "",
+        "tests/engine/test_moe_real.py::test_every_weight_goes_in_from_disk_and_live_time_and_again",
+    ),
 )  # fmt: skip

@@ -41,9 +41,9 @@ def main() -> None:
         placement.of = partial(_placed, layout["grouped"])
         jobs = Jobs(folder, name, together, **layout.get("spec", {}))
         report[name] = led(jobs) if rank == 0 else jobs.followed(7, 5 if rank == given["world"] - 1 else -1)
-        lost = jobs.merge_loss()
+        rounding = jobs.rounding()
         if rank == 0:
-            report[name] |= {"merge_loss": lost, "elements": jobs.elements()}
+            report[name] |= {"rounding": rounding, "elements": jobs.elements()}
         parallel_state.destroy_model_parallel()
     print(json.dumps(report), flush=True)
     dist.barrier()

@@ -82,13 +82,14 @@ class Jobs:
         self.trainer.committed(_ref(self.out / name, step), 1)
         return staged.metrics
 
-    def merge_loss(self) -> dict[str, float]:
-        """What merging an adapter in bf16 would lose, together."""
+    def rounding(self) -> dict[str, float]:
+        """What merging an adapter in bf16 would lose, together; `room`: what a bf16 engine's canary is granted, in the mean."""
         policy = self.trainer._policy
         assert policy is not None
-        if policy.lora is None:
-            return {}
-        return merge_loss.measure(policy, torch.bfloat16, canary.row(policy.plan))
+        asked = canary.row(policy.plan)
+        _largest, room = canary.room(policy, asked, canary.logprobs(policy, asked))
+        lost = {} if policy.lora is None else merge_loss.measure(policy, torch.bfloat16, asked)
+        return lost | {"room": room}
 
     def elements(self) -> int:
         """How many numbers this process's optimizer steps."""

@@ -87,24 +87,27 @@ def score(policy: Policy, engine_dtype: str, least: Callable[[float], float] = f
     ArithmeticError when a score is not finite."""
     asked = row(policy.plan)
     with narrowest_choices(policy.model) as gaps:
-        found = _logprobs(policy, asked)
+        found = logprobs(policy, asked)
     if not torch.isfinite(found).all():
         raise ArithmeticError("the updated weights give logprobs that are not finite; lower the learning rate")
-    times = FINE
     if policy.model.config.params_dtype != torch.float32:
-        engine_dtype, times = "bfloat16", COARSE  # the trainer's own rounding is as coarse
-    room = (0.0, 0.0)
-    if engine_dtype != "float32":
-        with otherwise(policy.model):
-            moved = times * (_logprobs(policy, asked) - found).abs()
-        room = (float(moved.max()), float(moved.mean()))
-    largest, mean = bounds(policy.plan, engine_dtype, least(min(gaps, default=math.inf)), room)
-    ids, logprobs = (tuple(map(tuple, flat.view(PROMPTS, -1).tolist())) for flat in (asked.tokens, found))
-    return Canary(prompts=ids, logprobs=logprobs, max_abs=largest, mean_abs=mean)
+        engine_dtype = "bfloat16"  # the trainer's own rounding is as coarse
+    granted = (0.0, 0.0) if engine_dtype == "float32" else room(policy, asked, found)
+    largest, mean = bounds(policy.plan, engine_dtype, least(min(gaps, default=math.inf)), granted)
+    ids, scores = (tuple(map(tuple, flat.view(PROMPTS, -1).tolist())) for flat in (asked.tokens, found))
+    return Canary(prompts=ids, logprobs=scores, max_abs=largest, mean_abs=mean)
+
+
+def room(policy: Policy, asked: Row, found: Tensor) -> tuple[float, float]:
+    """(largest, mean) difference in nats that rounding to bf16 explains. found: `logprobs` without it."""
+    with otherwise(policy.model):
+        moved = (logprobs(policy, asked) - found).abs()
+    times = FINE if policy.model.config.params_dtype == torch.float32 else COARSE
+    return times * float(moved.max()), times * float(moved.mean())
 
 
 @torch.no_grad()
-def _logprobs(policy: Policy, asked: Row) -> Tensor:
+def logprobs(policy: Policy, asked: Row) -> Tensor:
     """Of the tokens after `asked.rows`, fp32 [n]."""
     targets = asked.tokens[asked.rows + 1]
     heat = torch.ones(len(targets))
