@@ -1,5 +1,6 @@
-"""Every script here still runs: on a CPU, with `--tiny`, as the README says it does; a GPU is lent too seldom to find that out on it.
+"""The scripts here still run: on a CPU, with `--tiny`, as the README says they do; a GPU is lent too seldom to find that out on it.
 
+Elsewhere: sharded (tests/trainer/test_sharded_megatron.py); what conformance runs (tests/conformance/test_real.py); parallel takes too long.
 In the interpreters that they get on a GPU machine: vLLM's for the engine's side, the trainer's with what its tests need.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from artd.runtimes import registry
+from artd.runtimes import lockfile, registry
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
@@ -25,13 +26,8 @@ ENGINE = [
     "wire --rounds 2",
     "stock --items yardstick,watchdog",
 ]
-TRAINER = ["trainer", "full", "merge_loss", "ranks", "killed"]  # sharded: tests/trainer/test_sharded_megatron.py
+TRAINER = ["trainer", "full", "merge_loss", "ranks", "killed", "kernels"]
 LOOP = ["--family llama", "--family qwen3_tied --parameters full --lr 1e-3"]
-
-
-def overlay(what: str) -> str:
-    asked = [sys.executable, "-m", "artd.runtimes.overlay", what]
-    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def lines(words: str, out: Path, python: str, path: list[str]) -> list[dict[str, object]]:
@@ -52,7 +48,8 @@ def test_beside_vllm(words: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", TRAINER)
 def test_beside_megatron(words: str, tmp_path: Path) -> None:
-    found = lines(words, tmp_path, overlay("python"), overlay("path").split(os.pathsep))
+    overlay = registry.find(lockfile.OVERLAY)
+    found = lines(words, tmp_path, str(overlay.python), overlay.site_paths)
     assert found and not [line for line in found if "failed" in line]
 
 

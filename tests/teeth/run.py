@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from artd.runtimes import lockfile, registry
 from tests.teeth.bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
@@ -114,11 +115,8 @@ def interpreter(bug: Bug) -> tuple[str, list[str]]:
     """(python, further PYTHONPATH): the trainer's tests need its runtime and the test overlay."""
     if not bug.torch:
         return sys.executable, []
-    told = [
-        subprocess.run([sys.executable, "-m", "artd.runtimes.overlay", what], cwd=ROOT, capture_output=True, text=True, check=True)
-        for what in ("python", "path")
-    ]  # fmt: skip
-    return told[0].stdout.strip(), [told[1].stdout.strip()]
+    overlay = registry.find(lockfile.OVERLAY)
+    return str(overlay.python), overlay.site_paths
 
 
 if __name__ == "__main__":
