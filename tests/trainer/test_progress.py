@@ -53,9 +53,9 @@ def test_every_phase_and_file_of_a_job_is_marked(tmp_path: Path, toy_folders: di
     parent: w.CheckpointRef | None = None
     for step, phases in enumerate(
         (
-            "build canary merge stage",
-            "read_batch train canary merge stage",
-            "restore read_batch train canary merge stage",
+            "build initialise canary collect merge stage",
+            "read_batch train canary collect merge stage",
+            "restore read_batch train canary collect merge stage",
         )
     ):
         order, marks = desk.order(step, parent), Marks()

@@ -154,8 +154,10 @@ class Trainer:
             if batch is not None and (lost := merge_loss.metrics(policy, self.spec)):
                 metrics |= lost
                 seconds["merge_loss"] = time.perf_counter() - started - seconds["canary"]
+            started = time.perf_counter()
             self._trained.collect()
             moments = self._optimizer.state()
+            seconds["collect"] = time.perf_counter() - started
         started = time.perf_counter()
         snapshot = self._serving.stage()
         seconds["merge"] = time.perf_counter() - started
@@ -202,12 +204,14 @@ class Trainer:
         return self._policy
 
     def _begin(self, job: Run, seconds: dict[str, float]) -> State:
-        return self._start() if job.parent is None else self._restore(job.parent, seconds)
+        return self._start(seconds) if job.parent is None else self._restore(job.parent, seconds)
 
-    def _start(self) -> State:
+    def _start(self, seconds: dict[str, float]) -> State:
+        started = time.perf_counter()
         self._trained.initialise(self.spec.seed)
         self._optimizer = Optimizer.make(self._trained.parameters, self.spec.optimizer)
         torch.manual_seed(self.spec.seed)
+        seconds["initialise"] = time.perf_counter() - started
         return checkpoint.with_rng(State(step=0), self._cuda)
 
     def _restore(self, parent: CheckpointRef, seconds: dict[str, float]) -> State:
