@@ -56,7 +56,7 @@ class Dispatch:
 
     def __init__(
         self, store: Store, wire: WorkerWire, data: DataDir, instance: str,
-        lacks: Callable[[int], str] = lambda needed: "",
+        lacks: Callable[[int], str],
     ) -> None:  # fmt: skip
         self._lacks = lacks
         self._store = store
@@ -243,7 +243,7 @@ class Dispatch:
         except OSError as error:
             if not fs.is_full(error):
                 raise
-            await self._end(message.job, message.fence, "interrupted", f"its result cannot be kept: {error}")
+            await self._end(message.job, message.fence, "full", f"its result cannot be kept: {error}")
             await self._drop(relative)
             return w.Fenced(job=message.job, fence=message.fence)
         return w.Committed(job=message.job, fence=message.fence, checkpoint=reference)

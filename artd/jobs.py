@@ -17,7 +17,7 @@ DISCARDED = "its batch was discarded (artctl discard {})"
 def end_attempt(c: sqlite3.Connection, now: int, job: sqlite3.Row, failure: str, error: str, evidence: str = "") -> str:
     """Take a running job out of `running` after `failure` (see core.decide.after_failure). evidence: the end of the
     worker's log, or the failure's stack. Returns its new state."""
-    outcome = "interrupted" if failure == "killed" else failure
+    outcome = "interrupted" if failure in ("killed", "full") else failure
     c.execute(
         "UPDATE attempt SET ended = ?, outcome = ?, error = ?, evidence = ? WHERE job_id = ? AND fence = ?",
         (now, "cancelled" if job["cancel"] else outcome, error, evidence, job["id"], job["fence"]),

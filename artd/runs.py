@@ -18,7 +18,7 @@ from artd_schema import client_api as api
 from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
 from artd_schema.families import SEEDED
-from artd_schema.spec import RunSpec, first_difference, in_flight_error, layout_error
+from artd_schema.spec import MAX_SERVED_RANK, RunSpec, first_difference, in_flight_error, layout_error
 
 from .base_model import BaseModel, pin
 from .core.decide import RunView, is_stalled
@@ -130,6 +130,11 @@ def _check_spec(spec: RunSpec) -> None:
         raise Invalid(
             "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",
             field="spec.rollout_weights_mode",
+        )
+    if spec.rollout_weights_mode == "lora" and spec.lora.rank > MAX_SERVED_RANK:
+        raise Invalid(
+            f"an engine serves adapters of rank {MAX_SERVED_RANK} at most: use a lower one, or rollout_weights_mode='merged'",
+            field="spec.lora.rank",
         )
     if error := layout_error(spec):
         raise Invalid(error, field="spec.trainer")

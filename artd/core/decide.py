@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 MAX_ATTEMPTS = 5
 MAX_DEATHS = 2
+FULL_MS = 30_000
+"""Until a job whose result found no space is tried again: what it had staged is gone by then, and looks like space."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,15 @@ class Ending:
 
 
 def after_failure(failure: str, attempts: int, deaths: int) -> Ending:
-    """failure: transient, permanent, rejected (the daemon refused its result), interrupted, died (nobody ordered it) or
-    killed (ordered, but for want of progress: that is transient).
+    """failure: transient, permanent, rejected (the daemon refused its result), interrupted, full (no space for its
+    result), died (nobody ordered it) or killed (ordered, but for want of progress: that is transient).
 
     permanent, rejected, the second death or the fifth attempt quarantine the job and pause the run; an interruption
-    costs nothing. Back-off 2^n s up to 300 s; a death has none: the supervisor already waits before it starts another
+    or a full disk costs nothing. Back-off 2^n s up to 300 s; a death has none: the supervisor already waits before it starts another
     process.
     """
-    if failure in ("interrupted", "killed"):
-        return Ending("queued", attempts, deaths, 0, False)
+    if failure in ("interrupted", "killed", "full"):
+        return Ending("queued", attempts, deaths, FULL_MS if failure == "full" else 0, False)
     attempts += 1
     deaths += failure == "died"
     if failure in ("permanent", "rejected") or deaths >= MAX_DEATHS or attempts >= MAX_ATTEMPTS:

@@ -51,9 +51,7 @@ class Packer:
     """One batch at a time, in an exec'ed child, so that packing never holds the event loop. lacks(bytes): why there is no
     room to write so much; "" when there is."""
 
-    def __init__(
-        self, store: Store, blobs: Blobs, data: DataDir, lacks: Callable[[int], str] = lambda needed: ""
-    ) -> None:
+    def __init__(self, store: Store, blobs: Blobs, data: DataDir, lacks: Callable[[int], str]) -> None:
         self._lacks = lacks
         self._store = store
         self._blobs = blobs

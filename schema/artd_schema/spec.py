@@ -15,6 +15,8 @@ from .codec import prepare
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Mode = Literal["merged", "lora"]
+MAX_SERVED_RANK = 512
+"""Of an adapter that vLLM can add to its activations (0.25 to 0.32: the largest of `--max-lora-rank`)."""
 Parameters = Literal["lora", "full"]
 InFlight = Literal["drain", "keep", "recompute"]
 

@@ -14,7 +14,8 @@ from .spec import Mode, RunSpec
 from .trajectory import RouteShape, Sampling, Split
 
 WorkerKind = Literal["trainer", "engine", "gateway"]
-FailureClass = Literal["transient", "permanent", "interrupted"]
+FailureClass = Literal["transient", "permanent", "interrupted", "full"]
+"""full: there was no space for the result."""
 Transfer = Literal["gloo", "stock", "direct", "nccl"]
 """How a live push's weights travel. gloo: broadcast tensor by tensor between CPUs; stock: the engine's own transfer calls over
 NCCL; direct: the engine pulls the trainer's memory; nccl: the same plan, sent over NCCL (docs/weights.md)."""

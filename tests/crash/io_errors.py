@@ -38,7 +38,7 @@ from artd_schema import worker as w
 from artd_schema.trajectory import Sampling
 from tests.fakes.rows import FakeWire, add_run, add_worker, body, make_ingest, turn
 from tests.fakes.staging import stage
-from tests.fakes.steps import make_dispatch, make_pusher
+from tests.fakes.steps import make_dispatch, make_pusher, room
 
 INLINE = 2000
 STUCK_S = 0.25
@@ -144,7 +144,7 @@ class Desk(FakeWire):
             with self.failing.during(worker=True):
                 sha = stage(Path(order.dir), order)
         except OSError as error:  # as artd_workers.trainer.worker classifies
-            kind = "interrupted" if fs.is_full(error) else "transient"
+            kind = "full" if fs.is_full(error) else "transient"
             await dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure=kind, error=str(error)))
             return
         await dispatch.staged(w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha))
@@ -175,7 +175,7 @@ class Daemon:
             for task in (
                 dispatch.run,
                 pusher.run,
-                service.Packer(made, blobs, data).run,
+                service.Packer(made, blobs, data, room).run,
                 retain.Retain(made, data).run,
             ):
                 group.start_soon(task)

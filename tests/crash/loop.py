@@ -24,7 +24,7 @@ from artd_schema.codec import digest
 from artd_schema.crashpoint import POINTS
 from tests.daemon.rig import ROOT, SPEC, VOCAB, Rig
 from tests.soak import evidence, history
-from tests.soak.journal import Acked, Journal, read
+from tests.soak.journal import Acked, Journal, Replied, read
 from tests.soak.load import Load
 
 BOOT = frozenset({
@@ -70,6 +70,8 @@ class Loop:
                     self._collector.look()
                     await self._raise(again)
                     assert not (left and drive.done()), f"{left}: never reached in {STEPS} steps"
+                    if asking.done():
+                        await asking  # what it was answered is not what a client may be answered
                     await asyncio.sleep(0.01)
                 await drive
         except TimeoutError:
@@ -229,6 +231,7 @@ class Loop:
         """Everything that must hold, from inside the database and from outside of it."""
         found = history.judge(self._collector.evidence([self._journal.path, self._others], self.rig.script))
         assert not found, found
+        assert any(isinstance(line, Replied) for line in read(self._journal.path)), "nobody was answered"
         self.rig.check(3 * self._step + FLOOD * self._floods)
         assert self.rig.one("SELECT step FROM run") == self._step
 

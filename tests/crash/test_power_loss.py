@@ -20,7 +20,7 @@ from tests.fixtures.schema.next import NOW, released
 
 from .history import migration, schema_of, violations
 from .powerloss import NOTHING, SURVIVALS, Survival
-from .recording import KEEP, NEWER, RESERVE_MIB, Recording, record, reserved
+from .recording import KEEP, NEWER, RESERVE_MIB, Recording, Told, record, reserved
 from .shim import SKIPPED, Op, Record
 
 pytestmark = pytest.mark.timeout(300)
@@ -214,9 +214,9 @@ def machine_starts_again(image: Path, made: Rig) -> None:
         marker.write_bytes(marker.read_bytes().replace(boot_id().encode(), b"an earlier one"))
 
 
-async def goes_on(image: Path, made: Rig, fresh: Rig, newer: bool) -> None:
-    """The daemon starts on a crash image, makes good what the crash left, and finishes the next step. newer: that of the next
-    release."""
+async def goes_on(image: Path, made: Rig, fresh: Rig, newer: bool, told: list[Told]) -> None:
+    """The daemon starts on a crash image, makes good what the crash left, and finishes the next step; what was told before the
+    crash is still so. newer: that of the next release."""
     machine_starts_again(image, made)
     fresh.data, fresh.model = image / "data", made.model
     fresh.script.write(http=1)
@@ -229,7 +229,7 @@ async def goes_on(image: Path, made: Rig, fresh: Rig, newer: bool) -> None:
                 await fill(run, 100 + step)
             assert (await run.wait(step, timeout=90)).step == step
         fresh.stop()
-    assert not list(violations(image, []))
+    assert not list(violations(image, told))
 
 
 def boots(recording: Recording, count: int, seed: int) -> list[Cut]:
@@ -245,7 +245,8 @@ async def assert_boots(recording: tuple[Recording, Rig], chosen: list[Cut]) -> N
         with rig() as fresh:
             reserved(fresh)
             for _, image in images(found, [cut], fresh.root, everything):
-                await goes_on(image, made, fresh, cut.at > found.newer)
+                told = [promise for promise in found.told if promise.sequence <= cut.at]
+                await goes_on(image, made, fresh, cut.at > found.newer, told)
 
 
 @pytest.mark.asyncio

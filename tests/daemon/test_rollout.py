@@ -52,6 +52,19 @@ async def test_what_the_ledger_took_survives_a_kill(rig: Rig):
     rig.check(1)
 
 
+async def test_an_openai_client_goes_on_over_a_restart_at_the_same_address(rig: Rig):
+    rig.script.write(http=1)
+    rig.start()
+    async with rig.run(rollout_weights_mode="lora") as (_, run):
+        await run.wait(0, timeout=60)
+        openai, address = run.openai(max_retries=8), run.base_url
+        await ask(openai, run)
+        rig.restart()
+        assert (await ask(openai, run)).choices
+        await run.refresh()
+        assert run.base_url == address
+
+
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB, "num_hidden_layers": 3, "mlp_only_layers": [1],
     "num_experts": 8, "num_experts_per_tok": 2,

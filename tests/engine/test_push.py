@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 
 from artd_workers.engines.base import Deadline
 from artd_workers.engines.push import PushError
+from tests.awake import SOON_S
 from tests.engine.conftest import Bench
 
 
@@ -48,6 +52,47 @@ def test_a_step_that_is_loaded_already_stays_as_it_is(bench: Bench) -> None:
         live = pusher.run(bench.push(4))
         assert "verify" in live.seconds and pusher.tidy(Deadline(5.0)) == []
     assert [route for route in bench.routes() if "lora" in route] == ["/v1/load_lora_adapter"]
+
+
+def test_a_step_that_is_pushed_again_while_it_is_unloaded_is_there_in_the_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.mode = "lora"
+    with bench.serve() as pusher:
+        pusher.run(bench.push(4))
+        pusher.unload("toy@4")
+        again, in_flight = threading.Thread(target=pusher.run, args=(bench.push(4),)), pusher._adapter.in_flight
+
+        def asked(name: str, deadline: Deadline) -> int:
+            found = in_flight(name, deadline)
+            again.start()
+            again.join(0.3)
+            return found
+
+        monkeypatch.setattr(pusher._adapter, "in_flight", asked)
+        pusher.tidy(Deadline(5.0))
+        again.join(SOON_S)
+        assert not again.is_alive()
+    assert [route for route in bench.routes() if "lora" in route][-1] == "/v1/load_lora_adapter"
+
+
+def test_the_harness_does_not_wait_for_an_adapter_that_is_loaded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.mode = "lora"
+    tidied: list[list[str]] = []
+    with bench.serve() as pusher:
+        pusher.run(bench.push(4))
+        pusher.unload("toy@4")
+        load = pusher._adapter.load_adapter
+
+        def loaded(name: str, folder: Path, deadline: Deadline) -> None:
+            beside = threading.Thread(target=lambda: tidied.append(pusher.tidy(Deadline(5.0))), daemon=True)
+            beside.start()
+            beside.join(SOON_S)
+            load(name, folder, deadline)
+
+        monkeypatch.setattr(pusher._adapter, "load_adapter", loaded)
+        pusher.run(bench.push(5))
+    assert tidied == [[]]
 
 
 def test_a_step_of_another_lineage_replaces_its_namesake(bench: Bench) -> None:

@@ -23,8 +23,13 @@ from .rows import FakeWire, add_run, add_worker, data_dir, make_ingest, stage, s
 INSTANCE = "i" * 32
 
 
+def room(needed: int) -> str:
+    """A disk that lacks nothing."""
+    return ""
+
+
 def make_dispatch(store: Store, data: DataDir, wire: Any = None) -> Dispatch:
-    return Dispatch(store, wire or FakeWire(trainer=1), data, INSTANCE)
+    return Dispatch(store, wire or FakeWire(trainer=1), data, INSTANCE, room)
 
 
 def make_pusher(store: Store, data: DataDir, wire: Any = None, kills: list[tuple[str, str]] | None = None) -> Pusher:
@@ -74,7 +79,7 @@ async def pack_here(request: child.PackRequest) -> child.PackResult:
 
 async def pack(store: Store, data: DataDir, by: Callable[[child.PackRequest], Awaitable[Any]] = pack_here) -> bool:
     """Pack what is due. by: who packs it; `service.run_child` is the real child. Whether there was something."""
-    packer = service.Packer(store, Blobs(data.blobs), data)
+    packer = service.Packer(store, Blobs(data.blobs), data, room)
     request, groups = await store.write(packer._due)
     with mock.patch.object(service, "run_child", by):
         return request is not None and await packer._pack(request, groups)

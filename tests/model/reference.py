@@ -146,13 +146,13 @@ class Reference:
         return True
 
     def fail(self, job: Job, how: str) -> None:
-        """how: transient, permanent, interrupted, died, killed."""
+        """how: transient, permanent, interrupted, full, died, killed."""
         if job.doomed:
             self._abandon(job, job.doomed)
             return
         job.state = "queued"
-        if how in ("interrupted", "killed"):
-            job.not_before = self.now
+        if how in ("interrupted", "killed", "full"):
+            job.not_before = self.now + 30_000 * (how == "full")
             return
         job.attempts += 1
         job.deaths += how == "died"

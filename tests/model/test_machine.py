@@ -26,7 +26,7 @@ from .machine import Machine
 
 GROUPS = ("a", "b", "c", "d", "e", "f", "g", "h")
 HOLDS = ("held", "late", "gateway dies", "engine dies", "daemon dies")
-FAILURES = ("transient", "permanent", "interrupted")
+FAILURES = ("transient", "permanent", "interrupted", "full")
 
 
 class Rules(Machine):

@@ -111,7 +111,7 @@ class Trainer(Worker):
 
     async def _result(self, order: w.Run, config: w.TrainerConfig, trained: tuple[int, ...]) -> w.Staged | w.Failed:
         world, folder = self.world, Path(order.dir)
-        for failure in ("transient", "interrupted", "permanent"):
+        for failure in ("transient", "interrupted", "full", "permanent"):
             if world.unlucky(failure):
                 return w.Failed(job=order.job, fence=order.fence, failure=failure, error=f"told to: {failure}")
         if (order.job, order.fence) in self._cancelled:

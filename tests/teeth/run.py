@@ -1,6 +1,7 @@
 """`python -m tests.teeth.run [NAME ...] [--json]`: plants bugs one by one and asks the tests that guard against them.
 
-Each bug is a change of one place in a copy of the tree; the named test must be green without it and red with it. Owner of:
+Each bug is a change of one place in a copy of the tree; the named test must be green without it, and red with it for the reason that the
+bug names. Owner of:
 the copy, a temporary folder. Invariants: the checkout itself is never changed; a place that is not found exactly once is an
 error, so that a bug cannot stop being planted unnoticed. Exit status: 0 when every bug was caught.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,13 +31,17 @@ RUN = "import os, sys, pytest; sys.argv[0] = 'pytest'; code = pytest.main(sys.ar
 """pytest that does not wait for the threads which a red test left behind."""
 
 
+Verdict = Literal["caught", "missed", "otherwise", "unusable"]
+
+
 @dataclass(frozen=True)
 class Result:
-    """verdict: caught; missed (the test stayed green); or unusable (the test is red without the bug, or did not run)."""
+    """verdict: caught; missed (the test stayed green); otherwise (red, and not for the reason that the bug names); or unusable (the
+    test is red without the bug, or did not run)."""
 
     bug: str
     test: str
-    verdict: Literal["caught", "missed", "unusable"]
+    verdict: Verdict
     seconds: float
 
 
@@ -61,12 +67,14 @@ def tried(bug: Bug, folder: Path) -> Result:
     """Ask the bug's test without it, then with it."""
     started, tree = time.monotonic(), folder / bug.name
     copy(tree)
-    clean = ask(tree, bug)
-    if clean == 0:
+    verdict: Verdict = "unusable"
+    if ask(tree, bug)[0] == 0:
         plant(tree, bug)
-        verdict: Literal["caught", "missed", "unusable"] = "caught" if ask(tree, bug) == 1 else "missed"
-    else:
-        verdict = "unusable"
+        status, said = ask(tree, bug)
+        why = errors(said)
+        verdict = "missed" if status != 1 else "caught" if re.search(bug.says, why) else "otherwise"
+        if verdict == "otherwise":
+            print(why, file=sys.stderr)
     shutil.rmtree(tree)
     result = Result(bug.name, bug.test, verdict, round(time.monotonic() - started, 1))
     print(f"{verdict:<9} {bug.name:<28} {result.seconds:>6.1f} s  {bug.test}", file=sys.stderr, flush=True)
@@ -93,8 +101,8 @@ def plant(tree: Path, bug: Bug) -> None:
     path.write_text(text.replace(bug.good, bug.bad))
 
 
-def ask(tree: Path, bug: Bug) -> int:
-    """Exit status of pytest: 0 green, 1 red, anything else is no answer."""
+def ask(tree: Path, bug: Bug) -> tuple[int, str]:
+    """pytest's exit status, 0 green, 1 red, anything else no answer; and what it printed."""
     python, path = interpreter(bug)
     env = os.environ | {
         "PYTHONPATH": ":".join([*(str(tree / name) for name in ("", "schema", "client", "workers")), *path])
@@ -105,10 +113,15 @@ def ask(tree: Path, bug: Bug) -> int:
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         print(f"{bug.test} did not end within {LIMIT_S} s", file=sys.stderr)
-        return -1
+        return -1, ""
     if done.returncode not in (0, 1):
         print(done.stdout[-2000:] + done.stderr[-2000:], file=sys.stderr)
-    return done.returncode
+    return done.returncode, done.stdout
+
+
+def errors(said: str) -> str:
+    """The lines of a red test in which pytest says why."""
+    return "\n".join(line for line in said.splitlines() if line.startswith(("E  ", "FAILED", "ERROR")))
 
 
 def interpreter(bug: Bug) -> tuple[str, list[str]]:

@@ -23,8 +23,8 @@ def real_out_of_memory() -> Exception:
 
 
 CASES = [
-    (OSError(errno.ENOSPC, "No space left on device", "f"), "interrupted", "disk full"),
-    (OSError(errno.EDQUOT, "Disk quota exceeded"), "interrupted", "disk full"),
+    (OSError(errno.ENOSPC, "No space left on device", "f"), "full", "disk full"),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), "full", "disk full"),
     (OSError(errno.EIO, "I/O error"), "transient", "I/O error"),
     (MemoryError(), "transient", "out of memory"),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "transient", "RuntimeError"),

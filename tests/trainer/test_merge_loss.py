@@ -163,12 +163,17 @@ def test_which_jobs_have_them(toy_folders: dict[str, Path], tmp_path: Path) -> N
     ]
     assert manifests[0].metrics == {}
     found = {name: value for name, value in manifests[1].metrics.items() if name.startswith("merge_")}
-    assert found == merge_loss.metrics(jobs.trainer._load_policy({}), jobs.spec) and len(found) == 3
+    policy, base = jobs.trainer._load_policy({}), jobs.trainer._trained.base
+    assert found == merge_loss.metrics(policy, base, jobs.spec) and len(found) == 3
     assert 0 < found["merge_changed"] < 1 and 0 < found["merge_served"] < 1.5 and found["merge_kl"] > 0
-    policy = jobs.trainer._load_policy({})
     others = [
         RunSpec(model="/m"),
         RunSpec(model="/m", engine=bf16, rollout_weights_mode="lora"),
         RunSpec(model="/m", engine=bf16, parameters="full"),
     ]
-    assert all(merge_loss.metrics(policy, spec) == {} for spec in others)
+    assert all(merge_loss.metrics(policy, base, spec) == {} for spec in others)
+    stored = {
+        "model.norm.weight": torch.ones(2, dtype=torch.float16)
+    }  # not what the model holds, so not what is served
+    policy.model.config.params_dtype = BF16
+    assert merge_loss.metrics(policy, stored, jobs.spec) == {}

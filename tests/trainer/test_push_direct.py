@@ -29,7 +29,7 @@ from artd_workers.trainer import placement, serving, trainer
 from artd_workers.trainer.direct.frozen import Frozen
 from artd_workers.trainer.direct.holdings import Holdings
 from artd_workers.trainer.direct.source import Source
-from artd_workers.trainer.merge import BaseWeights, Stored, merged_tensors
+from artd_workers.trainer.merge import BaseWeights, Stored, merged_tensors, rounded
 from artd_workers.trainer.placement import Placement
 from artd_workers.trainer.worker import TrainerWorker
 from tests import toys
@@ -337,9 +337,9 @@ def test_what_cannot_be_planned_is_refused_by_name(
 def test_a_base_that_was_rounded_is_served_from_copies(toy_folders: dict[str, Path]) -> None:
     base = BaseWeights(toy_folders["qwen3"])
     assert base.dtypes() == {torch.float32}
-    assert "stored in torch.float32" in serving.rounded(base, {torch.bfloat16})
-    assert not serving.rounded(base, {torch.float32})
-    assert not serving.rounded({"a": torch.ones(1, dtype=torch.bfloat16)}, {torch.bfloat16, torch.float32})
+    assert "stored in torch.float32" in rounded(base, {torch.bfloat16})
+    assert not rounded(base, {torch.float32})
+    assert not rounded({"a": torch.ones(1, dtype=torch.bfloat16)}, {torch.bfloat16, torch.float32})
 
 
 def test_a_trainer_that_rounds_its_base_offers_no_direct_push(toy_folders: dict[str, Path]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import artd_client
 from artd_client import Client, SyncClient, turn
 from artd_schema import client_api as api
+from tests.awake import until
 from tests.unit.fake_daemon import usual
 
 ONE = turn([1, 2], [3], [-0.5])
@@ -25,9 +26,11 @@ async def test_a_cancelled_submit_is_repeated_under_its_key(daemon):
     async with Client(daemon.data) as art:
         run = await art.run("r")
         daemon.handle = deaf
-        with anyio.move_on_after(0.1) as scope:
-            await run.submit("g", 1.0, turns=[ONE])
-        assert scope.cancelled_caught and not art._connection._calls
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: run.submit("g", 1.0, turns=[ONE]))
+            await until(lambda: daemon.ops(api.Submit))
+            group.cancel_scope.cancel()
+        assert group.cancel_scope.cancelled_caught and not art._connection._calls
         daemon.handle = usual
         await run.submit("g", 1.0, turns=[ONE])
         await run.submit("g", 1.0, turns=[ONE])
@@ -46,13 +49,15 @@ async def test_a_client_in_a_cancelled_scope_is_closed_whole(daemon):
             await run.submit("g", 1.0, turns=[ONE])
         other.append(caught.value)
 
-    with anyio.move_on_after(0.2) as scope:
+    with anyio.CancelScope() as scope:
         async with art:
             connection = art._connection
             run = await art.run("r")
             made = run.openai()
             daemon.handle = deaf
             task = asyncio.create_task(waits(run))
+            await until(lambda: daemon.ops(api.Submit))
+            scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught
     await asyncio.wait_for(task, 5)

@@ -82,6 +82,10 @@ def test_an_ordered_end_costs_nothing(failure):
     assert after_failure(failure, 3, 1) == Ending("queued", 3, 1, 0, False)
 
 
+def test_a_job_that_fills_the_disk_waits_and_costs_nothing():
+    assert after_failure("full", 3, 1) == Ending("queued", 3, 1, 30_000, False)
+
+
 def test_transient_failures_back_off_and_end_in_quarantine():
     delays = []
     attempts = 0

@@ -14,14 +14,16 @@ import pytest
 
 from artd.disk import RESERVE, Disk, give_up
 from artd.errors import Busy
+from artd.packing import service
 from artd.store import store as store_module
 from artd.store import writer as writer_module
+from artd.store.blobs import Blobs
 from artd.store.fs import is_full
 from artd.store.store import set_meta
 from artd_schema import worker as w
-from tests.awake import SOON_S
+from tests.awake import SOON_S, until
 from tests.fakes.rows import FakeClock, FakeWire, add_run, count, data_dir, make_ingest, one, open_store, stage, submit
-from tests.fakes.steps import claim, commit_next, make_dispatch, pack, staged
+from tests.fakes.steps import claim, commit_next, make_dispatch, pack, pack_here, staged
 
 pytestmark = pytest.mark.asyncio
 MIB = 1 << 20
@@ -146,6 +148,32 @@ async def test_a_train_job_waits_for_room_for_two_checkpoints(tmp_path: Path, mo
         assert await one(store, "SELECT value FROM meta WHERE key = 'waiting'") == ""
 
 
+async def test_nothing_is_packed_while_there_is_no_room(tmp_path: Path, monkeypatch) -> None:
+    space = Space(monkeypatch, 9)
+    monkeypatch.setattr(service, "RETRY_S", 0.01)
+    monkeypatch.setattr(service, "run_child", pack_here)
+    async with open_store(tmp_path, space.clock) as store:
+        data = data_dir(tmp_path)
+        await add_run(store)
+        await commit_next(store, data)
+        ingest = make_ingest(store, data)
+        for number in range(2):
+            await submit(ingest, group="g", key=str(number), reward=float(number))
+        asked: list[str] = []
+        disk = Disk(tmp_path, 10 * MIB, space.clock)
+
+        def lacks(needed: int) -> str:
+            asked.append(disk.lacks(needed))
+            return asked[-1]
+
+        packing = asyncio.create_task(service.Packer(store, Blobs(data.blobs), data, lacks).run())
+        await until(lambda: len(asked) >= 3)
+        assert all(asked) and await count(store, "batch") == 0
+        space.now(20)
+        await until(lambda: count(store, "batch"))
+        packing.cancel()
+
+
 async def test_a_result_that_the_disk_cannot_keep_is_interrupted_and_never_counted(tmp_path: Path, monkeypatch) -> None:
     async with open_store(tmp_path) as store:
         data, wire = data_dir(tmp_path), FakeWire(trainer=1)
@@ -161,6 +189,8 @@ async def test_a_result_that_the_disk_cannot_keep_is_interrupted_and_never_count
         assert wire.of(w.Fenced) and not Path(order.dir).exists()
         row = (await store.read("SELECT state, attempts, deaths FROM job WHERE id = ?", (order.job,)))[0]
         assert tuple(row) == ("queued", 0, 0)
+        with pytest.raises(AssertionError, match="no job is due"):  # what it had staged is gone, and looks like space
+            await claim(store, data, dispatch)
         assert await one(store, "SELECT outcome FROM attempt WHERE job_id = ?", order.job) == "interrupted"
 
 

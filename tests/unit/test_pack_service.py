@@ -32,7 +32,7 @@ from tests.fakes.rows import (
     submit,
     turn,
 )
-from tests.fakes.steps import claim, commit_next
+from tests.fakes.steps import claim, commit_next, room
 from tests.fakes.steps import pack as pack_by
 
 pytestmark = pytest.mark.asyncio
@@ -42,7 +42,7 @@ async def make(store, tmp_path, **changes):
     data = data_dir(tmp_path)
     await add_run(store, **changes)
     await commit_next(store, data)
-    return data, make_ingest(store, data), Packer(store, Blobs(data.blobs), data)
+    return data, make_ingest(store, data), Packer(store, Blobs(data.blobs), data, room)
 
 
 async def pack(store, data):

@@ -28,7 +28,7 @@ from tests.fakes.rows import (
     submit,
     turn,
 )
-from tests.fakes.steps import claim, commit_next, make_pusher, pack, serve, train_next
+from tests.fakes.steps import claim, commit_next, make_pusher, pack, room, serve, train_next
 
 pytestmark = pytest.mark.asyncio
 
@@ -150,7 +150,7 @@ async def test_a_batch_that_was_being_packed_is_packed_anew(tmp_path):
         ingest = make_ingest(store, data)
         for key, reward in (("a", 0.0), ("b", 1.0)):
             await submit(ingest, key=key, reward=reward)
-        packer = service.Packer(store, Blobs(data.blobs), data)
+        packer = service.Packer(store, Blobs(data.blobs), data, room)
         request, groups = await store.write(packer._due)
         await back(store, 1)
         assert await packer._pack(request, groups)

@@ -13,7 +13,7 @@ from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.packing.advantages import group_statistics
 from artd.runs import Runs, set_run_state
 from artd_schema import client_api as api
-from artd_schema.spec import LossSpec, RunSpec, TrainerSpec
+from artd_schema.spec import MAX_SERVED_RANK, LoraSpec, LossSpec, RunSpec, TrainerSpec
 from tests.awake import SOON_S
 from tests.fakes.rows import (
     EVERY_STEP,
@@ -142,6 +142,20 @@ async def test_groups_of_one_are_refused_as_nothing_could_ever_be_trained(tmp_pa
     async with open_store(tmp_path) as store:
         spec = RunSpec(model=model, group_size=2)
         assert (await make_runs(store).create(api.CreateRun(name="r", spec=spec))).created
+
+
+async def test_an_adapter_that_no_engine_can_serve_is_refused(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        large = LoraSpec(rank=MAX_SERVED_RANK + 1)
+        with pytest.raises(
+            Invalid, match="of rank 512 at most: use a lower one, or rollout_weights_mode='merged'"
+        ) as caught:
+            await runs.create(
+                api.CreateRun(name="r", spec=RunSpec(model=model, lora=large, rollout_weights_mode="lora"))
+            )
+        assert caught.value.field == "spec.lora.rank" and await count(store, "run") == 0
+        assert (await runs.create(api.CreateRun(name="r", spec=RunSpec(model=model, lora=large)))).created
 
 
 async def test_an_old_run_of_groups_of_one_can_still_be_attached_to(tmp_path):

@@ -55,7 +55,7 @@ def _build() -> str:
         return ""
     if not version.endswith("+cpu"):
         return ""
-    return f"torch {version} of {sys.executable} is built without CUDA, take a runtime installed with --cuda"
+    return f"torch {version} of {sys.executable} is built without CUDA: install a CUDA build of torch there"
 
 
 def look(load: Callable[[str], Any] = ctypes.CDLL) -> str:

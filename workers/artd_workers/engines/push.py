@@ -4,7 +4,7 @@ Purpose: phases of a merged push: fence, hold, pause, transfer, load, resume, ve
 second on: a paused engine answers no canary, so the engine resumes first and only `Live` releases the gateway). A direct push
 has two more before the hold, beside running requests: open, and stage where the weights are pulled into spare memory first.
 Of a lora push: load, verify, beside running requests.
-Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: an attempt that is older than
+Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: no adapter leaves while a push loads or adopts one; an attempt that is older than
 one taken is refused before it touches the engine; an engine is paused, and its weights are touched, only after the gateway
 holds; any error leaves the engine unknown, and the caller ends it; one push at a time (the caller's thread).
 """
@@ -74,6 +74,7 @@ class Pusher:
         self._loaded: dict[str, _Adopted] = {}
         self._leaving: set[str] = set()
         self._lock = threading.Lock()
+        self._moving = threading.Lock()
 
     @property
     def phase(self) -> str:
@@ -107,13 +108,19 @@ class Pusher:
                 self._log(f"asked to unload {name}, which is not loaded here")
 
     def tidy(self, deadline: Deadline) -> list[str]:
-        """Unload noted adapters whose last request has ended; returns their names. Raises EngineError."""
-        with self._lock:
-            waiting = sorted(self._leaving)
-        gone = [name for name in waiting if not self._adapter.in_flight(name, deadline)]
-        for name in gone:
-            self._drop(name, deadline)
-        return gone
+        """Unload noted adapters whose last request has ended; returns their names. None while a push is loading one: this thread
+        must not wait. Raises EngineError."""
+        if not self._moving.acquire(blocking=False):
+            return []
+        try:
+            with self._lock:
+                waiting = sorted(self._leaving)
+            gone = [name for name in waiting if not self._adapter.in_flight(name, deadline)]
+            for name in gone:
+                self._drop(name, deadline)
+            return gone
+        finally:
+            self._moving.release()
 
     # ---- merged -------------------------------------------------------------------------------------------------------
 
@@ -203,12 +210,13 @@ class Pusher:
     def _lora(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
         committed = self._open(push)
         deadline = Deadline(push.deadline_s)
-        with self._lock:
-            there = push.name in self._loaded and self._loaded[push.name].sha == push.checkpoint.sha
-            if there:
-                self._leaving.discard(push.name)  # a rollback: it may be in use, and stays as it is
-        if not there:
-            self._load(push, committed, seconds, deadline)
+        with self._moving:
+            with self._lock:
+                there = push.name in self._loaded and self._loaded[push.name].sha == push.checkpoint.sha
+                if there:
+                    self._leaving.discard(push.name)  # a rollback: it may be in use, and stays as it is
+            if not there:
+                self._load(push, committed, seconds, deadline)
         reach("engine.updated")
         return self._verify(push.name, committed, seconds, deadline)
 

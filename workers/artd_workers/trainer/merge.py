@@ -167,6 +167,15 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
     return result
 
 
+def rounded(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
+    """Why weights of these dtypes are not the stored ones; "" = they are, bit for bit."""
+    stored = (
+        base.dtypes() if isinstance(base, BaseWeights | seeded.SeededWeights) else {next(iter(base.values())).dtype}
+    )
+    lossy = [(a, b) for a in stored for b in held if b not in (a, torch.float32)]
+    return "".join(f"the base model is stored in {a}, and trained beside in {b}" for a, b in lossy[:1])
+
+
 def adapter_targets(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Hugging Face weight name -> (A [r, in], B [out, r]) of an adapter in PEFT names. Raises ValueError if odd."""
     targets: dict[str, tuple[Tensor, Tensor]] = {}

@@ -29,18 +29,22 @@ from artd_schema.spec import RunSpec
 
 from . import canary
 from .canary import Row
+from .merge import rounded
 from .model import Policy
 
 _CHUNK = 1 << 26
 """Elements merged at a time, unless one matrix has more: a few fp32 buffers of 256 MiB."""
 
 
-def metrics(policy: Policy, spec: RunSpec) -> dict[str, float]:
-    """`measure` on the canary's prompts, for a run whose engine is served what was rounded; else nothing.
+def metrics(policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> dict[str, float]:
+    """`measure` on the canary's prompts, for a run whose engine is served what was rounded; else nothing, and neither where the
+    model does not hold the stored base weights, of which the served ones are made.
 
     Costs one pass over the adapted weights and two forwards of the canary's 128 tokens.
     """
     if spec.parameters != "lora" or spec.rollout_weights_mode != "merged" or spec.engine.dtype == "float32":
+        return {}
+    if rounded(base, {policy.model.config.params_dtype}):
         return {}
     return measure(policy, getattr(torch, spec.engine.dtype), canary.row(policy.plan))
 

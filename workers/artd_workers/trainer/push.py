@@ -1,6 +1,7 @@
 """Live pushes: the tensors of a committed checkpoint go to the engine, by the way that the daemon names.
 
-Purpose: `Pusher` runs each push in a thread of its own, so that the next job can start meanwhile. Owner of: the newest (trainer
+Purpose: `Pusher` runs each push in a thread of its own, so that the worker goes on hearing the daemon; the next job may be
+ordered as soon as the engine is live, before this side has ended. Owner of: the newest (trainer
 spawn, engine spawn) pair, named by its rendezvous.
 Invariants: only a resident, committed checkpoint is sent, anything else is `Refused`; a push with a lower fence than one
 seen is refused; a pair whose push failed is not used again, and one that a new rendezvous replaces is closed; a push that the

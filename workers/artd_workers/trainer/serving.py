@@ -23,7 +23,6 @@ from ..engines.direct.checksum import WORD
 from ..engines.direct.cover import CoverError
 from ..engines.direct.device import Cuda, DeviceError, Port
 from ..models.codec import Codec
-from ..models.seeded import SeededWeights
 from . import checkpoint, placement
 from .direct.frozen import Frozen
 from .direct.holdings import Holdings
@@ -35,7 +34,7 @@ from .direct.team import Team
 from .given import given
 from .grouped import slots
 from .lora import Lora
-from .merge import BaseWeights, open_base
+from .merge import open_base, rounded
 from .model import Policy
 from .parameters import Trained
 from .ranks import Ranks
@@ -158,10 +157,3 @@ def uneven(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
     """Why tensors of these sizes have no 64-bit checksums in the dtype that is served; "" = they have."""
     odd = [name for name, size in sizes.items() if size * dtype.itemsize % WORD]
     return "".join(f"{name} of the base model is no whole number of {WORD}-byte words in {dtype}" for name in odd[:1])
-
-
-def rounded(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
-    """Why weights of these dtypes are not the stored ones; "" = they are, bit for bit."""
-    stored = base.dtypes() if isinstance(base, BaseWeights | SeededWeights) else {next(iter(base.values())).dtype}
-    lossy = [(a, b) for a in stored for b in held if b not in (a, torch.float32)]
-    return "".join(f"the base model is stored in {a}, and trained beside in {b}" for a, b in lossy[:1])

@@ -164,11 +164,12 @@ def train_step(
         optimizer.step()
     finally:
         optimizer.torch.zero_grad(set_to_none=True)
+    found = measures.metrics(loss.clip_high, epoch)  # waits for the device, which has the update yet to make
     seconds = time.perf_counter() - started
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
     if batch.coverage is not None:
         rates |= {"replay_coverage": batch.coverage, "replay_calls": float(calls)}
-    return {"loss": sum(parts), "grad_norm": norm} | measures.metrics(loss.clip_high, epoch) | rates
+    return {"loss": sum(parts), "grad_norm": norm} | found | rates
 
 
 def _pass_all(

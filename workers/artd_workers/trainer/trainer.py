@@ -151,7 +151,7 @@ class Trainer:
             started = time.perf_counter()
             probe = canary.score(policy, self.spec.engine.dtype, self.ranks.least)
             seconds["canary"] = time.perf_counter() - started
-            if batch is not None and (lost := merge_loss.metrics(policy, self.spec)):
+            if batch is not None and (lost := merge_loss.metrics(policy, self._trained.base, self.spec)):
                 metrics |= lost
                 seconds["merge_loss"] = time.perf_counter() - started - seconds["canary"]
             started = time.perf_counter()

@@ -146,7 +146,7 @@ def classify(error: Exception) -> tuple[w.FailureClass, str]:
         return "interrupted", text
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            "interrupted",
+            "full",
             f"disk full while writing {error.filename or 'the checkpoint'}: free space; the job goes on by itself",
         )
     if isinstance(error, MemoryError) or is_out_of_memory(error):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from artd_schema.families import SEEDED
-from artd_schema.spec import EngineSpec
+from artd_schema.spec import MAX_SERVED_RANK, EngineSpec
 from artd_schema.worker import EngineConfig
 
 from .. import group
@@ -39,7 +39,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 the list vLLM wraps the output head too: memory for nothing, and on CPU any request for prompt logprobs (the canary) in a batch
 of two then ends the engine (vLLM 0.32: einsum over requests instead of tokens)."""
 ROUTE_FLAGS: dict[Routes, str] = {"hooks": "--no-enable-prefix-caching", "field": "--enable-return-routed-experts"}
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_SERVED_RANK)
 PREFILL_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
 """Of a step, at least."""
 _ASK = "import torch; print(torch.cuda.is_available())"

@@ -1,6 +1,6 @@
 """The adapter as it was when a checkpoint was staged, and whose turn it is to read the trainer's weights.
 
-Purpose: training goes on while a push is fed, so a push is fed from a copy. Owner of: that copy, one flat fp32 buffer; the turn;
+Purpose: a job may begin before the reader of a push has ended, so a push is fed from a copy. Owner of: that copy, one flat fp32 buffer; the turn;
 the version of what is served. Invariants: one reader at a time (readers share the ring's buffers too); nothing that a reader may
 read is changed before `renew` has returned, which waits for the reader's end, aborts it at its deadline, and from its begin
 on lets nobody read an older version.
