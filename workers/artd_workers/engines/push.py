@@ -4,8 +4,8 @@ Purpose: phases of a merged push: fence, hold, pause, transfer, load, resume, ve
 second on: a paused engine answers no canary, so the engine resumes first and only `Live` releases the gateway). A direct push
 has two more before the hold, beside running requests: open, and stage where the weights are pulled into spare memory first.
 Of a lora push: load, verify, beside running requests.
-Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: no adapter leaves while a push loads or adopts one; an attempt that is older than
-one taken is refused before it touches the engine; an engine is paused, and its weights are touched, only after the gateway
+Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: an attempt that is older than
+one taken is refused before it touches the engine; no adapter leaves while a push loads or adopts one; an engine is paused, and its weights are touched, only after the gateway
 holds; any error leaves the engine unknown, and the caller ends it; one push at a time (the caller's thread).
 """
 
@@ -108,8 +108,8 @@ class Pusher:
                 self._log(f"asked to unload {name}, which is not loaded here")
 
     def tidy(self, deadline: Deadline) -> list[str]:
-        """Unload noted adapters whose last request has ended; returns their names. None while a push is loading one: this thread
-        must not wait. Raises EngineError."""
+        """Unload noted adapters whose last request has ended; returns their names. While a push loads one nothing is: the
+        caller's thread must not wait for it. Raises EngineError."""
         if not self._moving.acquire(blocking=False):
             return []
         try:
