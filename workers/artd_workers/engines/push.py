@@ -5,8 +5,9 @@ second on: a paused engine answers no canary, so the engine resumes first and on
 has two more before the hold, beside running requests: open, and stage where the weights are pulled into spare memory first.
 Of a lora push: load, verify, beside running requests.
 Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: an attempt that is older than
-one taken is refused before it touches the engine; no adapter leaves while a push loads or adopts one; an engine is paused, and its weights are touched, only after the gateway
-holds; any error leaves the engine unknown, and the caller ends it; one push at a time (the caller's thread).
+one taken is refused before it touches the engine; no adapter leaves while a push loads or adopts one; an engine is paused,
+and its weights are touched, only after the gateway holds; any error leaves the engine unknown, and the caller ends it; one
+push at a time (the caller's thread).
 """
 
 from __future__ import annotations
