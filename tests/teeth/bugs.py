@@ -291,7 +291,7 @@ BUGS = (
         "a-tied-head-stays-packed", "workers/artd_workers/engines/vllm/reload.py",
         "        pack_tied_heads(self._model)\n", "",
         "tests/engine/test_moe_real.py::test_every_weight_goes_in_from_disk_and_live_time_and_again",
-        "PLACE",
+        "canary failed",
     ),
     Bug(
         "packs-on-a-full-disk", "artd/packing/service.py",
