@@ -43,10 +43,8 @@ async def test_short_lives(rig: Rig) -> None:
         assert would["stopped"] == "" and counts(done["rows"])["expired", "trajectory"] >= 6
         assert counts(done["rows"])["expired", "batch"] >= 1
         await run.wait(4)
-        thrown = {path.name for path in trash.iterdir()}
-        again = counts((await client.collect()).rows)
-        assert thrown and again["freed", "file"] == len(thrown)
-        assert not thrown & {path.name for path in trash.iterdir()}
+        await client.collect()
+        assert not trash.exists()  # what was put less than ten minutes ago stays, with a row or without
     rig.restart()
     async with rig.run(keep_checkpoints=1) as (_, run):
         await fill(run, 5)
@@ -55,7 +53,8 @@ async def test_short_lives(rig: Rig) -> None:
     assert rig.one("SELECT count(*) FROM trajectory") == 10
     assert rig.one("SELECT count(*) FROM trajectory WHERE payload = 'expired' AND state <> 'trained'") == 0
     artctl(rig, "gc")  # down: after the grace of a boot, files without rows go at once
-    assert trash.is_dir()
+    assert list(trash.iterdir())
     artctl(rig, "gc")
+    assert not list(trash.iterdir())
     files = {path.name for path in (rig.data / "blobs").glob("*/*")}
     assert files == {row[0] for row in rig.rows("SELECT sha FROM blob")}

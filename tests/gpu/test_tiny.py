@@ -16,7 +16,7 @@ import pytest
 
 from artd.runtimes import lockfile, registry
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(620)]
 ROOT = Path(__file__).parents[2]
 CODE = [str(ROOT / part) for part in ("workers", "schema", "client", "")]
 DENSE = "table,in_place,staged,truth,stock_road,refusals"
@@ -35,7 +35,7 @@ def lines(words: str, out: Path, python: str, path: list[str]) -> list[dict[str,
     name, *rest = words.split()
     asked = [python, "-m", f"tests.gpu.{name}", *rest, "--tiny", "--out", str(out)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *CODE]), "TORCH_COMPILE_DISABLE": "1"}
-    done = subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=380, check=False)
+    done = subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for file in out.glob("*.jsonl") for line in file.read_text().splitlines()]
 
