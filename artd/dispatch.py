@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +208,7 @@ class Dispatch:
         known = await self._store.write(lambda c: self._already(c, message))
         if known is not None:
             return known
-        started = time.monotonic()
+        started = self._store.clock.monotonic()
         folder, relative = Path(message.dir), ""
         expected = self._data.staging(message.job, message.fence)
         try:
@@ -221,7 +220,7 @@ class Dispatch:
             reach("result.verified")
             relative = await anyio.to_thread.run_sync(result.publish, self._data, folder, manifest)
             reach("result.published")
-            seconds = message.seconds | {"commit": time.monotonic() - started}
+            seconds = message.seconds | {"commit": self._store.clock.monotonic() - started}
 
             def write(c: sqlite3.Connection) -> w.CheckpointRef:
                 now = self._store.clock.now_ms()

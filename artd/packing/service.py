@@ -12,7 +12,6 @@ import os
 import sqlite3
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +103,7 @@ class Packer:
         return request, groups
 
     async def _pack(self, request: PackRequest, groups: tuple[Group, ...]) -> bool:
-        started = time.monotonic()
+        started = self._store.clock.monotonic()
         out = Path(request.out_dir)
         await anyio.to_thread.run_sync(fs.remove_tree, out)
         reach("pack.requested")
@@ -120,7 +119,7 @@ class Packer:
             log.warning("step %d cannot be packed now: %s", request.step, error)
             return False
         await anyio.to_thread.run_sync(fs.remove_tree, out)
-        seconds = time.monotonic() - started
+        seconds = self._store.clock.monotonic() - started
         reach("pack.adopted")
         await self._store.write(lambda c: self._commit(c, groups, answer, manifest, blobs, seconds))
         reach("pack.committed")
