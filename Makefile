@@ -1,9 +1,10 @@
 # artd: environments, checks, tests, demo. `make help` lists the targets.
-# PYTHON chooses the interpreter (default: python3.11 where it is found, else python3).
+# PYTHON chooses the interpreter: 3.11, 3.12 or 3.13. Default: the one that .venv was made with, else python3.11, else python3.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+BASE := import sys; print(getattr(sys, "_base_executable", sys.executable))
+PYTHON ?= $(shell .venv/bin/python -I -c '$(BASE)' 2>/dev/null || python3.11 -I -c '$(BASE)' 2>/dev/null || command -v python3)
 STEPS ?=
 SEED ?=
 ARGS ?=
@@ -12,16 +13,16 @@ KILLS ?=
 REAL ?=
 VENV := .venv
 BIN := $(VENV)/bin
-LOCK := artd/runtimes/locks/base-py311.txt
 # The stamp's name holds what .venv is made from: no file times, which a checkout changes.
-STAMP := $(VENV)/.artd-$(shell cat $(LOCK) pyproject.toml | sha256sum | cut -c1-12)
+STAMP := $(VENV)/.artd-$(shell { cat artd/runtimes/locks/base-*.txt pyproject.toml .ci/venv; \
+	$(PYTHON) -I -c '$(BASE); print(sys.version)' 2>&1 || true; } | sha256sum | cut -c1-12)
 TORCH_ENV = PYTHONPATH="$$($(BIN)/python -m artd.runtimes.overlay path)" "$$($(BIN)/python -m artd.runtimes.overlay python)"
 PYTEST_TORCH = $(TORCH_ENV) -m pytest -p no:cacheprovider
 
 # Without byte code every process of a new runtime compiles Megatron-Core or vLLM again: 20 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv runtimes demo demo-moe check format quick test test-slow test-teeth soak clean
+.PHONY: help venv runtimes demo demo-moe check format quick test test-slow test-teeth root soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -29,7 +30,7 @@ help: ## list the targets
 venv: $(STAMP) ## .venv for daemon, gateway, client and tests, from its lock
 
 $(STAMP):
-	@bash .ci/venv "$(PYTHON)" "$(VENV)" "$(LOCK)"
+	@bash .ci/venv "$(PYTHON)" "$(VENV)"
 	@rm -f $(VENV)/.artd-* && touch $(STAMP)
 
 runtimes: venv ## trainer and engine runtimes in the XDG data folder (re-used when unchanged)
@@ -51,9 +52,9 @@ check: venv ## ruff, format, types, import rules
 format: venv ## let ruff rewrite the code
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
-quick: venv ## inner loop: ruff, then unit, model and wire tests; no engine, no install
+quick: venv ## inner loop: ruff, then unit, model, wire and attack tests; no engine, no install
 	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation" $(wildcard tests/unit tests/model tests/wire)
+	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation" $(wildcard tests/unit tests/model tests/wire tests/attack)
 
 # Two halves of about the same length, one for each core. The first runs beside the second and prints its log behind it; both
 # run to their end, whatever fails.
@@ -77,6 +78,9 @@ test-slow: venv runtimes ## the slow tests
 
 test-teeth: venv runtimes ## plant bugs one by one in a copy; each must turn its test red; ARGS=NAME...
 	@$(BIN)/python -m tests.teeth.run $(ARGS)
+
+root: venv ## as root: the tests that tests/SKIPS lets another account skip
+	@ARTD_SKIP_NONE=1 $(BIN)/python -m pytest -q -p no:cacheprovider $$(sed -n 's/^[a-z]* *\(tests.*\)/\1/p' tests/SKIPS)
 
 soak: venv $(if $(REAL),runtimes) ## kills and pauses under load; MINUTES=n KILLS=n SEED=n REAL=1 ARGS=...
 	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(KILLS),--kills $(KILLS)) $(if $(REAL),--real) \

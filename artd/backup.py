@@ -22,19 +22,24 @@ import msgspec
 
 from artd_schema.codec import UNREADABLE, to_json
 from artd_schema.manifest import CheckpointManifest
-from artd_schema.paths import DATABASE
+from artd_schema.paths import DATABASE, LOCK
 
 from . import __version__, commit
 from .check import Report, check
+from .folder import RESTORING, is_free
 from .rundir import DataDir
 from .store import fs
 from .store.blobs import hash_file, place
 from .store.migrate import require_known
 from .store.readonly import open_readonly
+from .tables import NOT_DELETED
 
 log = logging.getLogger(__name__)
 INFO = "backup.json"
 ROUNDS = 10
+MADE = frozenset({"blobs", "checkpoints", "tmp", "logs", LOCK, INFO})
+MADE_WITH = (DATABASE, RESTORING, f".{INFO}.")
+"""What names begin with: a database has files beside it, a file that is being written another name."""
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES)
 
 
@@ -128,9 +133,10 @@ def read_info(folder: Path) -> BackupInfo:
 
 
 def empty(folder: Path) -> None:
-    """Remove what is in a folder; the folder itself may be a mount point."""
+    """Remove what a backup or a restore has made in a folder, and nothing else; the folder itself may be a mount point."""
     for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.name in MADE or path.name.startswith(MADE_WITH):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def told(report: Report) -> str:
@@ -141,7 +147,7 @@ def told(report: Report) -> str:
 
 def _require_empty(data: Path, target: Path) -> None:
     """Errors: NotEmpty."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not is_free(target):
         raise NotEmpty(f"{target} is not an empty folder: give another, or empty it")
     inside, outside = target.resolve(), data.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
@@ -262,7 +268,9 @@ def _prune(target: Path, names: _Named) -> None:
 def _describe(target: Path, names: _Named, now: int) -> BackupInfo:
     with closing(open_readonly(target / DATABASE)) as c:
         instance = c.execute("SELECT value FROM meta WHERE key = 'instance'").fetchone()
-        runs = tuple(RunStep(*row) for row in c.execute("SELECT name, state, step FROM run ORDER BY id"))
+        runs = tuple(
+            RunStep(*row) for row in c.execute(f"SELECT name, state, step FROM run WHERE {NOT_DELETED} ORDER BY id")
+        )
     sha, size = hash_file(target / DATABASE)
     return BackupInfo(
         artd=__version__, instance=instance[0] if instance else "", created=now, database=sha, database_bytes=size,

@@ -1,7 +1,7 @@
 """Base models: a local Hugging Face folder, looked at without torch, and pinned by the sha256 of every file.
 
-Owner of: nothing. Invariants: a run trains one base for ever; every start compares size, mtime and inode with the
-pinned manifest and hashes again where they differ.
+Owner of: nothing. Invariants: a run trains one base for ever; before every start of a worker size, mtime and inode
+are compared with the pinned manifest, and what differs is hashed again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from artd_schema.base import BaseFile, BaseModel
 from artd_schema.codec import UNREADABLE, digest, prepare, to_json
 from artd_schema.families import FAMILIES, SEEDED, sparse_layers
 from artd_schema.trajectory import RouteShape
@@ -21,26 +22,8 @@ from .errors import Conflict, Invalid
 
 MOST_EXPERTS = 1 << 16
 """Of a layer: ids of experts are stored in at most two bytes."""
-
-
-class BaseFile(Struct, frozen=True):
-    """One file of the folder; sha256 in hex, mtime in nanoseconds."""
-
-    name: str
-    bytes: int
-    sha256: str
-    mtime_ns: int
-    inode: int
-
-
-class BaseModel(Struct, frozen=True):
-    """digest: sha256 over (name, sha256) of every file; vocab_size: ids that a token may have; routes: of a mixture of
-    experts."""
-
-    digest: str
-    vocab_size: int
-    files: tuple[BaseFile, ...]
-    routes: RouteShape | None = None
+Stamp = tuple[int, int, int]
+"""Size, mtime in nanoseconds, inode."""
 
 
 class ModelConfig(Struct, frozen=True):
@@ -82,12 +65,15 @@ def read_config(path: Path) -> ModelConfig:
     """`config.json` of a model that artd can train. Errors: Invalid."""
     if not path.is_absolute():
         raise Invalid(
-            f"model {str(path)!r} is not an absolute path of a local folder; a model of a hub is downloaded first "
-            "(`hf download NAME --local-dir DIR`), and DIR given",
+            f"model {str(path)!r} is neither the absolute path of a local folder nor a name: ORG/NAME of the Hugging Face Hub is, "
+            "and smollm2-135m-instruct",
             field="spec.model",
         )
     if not path.is_dir():
-        raise Invalid(f"there is no model folder {path}: give a local Hugging Face checkpoint", field="spec.model")
+        raise Invalid(
+            f"there is no model folder {path}: give a Hugging Face checkpoint, ORG/NAME of the Hub, or smollm2-135m-instruct",
+            field="spec.model",
+        )
     try:
         config = msgspec.json.decode((path / "config.json").read_bytes(), type=ModelConfig)
     except (OSError, *UNREADABLE) as error:
@@ -97,7 +83,13 @@ def read_config(path: Path) -> ModelConfig:
         known = ", ".join(sorted(FAMILIES))
         raise Invalid(f"{path} has architecture {architecture}; artd trains {known}", field="spec.model")
     _check_routes(path, config.routes())
-    if not list(path.glob("*.safetensors")) and not (path / SEEDED).is_file():
+    stored, drawn = any(path.glob("*.safetensors")), (path / SEEDED).is_file()
+    if stored and drawn:
+        raise Invalid(
+            f"{path} holds both *.safetensors and {SEEDED} (weights that are drawn): remove the one that this model is not made of",
+            field="spec.model",
+        )
+    if not stored and not drawn:
         raise Invalid(f"{path} holds no *.safetensors; convert the checkpoint to safetensors first", field="spec.model")
     return config
 
@@ -114,24 +106,59 @@ def _check_routes(path: Path, shape: RouteShape | None) -> None:
 
 def check_pinned(folder: str, pinned: BaseModel) -> None:
     """Errors: Conflict when a file is not what the run was made with, or cannot be read."""
-    path = Path(folder)
-    for entry in pinned.files:
-        file = path / entry.name
+    PinnedBase(folder, pinned).check()
+
+
+class PinnedBase:
+    """A run's base model on disk. It remembers which files it has hashed since, so that one that was copied or touched is hashed
+    once."""
+
+    def __init__(self, folder: str, pinned: BaseModel) -> None:
+        self._folder = Path(folder)
+        self._pinned = pinned
+        self._hashed: dict[str, Stamp] = {}
+
+    def check(self) -> None:
+        """Compare every file, and hash those that were written or moved. Takes a second per GB of them. Errors: Conflict."""
+        for entry in self._pinned.files:
+            stamp = self._stamp(entry)
+            if not self._known(entry, stamp):
+                if self._read(entry) != entry.sha256:
+                    raise self._changed(entry)
+                self._hashed[entry.name] = stamp
+
+    def look(self) -> None:
+        """Only look whether a file was written or moved since it was hashed: at once. Errors: Conflict."""
+        for entry in self._pinned.files:
+            if not self._known(entry, self._stamp(entry)):
+                raise self._changed(entry)
+
+    def _known(self, entry: BaseFile, stamp: Stamp) -> bool:
+        return stamp in ((entry.bytes, entry.mtime_ns, entry.inode), self._hashed.get(entry.name))
+
+    def _stamp(self, entry: BaseFile) -> Stamp:
         try:
-            same = _is_same(file, entry)
-        except FileNotFoundError:
-            raise Conflict(f"base model {path} lost {entry.name}: put it back, or start another run") from None
+            stat = (self._folder / entry.name).stat()
         except OSError as error:
-            raise Conflict(f"base model file {file} cannot be read ({error.strerror}): make it readable") from None
-        if not same:
-            raise Conflict(f"base model file {file} changed since the run was created: put the old one back")
+            raise self._gone(entry, error) from None
+        return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
+    def _read(self, entry: BaseFile) -> str:
+        try:
+            return _entry(self._folder / entry.name).sha256
+        except OSError as error:
+            raise self._gone(entry, error) from None
 
-def _is_same(file: Path, pinned: BaseFile) -> bool:
-    stat = file.stat()
-    if (stat.st_size, stat.st_mtime_ns, stat.st_ino) == (pinned.bytes, pinned.mtime_ns, pinned.inode):
-        return True
-    return _entry(file).sha256 == pinned.sha256
+    def _gone(self, entry: BaseFile, error: OSError) -> Conflict:
+        if isinstance(error, FileNotFoundError):
+            return Conflict(f"base model {self._folder} lost {entry.name}: put it back, or start another run")
+        where = f"base model file {self._folder / entry.name}"
+        return Conflict(f"{where} cannot be read ({error.strerror}): make it readable")
+
+    def _changed(self, entry: BaseFile) -> Conflict:
+        return Conflict(
+            f"base model file {self._folder / entry.name} changed since the run was created: put the old one back"
+        )
 
 
 def _files(path: Path) -> list[str]:
@@ -149,4 +176,4 @@ def _digest(files: tuple[BaseFile, ...]) -> str:
     return digest(to_json([(f.name, f.sha256) for f in files]))
 
 
-prepare(BaseModel, ModelConfig)
+prepare(ModelConfig)

@@ -18,6 +18,7 @@ from artd_schema.manifest import CheckpointManifest
 from artd_schema.worker import CheckpointRef
 
 from .rundir import DataDir
+from .sampled import since_last_step
 from .store import fs
 from .store.blobs import hash_file
 from .store.store import emit, move
@@ -106,11 +107,13 @@ def commit(
     ).rowcount
     if changed != 1:
         raise Stale(f"run {run['name']} is not at step {manifest.step - 1} from which job {job['id']} goes on")
+    metrics = manifest.metrics
     if job["batch_id"] is not None:
         _mark_trained(c, job["batch_id"])
+        # Of the batch, of what else was sampled meanwhile, and the trainer's own.
+        metrics = msgspec.json.decode(job["metrics"]) | since_last_step(c, run["id"]) | metrics
     spent = msgspec.json.decode(job["seconds"]) | seconds
-    metrics = msgspec.json.encode(manifest.metrics)
-    move(c, "job", job["id"], "succeeded", start="running", worker=None, ended=now, error="", metrics=metrics,
+    move(c, "job", job["id"], "succeeded", start="running", worker=None, ended=now, error="", metrics=msgspec.json.encode(metrics),
          seconds=msgspec.json.encode(spent))  # fmt: skip
     c.execute(
         "UPDATE attempt SET ended = ?, outcome = 'succeeded' WHERE job_id = ? AND fence = ?",
@@ -118,7 +121,7 @@ def commit(
     )
     c.executemany(
         "INSERT INTO metric (run_id, lineage, step, name, value) VALUES (?, ?, ?, ?, ?)",
-        [(run["id"], run["lineage"], manifest.step, name, value) for name, value in manifest.metrics.items()],
+        [(run["id"], run["lineage"], manifest.step, name, value) for name, value in metrics.items()],
     )
     mode = msgspec.json.decode(run["spec"])["rollout_weights_mode"]
     prepare_push(c, now, run["id"], int(checkpoint or 0), mode)
@@ -130,7 +133,7 @@ def commit(
         manifest.step,
         sha=sha,
         job=job["id"],
-        metrics=manifest.metrics,
+        metrics=metrics,
         seconds=spent,
     )
     return CheckpointRef(run=run["name"], step=manifest.step, epoch=manifest.epoch, lineage=run["lineage"], sha=sha,

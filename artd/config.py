@@ -19,12 +19,15 @@ from msgspec import Meta, Struct
 
 from artd_schema import paths
 
+from .supervise.environment import DROP
+
 Level = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Lease = Annotated[float, Meta(ge=0.2)]
 Days = Annotated[float, Meta(ge=0)]
+Gib = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class ConfigError(Exception):
@@ -48,29 +51,35 @@ class Remote(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """max_message_mib: all frames of one message together. max_body_kib: a trajectory body kept in a database row; a
+    """max_message_mib: all frames of one message together. under_way_mib: bytes that clients and the gateway have sent and that are
+    not answered yet; above it no further message is read. max_body_kib: a trajectory body kept in a database row; a
     larger one becomes a file. min_free_mib: with less free disk space than this the daemon answers
     `busy`; reserve_mib: size of a file that is given up when the disk is full. lease_s: a worker that was silent for so many
-    seconds is ended and started again. stall_s: the same for a trainer whose job made no progress for so many, 0: never. log_mib:
+    seconds is ended and started again. stall_s: the same for a trainer whose job made no progress for so many, 0: never;
+    engine_stall_s: the same for an engine that computed no token while it had requests. log_mib:
     a log that is larger begins anew, 0: never."""
 
     max_message_mib: Positive = 64
+    under_way_mib: Positive = 256
     max_body_kib: Positive = 64
     min_free_mib: Positive = 256
     reserve_mib: Annotated[int, Meta(ge=0)] = 64
     lease_s: Lease = 30.0
     stall_s: Seconds = 3600.0
+    engine_stall_s: Seconds = 300.0
     log_mib: Annotated[int, Meta(ge=0)] = 64
 
 
 class Retention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Days after which contents go; their rows stay. 0: never. trajectories_days: bodies of trained and discarded trajectories;
     batches_days: tensors of batches that no kept checkpoint was trained on; exchanges_days: responses that no trajectory
-    was made of; events_days: events, which have no row besides."""
+    was made of; exchanges_gib: GiB of these, beyond which the oldest go before their days are over; events_days: events, which
+    have no row besides."""
 
     trajectories_days: Days = 30.0
     batches_days: Days = 30.0
     exchanges_days: Days = 7.0
+    exchanges_gib: Gib = 50.0
     events_days: Days = 90.0
 
 
@@ -96,6 +105,13 @@ class Gpus(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: tuple[Index, ...] = ()
 
 
+class Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Variables of the daemon's own environment that no worker gets: names, or patterns with `*`. keep: exceptions."""
+
+    drop: tuple[str, ...] = DROP
+    keep: tuple[str, ...] = ()
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a daemon is told at start. data_dir: absolute after `load`. drain_s: seconds that workers get to
     end."""
@@ -109,6 +125,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     retention: Retention = Retention()
     runtimes: Runtimes = Runtimes()
     gpus: Gpus = Gpus()
+    environment: Environment = Environment()
 
 
 def load(

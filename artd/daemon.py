@@ -7,12 +7,14 @@ COMMIT or fsync exits 70 and answers nobody.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import logging
 import os
 import secrets
 import signal
+import socket
 import sqlite3
 import sys
 import time
@@ -26,86 +28,115 @@ from artd_schema import paths
 from artd_schema import worker as w
 from artd_schema.codec import Codec
 from artd_schema.crashpoint import reach
+from artd_schema.scratch import sweep
 
-from . import __version__, gateway_address, lock
+from . import __version__, descriptors, folder, gateway_address, lock, notify
 from .clock import Clock
 from .config import Settings
 from .disk import give_up
+from .heart import Heart
 from .keys import BadKey, Keys
 from .recover import identify, recover
 from .remote import CannotListen, ClientWire
 from .rundir import DataDir
 from .services import Services
+from .sockets import Sockets
 from .store import fs
 from .store.migrate import SchemaMismatch
-from .store.store import Store, get_meta, set_meta
+from .store.origin import ForeignLog
+from .store.room import is_full
+from .store.store import DatabaseRead, Store, get_meta, set_meta
 from .store.writer import StoreFull
 from .supervise import procfs
 from .supervise.code import install_code
 from .supervise.reap import Leftover, Recorded, reap
-from .wire import Local, Router, WorkerWire
+from .supervise.scratch import sweep_folders
+from .under_way import UnderWay
+from .wire import Router, WorkerWire
 from .workforce import Boot
 
 log = logging.getLogger(__name__)
 EX_IOERR = 70
+OWNED = 6
+"""As cli.outcome.CONFLICT."""
 BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN)
 
 
 def main(settings: Settings) -> int:
-    """Run a daemon until a signal or `artd stop` ends it. Returns the exit status: 0, 1 (could not start), 70 (the
-    disk fails), 130 (forced)."""
+    """Run a daemon until a signal or `artd stop` ends it. Returns the exit status: 0, 1 (could not start), 6 (another
+    daemon runs), 70 (the disk fails), 130 (forced)."""
     os.umask(0o077)
     _log_to_stderr(settings.log_level)
     root = Path(settings.data_dir)
     try:
-        fs.make_dir(root)
-        handle = lock.acquire(root, __version__, settings.drain_s)
+        files = descriptors.raise_limit()
+        folder.take(root)
+        held = lock.acquire(root, __version__, settings.drain_s)
         data = DataDir.make(root.resolve())
-    except (lock.Owned, OSError) as error:
+    except folder.Refused as error:
+        print(f"artd: {error.line()}", file=sys.stderr)
+        return 1
+    except lock.Owned as error:
+        print(f"artd: {error}", file=sys.stderr)
+        return OWNED
+    except (descriptors.TooFew, OSError) as error:
         print(f"artd: {error}", file=sys.stderr)
         return 1
     fs.on_sync_error = _fatal
     try:
-        return anyio.run(Daemon(settings, data).run)
-    except (SchemaMismatch, CannotListen, BadKey) as error:
+        return anyio.run(Daemon(settings, data, files).run)
+    except (SchemaMismatch, ForeignLog, DatabaseRead, CannotListen, BadKey) as error:
         print(f"artd: {root}: {error}", file=sys.stderr)
         return 1
     except (OSError, sqlite3.DatabaseError, BaseExceptionGroup) as error:
         return _ended(data, error)
     finally:
-        os.close(handle)
+        held.close()
 
 
 class Daemon:
-    """One boot."""
+    """One boot. files: how many this process may have open."""
 
-    def __init__(self, settings: Settings, data: DataDir) -> None:
+    def __init__(self, settings: Settings, data: DataDir, files: int) -> None:
         self._settings = settings
+        self._files = files
         self._data = data
         self._clock = Clock()
         self._stopping = anyio.Event()
         self._forced = False
         self._failed = False
         self._drain_s = settings.drain_s
+        self._sockets = Sockets(data)
+        self._heart = Heart(data, self._mend, notify.alive)
 
     async def run(self) -> int:
         previous = paths.read_daemon_file(self._data.root)
         self._file = lock.describe(__version__, self._settings.drain_s)
-        self._tell("starting")
+        self._beating = beating = asyncio.create_task(self._heart.run())
+        try:
+            if fs.refusal(self._data.root):
+                give_up(self._data.root)
+            self._tell("starting")
+            return await self._boot(previous)
+        finally:
+            beating.cancel()
+            self._leave()
+
+    async def _boot(self, previous: paths.DaemonFile | None) -> int:
         store = Store(self._data.database, self._clock, _fatal)
         await store.open()
         store.on_full(lambda: give_up(self._data.root))
         try:
+            self._heart.watch(lambda: store.submit(lambda c: None))
             instance, boot = await store.write(lambda c: identify(c, self._data, self._clock.now_ms()))
             leftovers = await self._reap(store, instance, boot, previous)  # an older gateway among them
-            await anyio.to_thread.run_sync(gateway_address.require, self._settings.gateway)
-            await recover(store, self._data)
-            await self._serve(store, instance, boot, leftovers)
+            with await self._listen(store) as listener:
+                await recover(store, self._data)
+                await self._serve(store, instance, boot, leftovers, listener)
             reach("stop.drained")
             await store.write(lambda c: set_meta(c, "clean", "1"))
         finally:
             await store.close()
-            self._leave()
         return 130 if self._forced else int(self._failed)
 
     async def _reap(
@@ -120,43 +151,81 @@ class Daemon:
             log.warning("ended process %d of worker %s, left by an older boot", left.pid, left.name)
         for left in reaped.broken:
             log.error("%s: left by an older boot, it does not die; see /proc/%d/task/*/stack", left, left.pid)
+        await anyio.to_thread.run_sync(self._sweep, {left.name for left in reaped.broken})
         return reaped.broken
 
-    async def _serve(self, store: Store, instance: str, boot: int, leftovers: tuple[Leftover, ...]) -> None:
+    def _sweep(self, live: set[str]) -> None:
+        """Remove what the dead of older boots left outside the data folder. live: workers of which one does not die."""
+        if gone := sweep_folders(self._data.runtime):
+            log.info("removed %d scratch folders of dead processes from %s", len(gone), self._data.runtime)
+        if "engine" not in live:
+            sweep(self._data.scratch_record)
+
+    async def _listen(self, store: Store) -> socket.socket:
+        """Errors: CannotListen."""
+        before = await store.write(lambda c: int(get_meta(c, "gateway_port", "0")))
+        return await anyio.to_thread.run_sync(gateway_address.listen, self._settings.gateway, before)
+
+    async def _serve(
+        self, store: Store, instance: str, boot: int, leftovers: tuple[Leftover, ...], listener: socket.socket
+    ) -> None:
         settings, data = self._settings, self._data
         max_message = settings.limits.max_message_mib << 20
+        under_way = UnderWay(settings.limits.under_way_mib << 20)
         code = await anyio.to_thread.run_sync(install_code, data.root)
         token = await store.write(_token)
         workers: Router[w.FromWorker] = Router(
-            Local(paths.socket_path(data.runtime, paths.WORKER_SOCKET)), Codec(w.FromWorker), max_message,
+            self._sockets.workers, Codec(w.FromWorker), max_message,
             lambda *message: services.take(*message),
         )  # fmt: skip
         clients = ClientWire(
-            paths.socket_path(data.runtime, paths.CLIENT_SOCKET), settings.remote.bind, Keys(data.root), max_message,
-            lambda *request: services.ask(*request), lambda *request: services.refuse(*request),
+            self._sockets.clients, settings.remote.bind, Keys(data.root), max_message,
+            lambda *request: services.ask(*request), lambda *request: services.refuse(*request), under_way,
         )  # fmt: skip
         boot_info = Boot(
-            instance=instance, number=boot, code=code, endpoint=workers.endpoint, token=token, leftovers=leftovers
-        )
+            instance=instance, number=boot, code=code, endpoint=workers.endpoint, token=token, leftovers=leftovers,
+            listener=listener,
+        )  # fmt: skip
         services = Services(
-            store, WorkerWire(workers), data, settings, boot_info, clients.send, self.stop, self._announce_gateway
-        )
+            store,
+            WorkerWire(workers),
+            data,
+            settings,
+            boot_info,
+            clients.send,
+            self.stop,
+            self._announce_gateway,
+            under_way, clients.who,
+        )  # fmt: skip
         self._workforce = services.workforce
         workers.bind()
-        clients.bind()
+        clients.bind(self._files)
+        self._sockets.watch(workers, clients)
         self._file = dataclasses.replace(self._file, socket=clients.endpoint)
         try:
             async with anyio.create_task_group() as group:
                 services.start(group)
-                for task in (workers.run, clients.run, self._signals, self._await_gateway):
+                for task in (workers.run, clients.run, self._signals, self._await_gateway, self._beat):
                     group.start_soon(task)
                 await self._stopping.wait()
                 self._tell("draining")
+                notify.say("STOPPING=1")
                 await services.drain(0.0 if self._forced else self._drain_s)
                 group.cancel_scope.cancel()
         finally:
+            self._sockets.forget()
             clients.close()
             workers.close()
+
+    async def _beat(self) -> None:
+        await self._beating  # it beats since before there was a group; its end is the daemon's, as any service's
+
+    def _mend(self) -> None:
+        fs.catch_up()
+        if self._sockets.mend():
+            self._workforce.mend(self._sockets.workers.address)
+            self._file = dataclasses.replace(self._file, socket=self._sockets.clients.address)
+            self._tell(self._file.state)
 
     # ---- start and stop -----------------------------------------------------------------------------------------------
 
@@ -166,10 +235,13 @@ class Daemon:
         self._stopping.set()
 
     async def _signals(self) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        ending = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's wish
+            ending.append(signal.SIGHUP)
+        with anyio.open_signal_receiver(*ending) as signals:
             async for number in signals:
                 log.info("got %s", signal.Signals(number).name)
-                if self._stopping.is_set():
+                if self._stopping.is_set() and number != signal.SIGHUP:  # a terminal that goes may say it twice
                     self._forced = True
                     await self._workforce.kill_all()
                 self._stopping.set()
@@ -185,6 +257,7 @@ class Daemon:
             with anyio.move_on_after(0.2):
                 await self._workforce.gateway_ready.wait()
         self._tell("ready")
+        notify.say("READY=1")
         log.info("ready: %s, gateway at %s", self._data.root, self._file.url)
 
     def _announce_gateway(self, url: str) -> None:
@@ -194,15 +267,11 @@ class Daemon:
 
     def _tell(self, state: str) -> None:
         self._file = dataclasses.replace(self._file, state=state)
-        try:
-            paths.write_daemon_file(self._data.root, self._file)
-        except OSError as error:
-            if not fs.is_full(error):
-                raise
-            log.warning("%s cannot be written: %s", paths.DAEMON_JSON, error)
+        fs.write_or_later(paths.DAEMON_JSON, lambda: paths.write_daemon_file(self._data.root, self._file))
 
     def _leave(self) -> None:
         (self._data.root / paths.DAEMON_JSON).unlink(missing_ok=True)
+        self._heart.close()
 
 
 def _token(c: sqlite3.Connection) -> str:
@@ -217,7 +286,7 @@ def _token(c: sqlite3.Connection) -> str:
 def _ended(data: DataDir, error: BaseException) -> int:
     """The exit status where the disk or the database ended the daemon, and a line about it; anything else is raised again."""
     causes = list(_causes(error))
-    if all(map(_is_full, causes)):
+    if all(_is_full(cause, data.root) for cause in causes):
         print(f"artd: {data.root}: {causes[0]}. Next: free space, or another --data-dir", file=sys.stderr)
         return 1
     if all(getattr(cause, "errno", 0) in BROKEN or _sqlite_code(cause) == sqlite3.SQLITE_IOERR for cause in causes):
@@ -225,8 +294,9 @@ def _ended(data: DataDir, error: BaseException) -> int:
         return EX_IOERR
     if isinstance(error, sqlite3.DatabaseError):
         print(
-            f"artd: {data.database}: {error}. Next: put a backup in its place, or another --data-dir", file=sys.stderr
-        )
+            f"artd: {data.database} is damaged: {error}. Next: artd restore BACKUP --data-dir NEW; docs/operations.md, "
+            "`A check that is not clean`", file=sys.stderr,
+        )  # fmt: skip
         return 1
     raise error
 
@@ -239,8 +309,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _is_full(error: BaseException) -> bool:
-    return isinstance(error, StoreFull) or fs.is_full(error) or _sqlite_code(error) == sqlite3.SQLITE_FULL
+def _is_full(error: BaseException, folder: Path | None = None) -> bool:
+    return isinstance(error, StoreFull) or fs.is_full(error) or is_full(error, folder)
 
 
 def _sqlite_code(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""Free space: too little stops what would fill the disk further, and all of it goes on by itself when space returns.
+"""Free space and inodes: too little stops what would fill the disk further, and all of it goes on by itself when space returns.
 
 Owner of: `DATA/reserve`, the last reading, the meta row `disk`, which says why nothing is admitted. Invariants: one statvfs a
 second at most, however many requests come; what has stopped at the low mark goes on at the high one, so that it does
@@ -7,7 +7,6 @@ not flap; the reserve is counted as used whether it is there or not.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sqlite3
@@ -18,12 +17,17 @@ import anyio.to_thread
 
 from .clock import Clock
 from .errors import Busy
+from .store import fs
 from .store.store import Store, emit, get_meta, set_meta
 
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
+STALE_S = 5.0
+"""Whoever asks reads for itself only when `run` has not for so long."""
 HEALED = 1.25
 """The high mark, as a multiple of the low one."""
+LOW_FILES = 256
+"""Inodes: a submit, a step and a push make some tens of files at once."""
 HELP = "Free space, or make it writable; artd goes on by itself"
 STATE = "disk"
 RESERVE = "reserve"
@@ -31,9 +35,15 @@ RESERVE = "reserve"
 
 def give_up(root: Path) -> None:
     """Free the reserve. Any thread may; the writer's does when it has no room to commit."""
-    with contextlib.suppress(FileNotFoundError, PermissionError):
+    try:
         (root / RESERVE).unlink()
-        log.warning("the disk of %s is full: the reserve is given up", root)
+    except (FileNotFoundError, PermissionError):
+        return
+    except OSError as error:
+        if not fs.is_full(error):
+            raise
+        return
+    log.warning("the disk of %s is full: the reserve is given up", root)
 
 
 class Disk:
@@ -54,6 +64,7 @@ class Disk:
         self._raw = self._free = 0
         self._why = ""
         self._told: str | None = None
+        self._age_s = PERIOD_S
 
     def free(self) -> int:
         """Bytes that this user may still write, without the reserve."""
@@ -80,13 +91,16 @@ class Disk:
 
     async def run(self, store: Store) -> None:
         """Keep the reserve and tell of every change, until cancelled."""
+        self._age_s = STALE_S
         while True:
             await self.tend(store)
             await anyio.sleep(PERIOD_S)
 
     async def tend(self, store: Store) -> None:
         """Look once; give the reserve up or make it again; tell in a row what has changed."""
+        await anyio.to_thread.run_sync(self._look, PERIOD_S)  # of a file system that may hang
         why = self.why()
+        await anyio.to_thread.run_sync(fs.remove_left)
         if self._raw < self._reserve // 4:
             give_up(self._root)
         elif not why and not self._kept():
@@ -95,16 +109,23 @@ class Disk:
             await store.write(lambda c: _tell(c, self._clock.now_ms(), why))
             self._told = why
 
-    def _look(self) -> None:
+    def _look(self, age_s: float | None = None) -> None:
+        """Read anew, unless the last reading is younger."""
         now = self._clock.monotonic()
-        if now - self._read_at < PERIOD_S:
+        if now - self._read_at < (age_s or self._age_s):
             return
         found = os.statvfs(self._root)
         self._read_at, self._raw = now, found.f_bavail * found.f_frsize
         self._free = self._raw if self._kept() else self._raw - self._reserve
+        marks = (self._high, int(LOW_FILES * HEALED)) if self._why else (self._low, LOW_FILES)
         if found.f_flag & os.ST_RDONLY:
             self._why = f"{self._root} is mounted read-only"
-        elif self._free < (self._high if self._why else self._low):
+        elif found.f_files and found.f_favail < marks[1]:  # a file system without a table of inodes says 0
+            self._why = (
+                f"the file system of {self._root} has {found.f_favail} inodes left, and artd takes nothing more until "
+                f"{int(LOW_FILES * HEALED)} are free: remove files there"
+            )
+        elif self._free < marks[0]:
             self._why = (
                 f"the disk of {self._root} is nearly full, and artd takes nothing more until {self._high >> 20} MiB are free "
                 "(limits.min_free_mib)"

@@ -19,6 +19,10 @@ class Invalid(RequestError):
     code = "invalid"
 
 
+class Unreadable(RequestError):
+    """A stored row that this artd cannot read."""
+
+
 class NotFound(RequestError):
     code = "not_found"
 

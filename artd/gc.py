@@ -31,13 +31,13 @@ FIRST_S = 60.0
 PERIOD_S = 600.0
 ROWS, FILES = 256, 64
 """Of one transaction."""
-ALL = 1 << 62
+ALL = NEVER = 1 << 62
 VACUUM_PAGES = 256
 VACUUM_STEPS = 40
 DAY_MS = 86_400_000
 
 REFERENCES = (
-    "trajectory.blob", "exchange.blob", "batch.tensors", "batch.manifest", "batch.replay", "batch.replay_manifest",
+    "trajectory.blob", "trajectory_data.metadata", "exchange.blob", "batch.tensors", "batch.manifest", "batch.replay", "batch.replay_manifest",
 )  # fmt: skip
 """Every column that names a blob; a test compares them with the schema's foreign keys."""
 UNUSED = "SELECT b.sha, b.kind, b.bytes FROM blob b WHERE " + " AND ".join(
@@ -57,17 +57,20 @@ class Expiry:
     kind: str
     days: str
     find: str
-    forget: str
+    forget: tuple[str, ...]
 
 
 EXPIRIES = (
     Expiry(
         "trajectory", "trajectories_days",
-        "SELECT t.id, coalesce(length(t.body), b.bytes) AS bytes FROM trajectory t LEFT JOIN blob b ON b.sha = t.blob"
-        " JOIN trajectory_group g ON g.id = t.group_id AND g.state IN ('trained', 'discarded')"
-        " WHERE t.payload = 'kept' AND t.state IN ('trained', 'discarded') AND t.created < ?"
+        "SELECT t.id, coalesce(length(d.body), b.bytes) AS bytes FROM trajectory t"
+        " JOIN trajectory_data d ON d.trajectory_id = t.id LEFT JOIN blob b ON b.sha = t.blob"
+        " JOIN trajectory_group g ON g.id = t.group_id AND (g.state IN ('trained', 'discarded')"
+        " OR (g.split = 'eval' AND g.state = 'sealed'))"
+        " WHERE t.payload = 'kept' AND (t.state IN ('trained', 'discarded') OR t.split = 'eval') AND t.created < ?"
         " ORDER BY t.created LIMIT ?",
-        "UPDATE trajectory SET payload = 'expired', body = NULL, blob = NULL WHERE id = ?",
+        ("UPDATE trajectory SET payload = 'expired', blob = NULL WHERE id = ?",
+         "UPDATE trajectory_data SET body = NULL, metadata = NULL WHERE trajectory_id = ?"),
     ),
     Expiry(
         "batch", "batches_days",
@@ -75,18 +78,18 @@ EXPIRIES = (
         " LEFT JOIN blob r ON r.sha = b.replay WHERE b.payload = 'kept' AND b.state IN ('trained', 'abandoned')"
         " AND b.created < ? AND NOT EXISTS (SELECT 1 FROM job j JOIN checkpoint k ON k.job_id = j.id"
         " WHERE j.batch_id = b.id AND k.state = 'committed') LIMIT ?",
-        "UPDATE batch SET payload = 'expired', tensors = NULL, replay = NULL WHERE id = ?",
+        ("UPDATE batch SET payload = 'expired', tensors = NULL, replay = NULL WHERE id = ?",),
     ),
     Expiry(
         "exchange", "exchanges_days",
         "SELECT e.id, coalesce(length(e.turn), b.bytes) AS bytes FROM exchange e LEFT JOIN blob b ON b.sha = e.blob"
         " WHERE e.trajectory_id IS NULL AND e.created < ? ORDER BY e.created LIMIT ?",
-        "DELETE FROM exchange WHERE id = ?",
+        ("DELETE FROM exchange WHERE id = ?",),
     ),
     Expiry(  # they come in the order of time: only the oldest are looked at
         "event", "events_days",
         "SELECT id, length(data) AS bytes FROM event WHERE id < (SELECT min(id) FROM event) + ?2 AND at < ?1",
-        "DELETE FROM event WHERE id = ?",
+        ("DELETE FROM event WHERE id = ?",),
     ),
 )  # fmt: skip
 
@@ -148,7 +151,10 @@ class Collector:
             await anyio.to_thread.run_sync(unlink, [path for path, _ in trash])
             for expiry in EXPIRIES:
                 await self._expire(expiry, done)
+            while sizes := await self._store.write(self._shrink_ledger):
+                done.add("expired", "exchange", sizes)
             await self._trash(await self._drop_rows(), done)
+            self._blobs.end_pass()
             await self._vacuum()
             return done
 
@@ -156,7 +162,7 @@ class Collector:
         """What a pass would do, without what the expired ones would leave behind."""
         for expiry in EXPIRIES:
             if (before := self._before(expiry)) is not None and not done.stopped:
-                found = await self._store.read(expiry.find, (before, ALL))
+                found = await self._store.scan(expiry.find, (before, ALL))
                 done.add("expired", expiry.kind, (row["bytes"] for row in found))
         kinds = {row["sha"]: row["kind"] for row in await self._unused()}
         for _name, size, kind in await self._loose(kinds):
@@ -178,10 +184,27 @@ class Collector:
         if before is None or self._jumped() or get_meta(c, STOPPED):
             return []
         found = c.execute(expiry.find, (before, ROWS)).fetchall()
-        c.executemany(expiry.forget, [(row["id"],) for row in found])
+        for sql in expiry.forget:
+            c.executemany(sql, [(row["id"],) for row in found])
         if found:
             emit(c, self._store.clock.now_ms(), "", f"{expiry.kind}.expired", "", count=len(found))
         return [row["bytes"] for row in found]
+
+    def _shrink_ledger(self, c: sqlite3.Connection) -> list[int]:
+        """Delete some of the oldest unused responses, if all of them together are too large; their bytes."""
+        limit = int(self._retention.exchanges_gib * 2**30)
+        (kept,) = c.execute("SELECT bytes FROM exchange_count").fetchone()
+        if not limit or kept <= limit:
+            return []
+        (expiry,) = (each for each in EXPIRIES if each.kind == "exchange")
+        gone: list[int] = []
+        for row in c.execute(expiry.find, (NEVER, ROWS)).fetchall():
+            if kept - sum(gone) <= limit:
+                break
+            c.execute(expiry.forget[0], (row["id"],))
+            gone.append(row["bytes"])
+        emit(c, self._store.clock.now_ms(), "", "exchange.expired", "", count=len(gone), bytes=sum(gone))
+        return gone
 
     async def _drop_rows(self) -> dict[str, str]:
         """Delete the rows of blobs that nothing refers to; their kinds by sha."""
@@ -193,7 +216,7 @@ class Collector:
 
     async def _unused(self) -> list[sqlite3.Row]:
         """(sha, kind, bytes) of the rows of blobs that nothing refers to."""
-        return [row for share in SHARES for row in await self._store.read(f"{UNUSED} AND b.{OF_SHARE}", _share(share))]
+        return [row for share in SHARES for row in await self._store.scan(f"{UNUSED} AND b.{OF_SHARE}", _share(share))]
 
     def _drop(self, c: sqlite3.Connection, shas: Sequence[str]) -> dict[str, str]:
         """Those that something refers to by now stay."""
@@ -221,7 +244,7 @@ class Collector:
         """(name, bytes, kind) of every file that has no row, or whose row is among `kinds`."""
         loose: list[tuple[str, int, str]] = []
         for folder in await anyio.to_thread.run_sync(self._blobs.folders):
-            rows = await self._store.read(f"SELECT sha FROM blob WHERE {OF_SHARE}", _share(folder))
+            rows = await self._store.scan(f"SELECT sha FROM blob WHERE {OF_SHARE}", _share(folder))
             known = {row["sha"] for row in rows if row["sha"] not in kinds}
             loose += await anyio.to_thread.run_sync(self._loose_of, folder, known, kinds)
         return loose
@@ -229,8 +252,10 @@ class Collector:
     def _loose_of(self, folder: str, known: set[str], kinds: dict[str, str]) -> list[tuple[str, int, str]]:
         return [
             (name, size, kinds.get(owner(name), "no row"))
-            for name, size in self._blobs.files(folder)
-            if (owner(name) not in known or "/." in name) and not self._blobs.being_put(name)
+            for name, size, old in self._blobs.files(folder)
+            if (owner(name) not in known or "/." in name)
+            and (old or owner(name) in kinds)
+            and not self._blobs.being_put(name)
         ]
 
     async def _vacuum(self) -> None:

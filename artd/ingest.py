@@ -3,13 +3,12 @@
 Owner of: trajectory_group, trajectory (until packed), exchange; the rows of trajectories are written by `intake`, those by
 reference are put together by `references`.
 Invariants: an answer leaves after its COMMIT; a dedup key is taken for ever; a group seals once, and one without variance
-is discarded then; large bodies are decoded, checked and hashed in threads, never in the event loop or the writer.
+is discarded then; large bodies and large metadata are checked and hashed in threads, never in the event loop or the writer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import sqlite3
 from asyncio import Future
 from collections.abc import Callable
@@ -22,21 +21,26 @@ from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Turn
 
-from . import references
+from . import references, slices
 from .core.fields import InvalidField
+from .core.header import check_header
 from .core.validate import check_turns, epoch_range
 from .errors import Busy, Invalid, NotFound, RequestError
 from .intake import Answer, Intake, Parcel, RunFacts, seal_group
+from .once import first_time
 from .store.blobs import Blobs, add_row
-from .store.store import Store, emit
-from .views import route_shape
+from .store.store import Store
+from .views import route_shape, stored_spec
 
 _turns = msgspec.msgpack.Decoder(list[Turn])
+METADATA_INLINE = 1 << 16
+"""Bytes of metadata that a row holds."""
+BODY_THREADS = 4
+"""Threads for large bodies, and as many for the gateway's turns: more would hold up the event loop, and each other. The commit of a
+step has others."""
 LOOK_S = 5.0  # a clock that is set back makes a deadline look far away
-DUE = "SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ?"
 
 
 class Ingest:
@@ -55,55 +59,82 @@ class Ingest:
         self._jumped = jumped
         self._blobs = blobs
         self._max_inline = max_inline
+        self._bodies = anyio.CapacityLimiter(BODY_THREADS)
+        self._turns = anyio.CapacityLimiter(BODY_THREADS)
         self._intake = Intake(store)
         self._runs: dict[str, RunFacts] = {}
+        self._deleted = 0  # runs, in this boot
 
     async def facts(self, name: str) -> RunFacts:
-        """Errors: NotFound."""
-        if name not in self._runs:
-            rows = await self._store.read("SELECT id, spec, vocab_size, routes FROM run WHERE name = ?", (name,))
-            if not rows:
-                raise NotFound(f"there is no run {name!r}; create it with Client.run({name!r}, model=...)", field="run")
-            spec = msgspec.json.decode(rows[0]["spec"], type=RunSpec)
-            self._runs[name] = RunFacts(rows[0]["id"], spec, rows[0]["vocab_size"], route_shape(rows[0]))
-        return self._runs[name]
+        """Errors: NotFound, Unreadable."""
+        if (known := self._runs.get(name)) is not None:
+            return known
+        deleted = self._deleted
+        rows = await self._store.read("SELECT id, name, spec, vocab_size, routes FROM run WHERE name = ?", (name,))
+        if not rows:
+            raise NotFound(f"there is no run {name!r}; create it with Client.run({name!r}, model=...)", field="run")
+        facts = RunFacts(rows[0]["id"], stored_spec(rows[0]), rows[0]["vocab_size"], route_shape(rows[0]))
+        if deleted == self._deleted:  # else these rows may be of a run that is gone
+            self._runs[name] = facts
+        return facts
+
+    def forget(self, name: str) -> None:
+        """The run of this name is deleted; another may get the name."""
+        self._deleted += 1
+        self._runs.pop(name, None)
 
     # ---- trajectories -------------------------------------------------------------------------------------------------
 
-    def submit_now(self, op: api.Submit, bulk: list[bytes], answer: Answer) -> bool:
-        """The fast way for a small trajectory by value of a known run; False when it needs `submit`. Errors:
+    def submit_now(self, op: api.Submit, bulk: list[bytes], answer: Answer, header: int = 0) -> bool:
+        """header: bytes that `op` came in. The fast way for a small trajectory by value of a known run; False when it needs `submit`. Errors:
         RequestError at once; `answer` gets what comes later."""
         run = self._runs.get(op.run)
-        if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline:
+        if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline or header > METADATA_INLINE:
             return False
         self._admit()
-        self._intake.put(self._check(op, run, bulk[0]), answer)
+        parcel = self._check(op, run, bulk[0])
+        if self._large(parcel):
+            return False
+        self._intake.put(parcel, answer)
         return True
 
-    async def submit(self, op: api.Submit, bulk: list[bytes]) -> api.Submitted:
+    async def submit(self, op: api.Submit, bulk: list[bytes], header: int = 0) -> api.Submitted:
+        """header: bytes that `op` came in, so that large metadata is known before it is encoded."""
         self._admit()
         run = await self.facts(op.run)
         if op.refs:
             if bulk:
                 raise Invalid("a trajectory is submitted by reference or by value, not both", field="refs")
-            _check_header(op)
-            return await self._by_reference(op, run)
+            return await self._by_reference(op, run, header)
         if len(bulk) != 1:
             raise Invalid(f"by value a submit has one bulk frame, msgpack list[Turn]; got {len(bulk)}", field="turns")
-        if len(bulk[0]) <= self._max_inline:
-            return await self._put(self._check(op, run, bulk[0]))
-        return await self._put(await anyio.to_thread.run_sync(self._check_large, op, run, bulk[0]))
+        if len(bulk[0]) <= self._max_inline and header <= METADATA_INLINE:
+            parcel = self._check(op, run, bulk[0])
+            return await self._put(
+                await anyio.to_thread.run_sync(self._to_files, parcel, limiter=self._bodies)
+                if self._large(parcel)
+                else parcel
+            )
+        return await self._put(
+            await anyio.to_thread.run_sync(self._check_large, op, run, bulk[0], limiter=self._bodies)
+        )
 
     def _check_large(self, op: api.Submit, run: RunFacts, body: bytes) -> Parcel:
         """What takes long with a large body: away from the event loop."""
-        return self._to_blob(self._check(op, run, body))
+        return self._to_files(self._check(op, run, body))
 
-    def _to_blob(self, parcel: Parcel) -> Parcel:
-        """The parcel with its body in a file, if it is too large for a row."""
-        if parcel.body is None or parcel.size <= self._max_inline:
-            return parcel
-        sha = self._blobs.put(parcel.body)
-        return parcel._replace(body=None, blob=sha, file=self._blobs.path(sha))
+    def _large(self, parcel: Parcel) -> bool:
+        """Whether the body, or the metadata, is too large for a row."""
+        return parcel.size > self._max_inline or len(parcel.metadata) > METADATA_INLINE
+
+    def _to_files(self, parcel: Parcel) -> Parcel:
+        """The parcel with its body and its metadata in files, where they are too large for a row."""
+        if parcel.body is not None and parcel.size > self._max_inline:
+            parcel = parcel._replace(body=None, blob=self._blobs.put(parcel.body))
+        if len(parcel.metadata) > METADATA_INLINE:
+            parcel = parcel._replace(metadata=b"null", metadata_blob=self._blobs.put(parcel.metadata))
+        files = tuple(self._blobs.path(sha) for sha in (parcel.blob, parcel.metadata_blob) if sha)
+        return parcel._replace(files=files)
 
     async def _put(self, parcel: Parcel) -> api.Submitted:
         future: Future[api.Submitted] = asyncio.get_running_loop().create_future()
@@ -120,30 +151,33 @@ class Ingest:
         return await future
 
     def _check(self, op: api.Submit, run: RunFacts, body: bytes) -> Parcel:
-        _check_header(op)
         try:
+            metadata = check_header(op)
             turns = _turns.decode(body)
             tokens = check_turns(turns, run.vocab_size, op.split == "train", None, run.routes)
         except UNREADABLE as error:
-            raise Invalid(f"the body is not msgpack list[Turn]: {error}", field="turns") from None
+            raise _not_turns(error) from None
         except InvalidField as error:
             raise Invalid(str(error), field=error.field) from None
         if not tokens:
             raise Invalid("no turn has a sampled token", field="turns")
         sha = digest(body)
         return Parcel(
-            op, run, op.key or sha, _content(op, sha), sha, body, None, len(body), tokens, epoch_range(turns), _extra(op)
+            op, run, op.key or sha, _content(op, sha), sha, body, None, len(body), tokens, epoch_range(turns), metadata
         )  # fmt: skip
 
-    async def _by_reference(self, op: api.Submit, run: RunFacts) -> api.Submitted:
-        key = op.key or digest(to_json(op.refs))
-        parcel = Parcel(op, run, key, _content(op, op.refs), "", None, None, 0, 0, (None, None), _extra(op))
+    async def _by_reference(self, op: api.Submit, run: RunFacts, header: int) -> api.Submitted:
+        if header > METADATA_INLINE:
+            parcel = await anyio.to_thread.run_sync(_referring, op, run, limiter=self._bodies)
+        else:
+            parcel = _referring(op, run)
         exchanges: list[sqlite3.Row] = []
         problem: RequestError | None = None
         try:
             exchanges = await references.read_exchanges(self._store, op, run)
-            if any(row["blob"] for row in exchanges) or sum(len(row["turn"]) for row in exchanges) > self._max_inline:
-                parcel = await anyio.to_thread.run_sync(self._compose_large, parcel, exchanges)
+            turns = 0 if any(row["blob"] for row in exchanges) else sum(len(row["turn"]) for row in exchanges)
+            if not turns or turns > self._max_inline or self._large(parcel):
+                parcel = await anyio.to_thread.run_sync(self._compose_large, parcel, exchanges, limiter=self._bodies)
             else:
                 parcel = references.compose(parcel, exchanges, self._blobs)
         except RequestError as error:
@@ -152,7 +186,7 @@ class Ingest:
         return await self._store.write(lambda c: references.insert(c, now(), parcel, exchanges, problem))
 
     def _compose_large(self, parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
-        return self._to_blob(references.compose(parcel, exchanges, self._blobs))
+        return self._to_files(references.compose(parcel, exchanges, self._blobs))
 
     # ---- groups -------------------------------------------------------------------------------------------------------
 
@@ -175,19 +209,25 @@ class Ingest:
     async def flush(self, op: api.Flush) -> api.Done:
         run = await self.facts(op.run)
 
-        def write(c: sqlite3.Connection) -> api.Done:
-            now = self._store.clock.now_ms()
-            open_groups = c.execute("SELECT id FROM trajectory_group WHERE run_id = ? AND state = 'open'", (run.id,))
-            for row in open_groups.fetchall():
-                seal_group(c, now, row["id"])
-            c.execute("UPDATE run SET flush = 1 WHERE id = ?", (run.id,))
-            emit(c, now, op.run, "run.flushed")
-            return api.Done()
+        def write(c: sqlite3.Connection) -> None:
+            if first_time(
+                c, self._store.clock.now_ms(), op.request
+            ):  # groups that were opened since then are not meant
+                slices.begin_flush(c, run.id)
 
-        return await self._store.write(write)
+        await self._store.write(write)
+        await self._go_on(slices.flush, run.id)
+        return api.Done()
+
+    async def _go_on(self, some: Callable[[sqlite3.Connection, int, int], bool], run: int) -> None:
+        """Slice by slice, until there is no more."""
+        while await self._store.write(lambda c: some(c, self._store.clock.now_ms(), run)):
+            pass
 
     async def run(self) -> None:
-        """Seal groups at their deadline, until cancelled."""
+        """Go on with what a restart interrupted, then seal groups at their deadline, until cancelled."""
+        for row in await self._store.read(slices.UNDER_WAY):
+            await self._go_on(slices.discard_waiting if row["state"] == "finished" else slices.flush, row["id"])
         while True:
             changed = self._store.change()
             rows = await self._store.read("SELECT min(deadline) FROM trajectory_group WHERE state = 'open'")
@@ -202,12 +242,11 @@ class Ingest:
                 await changed.wait()
 
     def _seal_due(self, c: sqlite3.Connection) -> bool:
-        """Seal what is due; False while the deadlines are those of a clock that has jumped since."""
+        """Seal some of what is due; False while the deadlines are those of a clock that has jumped since."""
         now = self._store.clock.now_ms()
         if self._jumped():
             return False
-        for row in c.execute(DUE, (now,)).fetchall():
-            seal_group(c, now, row["id"])
+        slices.seal_due(c, now)
         return True
 
     # ---- the gateway's ledger -----------------------------------------------------------------------------------------
@@ -250,26 +289,29 @@ class Ingest:
             return [(None, self._blobs.put(turn)) if len(turn) > self._max_inline else (turn, None) for turn in bulk]
 
         if any(len(turn) > self._max_inline for turn in bulk):
-            return await anyio.to_thread.run_sync(put)
+            return await anyio.to_thread.run_sync(put, limiter=self._turns)
         return [(turn, None) for turn in bulk]
 
 
-def _check_header(op: api.Submit) -> None:
-    if not math.isfinite(op.reward):
-        raise Invalid(f"reward {op.reward} is not finite", field="reward")
-    if not 1 <= len(op.group) <= 256:
-        raise Invalid("a group's name has 1 to 256 characters", field="group")
-    if len(op.key) > 256:
-        raise Invalid("a key has at most 256 characters", field="key")
+def _referring(op: api.Submit, run: RunFacts) -> Parcel:
+    """A trajectory by reference, its turns not read yet. Errors: Invalid."""
+    try:
+        metadata = check_header(op)
+    except InvalidField as error:
+        raise Invalid(str(error), field=error.field) from None
+    key = op.key or digest(to_json(op.refs))
+    return Parcel(op, run, key, _content(op, op.refs), "", None, None, 0, 0, (None, None), metadata)
 
 
-def _extra(op: api.Submit) -> bytes:
-    return msgspec.json.encode({"metrics": op.metrics, "metadata": op.metadata})
+def _not_turns(error: Exception) -> Invalid:
+    """The body of a submit cannot be decoded."""
+    text, _, path = str(error).partition(" - at `$")
+    if path.startswith("[") and path != "[...]`":
+        where = f"turns{path.rstrip('`')}"
+        return Invalid(f"{where}: {text}", field=where)
+    return Invalid(f"the body is not msgpack list[Turn]: {error}", field="turns")
 
 
 def _content(op: api.Submit, what: object) -> str:
-    """Digest of everything that was submitted. Errors: Invalid when `metadata` is not JSON."""
-    try:
-        return digest(to_json([op.group, op.reward, op.split, what, op.metrics, op.metadata]))
-    except (TypeError, ValueError) as error:
-        raise Invalid(f"metadata cannot be written as JSON: {error}", field="metadata") from None
+    """Digest of everything that was submitted."""
+    return digest(to_json([op.group, op.reward, op.split, what, op.metrics, op.metadata]))

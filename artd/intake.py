@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from artd_schema import client_api as api
+from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
@@ -25,14 +26,17 @@ from artd_schema.trajectory import RouteShape
 from .core.groups import group_outcome
 from .errors import Busy, Conflict, RequestError
 from .store.blobs import add_row
-from .store.store import Store, emit, emit_many, move
+from .store.store import Store, emit, move
 from .store.writer import StoreFull
 
 LOOKUP = 256
+NAMED = 5
+"""Groups in an event."""
 INSERT = (
-    "INSERT INTO trajectory (id, run_id, group_id, key, content, digest, reward, split, state, body, blob, metrics, tokens,"
-    " epoch_min, epoch_max, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?)"
+    "INSERT INTO trajectory (id, run_id, group_id, key, content, digest, reward, split, state, blob, tokens, epoch_min,"
+    " epoch_max, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?, ?)"
 )
+INSERT_DATA = "INSERT INTO trajectory_data (trajectory_id, metrics, metadata, body) VALUES (?, ?, ?, ?)"
 
 
 class RunFacts(NamedTuple):
@@ -45,7 +49,8 @@ class RunFacts(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A checked trajectory on its way to its row. extra: JSON of metrics and metadata; file: where its blob lies."""
+    """A checked trajectory on its way to its row. size: of the body; metadata: JSON, `null` where it is in a file; files:
+    where its blobs lie."""
 
     op: api.Submit
     run: RunFacts
@@ -57,8 +62,14 @@ class Parcel(NamedTuple):
     size: int
     tokens: int
     epochs: tuple[int | None, int | None]
-    extra: bytes
-    file: Path | None = None
+    metadata: bytes
+    metadata_blob: str | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def extra(self) -> bytes:
+        """JSON of metrics and metadata."""
+        return b'{"metrics":%b,"metadata":%b}' % (to_json(self.op.metrics), self.metadata)
 
 
 Outcome = api.Submitted | RequestError
@@ -192,6 +203,7 @@ class _Book:
         }
         self._states = {group.id: group for group in self._groups.values()}
         self._rows: list[tuple[object, ...]] = []
+        self._data: list[tuple[int, bytes, str | None, bytes | None]] = []
         self._events: list[tuple[int, api.Submit]] = []
         self._grown: set[int] = set()
 
@@ -199,18 +211,20 @@ class _Book:
         """Errors: Conflict, Busy."""
         if known := self._known.get(parcel.key):
             return self._again(parcel, known)
-        if parcel.file is not None and not parcel.file.exists():
-            raise Busy(
-                "the file of this trajectory was collected before its row came; send it again", retry_after_s=0.1
-            )
+        if not all(file.exists() for file in parcel.files):
+            raise Busy("a file of this trajectory was collected before its row came; send it again", retry_after_s=0.1)
         group = self._open(parcel)
         op, number = parcel.op, next(self._ids)
         if parcel.blob:
             add_row(self._c, parcel.blob, parcel.size, "trajectory", self._now)
+        if parcel.metadata_blob:
+            size = parcel.files[-1].stat().st_size
+            add_row(self._c, parcel.metadata_blob, size, "metadata", self._now)
         self._rows.append(
-            (number, parcel.run.id, group.id, parcel.key, parcel.content, parcel.digest, op.reward, op.split, parcel.body,
-             parcel.blob, parcel.extra, parcel.tokens, *parcel.epochs, self._now)
+            (number, parcel.run.id, group.id, parcel.key, parcel.content, parcel.digest, op.reward, op.split, parcel.blob,
+             parcel.tokens, *parcel.epochs, self._now)
         )  # fmt: skip
+        self._data.append((number, parcel.extra, parcel.metadata_blob, parcel.body))
         self._events.append((number, op))
         self._known[parcel.key] = _Known(number, parcel.content, group.id, "open")
         self._grown.add(group.id)
@@ -225,23 +239,35 @@ class _Book:
         if not self._rows:
             return
         self._c.executemany(INSERT, self._rows)
+        self._c.executemany(INSERT_DATA, self._data)
         sizes = [(self._states[group].size, group) for group in self._grown]
         self._c.executemany("UPDATE trajectory_group SET size = ? WHERE id = ?", sizes)
-        emit_many(
-            self._c,
-            self._now,
-            self._events[0][1].run,
-            "trajectory.submitted",
-            [(number, {"group": op.group, "reward": op.reward, "split": op.split}) for number, op in self._events],
-        )
-        self._rows, self._events, self._grown = [], [], set()
+        first, last = self._events[0][0], self._events[-1][0]  # one event of all: there are millions of trajectories
+        groups = dict.fromkeys(op.group for _, op in self._events)
+        emit(
+            self._c, self._now, self._events[0][1].run, "trajectory.submitted", first if first == last else f"{first}-{last}",
+            count=len(self._events), groups=list(groups)[:NAMED],
+        )  # fmt: skip
+        self._rows, self._data, self._events, self._grown = [], [], [], set()
 
     def _again(self, parcel: Parcel, known: _Known) -> api.Submitted:
         """The first answer again, when this key is known with this content."""
         if known.content != parcel.content:
-            raise Conflict(f"key {parcel.key!r} was used for trajectory {known.id} with other content", field="key")
+            raise Conflict(
+                f"key {parcel.key!r} was used for trajectory {known.id} with other content: {self._told(known)}",
+                field="key",
+            )
         group = self._states.get(known.group)
         return api.Submitted(trajectory=known.id, duplicate=True, group_state=group.state if group else known.state)
+
+    def _told(self, known: _Known) -> str:
+        """What was submitted under a key. The client may never have chosen it: it is then that of its responses."""
+        self.flush()  # it may have come with this very batch
+        row = self._c.execute(
+            "SELECT g.name, t.reward, t.split FROM trajectory t JOIN trajectory_group g ON g.id = t.group_id WHERE t.id = ?",
+            (known.id,),
+        ).fetchone()
+        return f"it was submitted to group {row['name']!r} with reward {row['reward']:g}, split {row['split']!r}"
 
     def _open(self, parcel: Parcel) -> _Group:
         op, run = parcel.op, parcel.run

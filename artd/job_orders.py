@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import sqlite3
 
+from . import pauses
 from .errors import Conflict, NotFound
 from .jobs import abandon
-from .runs import set_run_state
+from .once import first_time
 from .store.store import emit, move
 
 
 def end_for_good(c: sqlite3.Connection, now: int, job_id: int, discard: bool) -> bool:
     """Cancel or discard a job; whether it runs, and its worker has to be told. Errors: NotFound, Conflict.
 
-    A cancelled job's run pauses, so that its trajectories are not packed at once. A discarded one's goes on, when it was
-    the quarantine that had paused it.
+    A cancelled job's run pauses, so that its trajectories are not packed at once. A quarantine's pause ends with its job;
+    every other pause stays.
     """
     job = find(c, job_id)
     if job["kind"] == "init":
@@ -36,15 +37,16 @@ def end_for_good(c: sqlite3.Connection, now: int, job_id: int, discard: bool) ->
         c.execute("UPDATE job SET cancel = 1, discard = ? WHERE id = ?", (int(discard), job_id))
     else:
         abandon(c, now, job, job["run"], discard)
-    if not discard and job["run_state"] == "active":
-        set_run_state(c, now, job["run_id"], "paused", f"job {job_id} was cancelled")
-    if discard and was == "quarantined" and job["run_state"] == "paused":
-        set_run_state(c, now, job["run_id"], "active", "")
+    if not discard:
+        pauses.hold(c, now, job["run_id"], f"cancelled job {job_id}", f"job {job_id} was cancelled")
+    pauses.lift(c, now, job["run_id"], pauses.of_job(job_id))
     return bool(was == "running")
 
 
-def retry(c: sqlite3.Connection, now: int, job_id: int) -> None:
-    """Queue a quarantined job again on the same batch, and let its run go on. Errors: NotFound, Conflict."""
+def retry(c: sqlite3.Connection, now: int, job_id: int, request: str = "") -> None:
+    """Queue a quarantined job again on the same batch, and lift the pause of its quarantine. Errors: NotFound, Conflict."""
+    if not first_time(c, now, request):
+        return
     job = find(c, job_id)
     if job["state"] != "quarantined":
         raise Conflict(f"job {job_id} is {_ended(job)}; only a quarantined job can be retried")
@@ -53,8 +55,7 @@ def retry(c: sqlite3.Connection, now: int, job_id: int) -> None:
     # The fence stays as it is: the next claim's is above every attempt's.
     move(c, "job", job_id, "queued", start="quarantined", attempts=0, deaths=0, not_before=0)
     emit(c, now, job["run"], "job.retried", job_id)
-    if job["run_state"] == "paused":
-        set_run_state(c, now, job["run_id"], "active", "")
+    pauses.lift(c, now, job["run_id"], pauses.of_job(job_id))
 
 
 def find(c: sqlite3.Connection, job_id: int) -> sqlite3.Row:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sqlite3
 
+from . import pauses
 from .core.decide import after_failure
 from .store.store import emit, move
 
 DISCARDED = "its batch was discarded (artctl discard {})"
+FINISHED = "the run was finished"
 
 
 def end_attempt(c: sqlite3.Connection, now: int, job: sqlite3.Row, failure: str, error: str, evidence: str = "") -> str:
@@ -22,7 +24,7 @@ def end_attempt(c: sqlite3.Connection, now: int, job: sqlite3.Row, failure: str,
         "UPDATE attempt SET ended = ?, outcome = ?, error = ?, evidence = ? WHERE job_id = ? AND fence = ?",
         (now, "cancelled" if job["cancel"] else outcome, error, evidence, job["id"], job["fence"]),
     )
-    run = c.execute("SELECT id, name, state FROM run WHERE id = ?", (job["run_id"],)).fetchone()
+    run = c.execute("SELECT id, name FROM run WHERE id = ?", (job["run_id"],)).fetchone()
     if job["cancel"]:
         abandon(c, now, job, run["name"], bool(job["discard"]))
         return "cancelled"
@@ -31,30 +33,32 @@ def end_attempt(c: sqlite3.Connection, now: int, job: sqlite3.Row, failure: str,
          not_before=now + ending.delay_ms, error=error)  # fmt: skip
     verb = "quarantined" if ending.pause else "requeued"
     emit(c, now, run["name"], f"job.{verb}", job["id"], failure=failure, error=error)
-    if ending.pause and run["state"] == "active":
+    if ending.pause:
         why = error.splitlines()[0] if error else failure
-        move(c, "run", run["id"], "paused", reason=f"job {job['id']} is quarantined: {why}")
-        emit(c, now, run["name"], "run.paused", run["name"], reason=f"job {job['id']} quarantined")
+        pauses.hold(c, now, run["id"], pauses.of_job(job["id"]), f"job {job['id']} is quarantined: {why}")
     return ending.state
 
 
 def abandon(c: sqlite3.Connection, now: int, job: sqlite3.Row, run: str, discard: bool = False) -> None:
-    """End a job for good. Its batch is abandoned; its trajectories and groups wait again, or with `discard` are never
-    trained and keep the batch's number."""
+    """End a job for good. Its batch is abandoned; its trajectories and groups wait again, or with `discard`, or when the run
+    is finished, are never trained and keep the batch's number."""
     move(c, "job", job["id"], "cancelled", worker=None, ended=now, cancel=1, discard=int(discard))
     if job["batch_id"] is not None:
         move(c, "batch", job["batch_id"], "abandoned", start="packed")
-        state, reason = ("discarded", DISCARDED.format(job["id"])) if discard else ("sealed", "")
+        (finished,) = c.execute("SELECT state = 'finished' FROM run WHERE id = ?", (job["run_id"],)).fetchone()
+        over = discard or bool(finished)
+        why = DISCARDED.format(job["id"]) if discard else FINISHED
+        state, reason = ("discarded", why) if over else ("sealed", "")
         c.execute(
             "UPDATE trajectory_group SET state = ?, reason = ? WHERE state = 'packed' AND id IN"
             " (SELECT group_id FROM trajectory WHERE batch_id = ?)",
             (state, reason, job["batch_id"]),
         )
-        state = "discarded" if discard else "queued"
+        state = "discarded" if over else "queued"
         c.execute(
             "UPDATE trajectory SET state = ?, reason = ?, batch_id = iif(?, batch_id, NULL)"
             " WHERE batch_id = ? AND state = 'packed'",
-            (state, reason, discard, job["batch_id"]),
+            (state, reason, over, job["batch_id"]),
         )
     emit(c, now, run, "job.discarded" if discard else "job.cancelled", job["id"])
 

@@ -8,6 +8,8 @@ for the next connection at once (nothing is cached).
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -48,22 +50,46 @@ class Keys:
         return read_pair(self._server)
 
     def allowed(self, public: bytes) -> bool:
-        """Whether a client with this public key may connect. A damaged file allows nobody, and keeps nobody else out."""
+        """Whether a client with this public key may connect. A damaged file allows nobody, and keeps nobody else out.
+        Errors: OSError, see `name`."""
+        return bool(self.name(public))
+
+    def name(self, public: bytes) -> str:
+        """The name under which a public key is allowed, "" when it is not. Errors: OSError when a file could not be read and
+        no other one holds the key."""
+        failed: OSError | None = None
         for path in self._files():
-            with contextlib.suppress(BadKey):
-                if _load(path)[0] == public:
-                    return True
+            try:
+                with contextlib.suppress(BadKey):
+                    if _load(path)[0] == public:
+                        return path.stem
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        return ""
+
+    def is_removed(self, name: str) -> bool:
+        """Whether it is certain that there is no key of this name."""
+        try:
+            (self._clients / f"{name}.key").stat()
+        except OSError as error:
+            return error.errno == errno.ENOENT
         return False
 
     def clients(self) -> dict[str, str]:
-        """Public keys by name. Errors: BadKey."""
+        """Public keys by name. Errors: BadKey, OSError."""
         return {path.stem: _load(path)[0].decode() for path in self._files()}
 
     def _names(self) -> set[str]:
         return {path.stem for path in self._files()}
 
     def _files(self) -> list[Path]:
-        return sorted(self._clients.glob("*.key"))
+        """Errors: OSError, which `Path.glob` would pass over."""
+        try:
+            return sorted(self._clients / name for name in os.listdir(self._clients) if name.endswith(".key"))
+        except FileNotFoundError:
+            return []
 
     def create(self, name: str, out: Path) -> None:
         """A new pair: its public half is allowed here, the client's file `out` holds both. Errors: BadKey, OSError."""
@@ -100,14 +126,18 @@ class Keys:
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
+    """Errors: BadKey for a file that is missing or damaged, OSError for one that could not be read."""
     try:
+        path.stat()  # pyzmq takes every failure of it for a missing file
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError, IndexError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise
         raise BadKey(f"{path} holds no key: {error}") from None
 
 
 def read_pair(path: Path) -> tuple[str, str]:
-    """(public, secret) of a certificate file. Errors: BadKey."""
+    """(public, secret) of a certificate file. Errors: BadKey, OSError."""
     public, secret = _load(path)
     if secret is None:
         raise BadKey(f"{path} holds a public key only")

@@ -1,6 +1,6 @@
-"""Rows for clients: those of `tables`, newest first, values as JSON knows them.
+"""Rows for clients: pages of `pages`, values as JSON knows them.
 
-Owner of: nothing. Invariants: read-only connections only; no payloads, no blobs.
+Owner of: nothing. Invariants: the connections of clients only, which have a deadline; no payloads, no blobs.
 """
 
 from __future__ import annotations
@@ -12,73 +12,60 @@ import msgspec
 
 from artd_schema import client_api as api
 
-from . import tables
-from .core.states import TRANSITIONS
+from . import pages, tables
 from .errors import Invalid, NotFound
 from .store.store import Store
 
-QUERIES = {
-    "runs": tables.RUNS,
-    "jobs": tables.JOBS,
-    "trajectories": tables.TRAJECTORIES,
-    "groups": tables.GROUPS,
-    "batches": tables.BATCHES,
-    "checkpoints": tables.CHECKPOINTS,
-    "pushes": tables.PUSHES,
-    "workers": tables.WORKERS,
-    "events": tables.EVENTS,
-}
-ENTITIES = {
-    "runs": "run",
-    "jobs": "job",
-    "trajectories": "trajectory",
-    "groups": "trajectory_group",
-    "batches": "batch",
-    "checkpoints": "checkpoint",
-    "pushes": "push",
-    "workers": "process",
-}
-"""Whose states the rows of a table have."""
+BYTES = 4 << 20
+"""Of the JSON in one answer, about: what clients wrote beside their trajectories is theirs to size."""
 
 
-async def read_rows(store: Store, op: api.List) -> list[dict[str, Any]]:
-    """Rows of `op.what`, newest first. Errors: NotFound for an unknown table or run, Invalid for a state that none can have."""
-    if op.what not in QUERIES:
-        raise NotFound(f"nothing is listed as {op.what!r}; {', '.join(QUERIES)} are", field="what")
+async def read_rows(store: Store, op: api.List) -> api.Rows:
+    """One page of `op.what`. Errors: NotFound for an unknown table or run, Invalid for a state that none can have."""
+    if op.what not in pages.QUERIES:
+        raise NotFound(f"nothing is listed as {op.what!r}; {', '.join(pages.QUERIES)} are", field="what")
     _check_states(op)
-    conditions: list[str] = []
-    values: list[Any] = []
-    if op.what != "workers":  # neither numbered nor of one run
-        conditions.append("id > ?")
-        values.append(op.after)
-        if op.run:
-            if op.what != "runs" and not await store.read("SELECT 1 FROM run WHERE name = ?", (op.run,)):
-                raise NotFound(f"there is no run {op.run!r}; `artctl runs` lists them", field="run")
-            conditions.append("name = ?" if op.what == "runs" else "run = ?")
-            values.append(op.run)
-    if op.states and op.what != "events":
-        conditions.append(f"state IN ({','.join('?' * len(op.states))})")
-        values.extend(op.states)
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    order = tables.WORKERS_FIRST if op.what == "workers" else "id DESC"
-    sql = f"SELECT * FROM ({QUERIES[op.what]}) {where} ORDER BY {order} LIMIT ?"
-    return [_plain(row) for row in await store.read(sql, [*values, _bounded(op.limit)])]
+    if op.run and op.what not in ("runs", "workers"):
+        await _require_run(store, op.run)
+    page = pages.Page(
+        op.what,
+        op.run,
+        op.states if op.what != "events" else (),
+        before=op.before,
+        after=op.after,
+        limit=_bounded(op.limit),
+    )
+    return await store.ask(lambda c: _answer(pages.read(c, page)))
 
 
-async def read_events(store: Store, op: api.Events) -> list[dict[str, Any]]:
+async def _require_run(store: Store, name: str) -> None:
+    """Errors: NotFound."""
+    if not await store.read("SELECT 1 FROM run WHERE name = ?", (name,)):
+        raise NotFound(f"there is no run {name!r}; `artctl runs` lists them", field="run")
+
+
+def _answer(rows: list[sqlite3.Row]) -> api.Rows:
+    """As many rows as an answer may have."""
+    left = BYTES
+    shown: list[dict[str, Any]] = []
+    for row in rows:
+        left -= sum(len(row[key]) for key in row.keys() if isinstance(row[key], bytes))  # noqa: SIM118
+        if left < 0 and shown:
+            break
+        shown.append(_plain(row))
+    return api.Rows(rows=shown, more=len(shown) < len(rows))
+
+
+async def read_events(store: Store, op: api.Events) -> api.Rows:
     """Events after `op.after`, oldest first."""
-    condition = "AND run = ?" if op.run else ""
-    values: list[Any] = [op.after, *([op.run] if op.run else []), _bounded(op.limit)]
-    rows = await store.read(f"{tables.EVENTS} WHERE id > ? {condition} ORDER BY id LIMIT ?", values)
-    return [_plain(row) for row in rows]
+    page = pages.Page("events", op.run, after=op.after, limit=_bounded(op.limit))
+    return await store.ask(lambda c: _answer(pages.read(c, page)))
 
 
 def _check_states(op: api.List) -> None:
-    known = {state for pair in TRANSITIONS.get(ENTITIES.get(op.what, ""), ()) for state in pair}
+    known = pages.states_of(op.what)
     if odd := [state for state in op.states if known and state not in known]:
-        raise Invalid(
-            f"none of the {op.what} is ever {odd[0]!r}; {', '.join(sorted(known))} are states", field="states"
-        )
+        raise Invalid(f"none of the {op.what} is ever {odd[0]!r}; {', '.join(known)} are states", field="states")
 
 
 def _bounded(limit: int) -> int:

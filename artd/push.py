@@ -20,15 +20,16 @@ import msgspec
 
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
-from artd_schema.spec import RunSpec
 
+from . import pauses
+from .awake import Awake
 from .commit import prepare_push
 from .core.decide import plan_push
 from .dispatch import TRAINER, checkpoint_ref
 from .rundir import DataDir
 from .store.store import Store, emit, get_meta, move, set_meta
 from .transfers import Transfers
-from .views import active_run, load_worker, newest_checkpoint, open_pushes, push_failed
+from .views import active_run, load_worker, newest_checkpoint, open_pushes, push_failed, stored_spec
 from .wire import WorkerWire
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ ENGINE = "engine"
 GATEWAY = "gateway"
 HELD_S = 10.0
 DEADLINE_S = 180.0
+SLOWEST = 10 << 20
+"""Bytes a second that a disk reads at least: a checkpoint is read in parts that give no sign of life meanwhile."""
+LOOK_S = 1.0
 GONE_S = 60.0
 KEEP_LIVE = 2
 MAX_ATTEMPTS = 5
@@ -43,12 +47,13 @@ MAX_ATTEMPTS = 5
 
 @dataclass
 class Sending:
-    """The push under way. end: monotonic deadline; pausing: the engine wants to pause; held: there once the gateway was asked,
+    """The push under way. end: its deadline on the daemon's awake clock, later with each sign of progress; progress: the last one; pausing: the engine wants to pause; held: there once the gateway was asked,
     set when it admits nothing to the engine any more, or when nobody waits for that any more."""
 
     message: w.Push
     end: float
     pausing: bool = False
+    progress: int = 0
     held: anyio.Event | None = None
 
     def done(self) -> None:
@@ -67,7 +72,8 @@ class Pusher:
         self._kill = kill
         self._sending: Sending | None = None
         self._unknown: int | None = None  # spawn of an engine whose push ended badly: it gets nothing more
-        self._gone_by = 0.0  # monotonic time when it has ended by itself
+        self._gone_by = 0.0  # when it has ended by itself
+        self._awake = Awake(store.clock.monotonic, 2 * LOOK_S)
         self.transfers = Transfers()
 
     async def run(self) -> None:
@@ -76,16 +82,18 @@ class Pusher:
             changed = self._store.change()
             if self._sending is None:
                 await self._send_due()
-            self._watch(self._store.clock.monotonic())
-            with anyio.move_on_after(1.0):
+            self._watch(self._awake.now())
+            with anyio.move_on_after(LOOK_S):
                 await changed.wait()
 
     def _watch(self, now: float) -> None:
         """End an engine whose push takes too long, or that lives on when its push has failed."""
         sending = self._sending
         if sending is not None and now > sending.end:
-            sending.end += DEADLINE_S
-            self._kill(ENGINE, f"push {sending.message.push} to {sending.message.name} passed its deadline")
+            sending.end += sending.message.deadline_s
+            self._kill(
+                ENGINE, f"push {sending.message.push} to {sending.message.name} passed its deadline without progress"
+            )
         if self._unknown is not None and self._unknown == self._wire.spawn(ENGINE) and now > self._gone_by:
             self._gone_by = now + GONE_S
             self._kill(ENGINE, f"its push failed, and it was to end by itself within {GONE_S:.0f} s")
@@ -98,7 +106,7 @@ class Pusher:
         reach("push.claimed")
         if self._wire.spawn(ENGINE) != spawn:
             return  # it died meanwhile, and `engine_died` puts the push back: it is not the next process's
-        self._sending = Sending(message, self._store.clock.monotonic() + message.deadline_s + message.drain_s)
+        self._sending = Sending(message, self._awake.now() + message.deadline_s + message.drain_s)
         if message.source == "live":
             self._wire.send(TRAINER, message)
         self._wire.send(ENGINE, message)
@@ -108,7 +116,7 @@ class Pusher:
         if run is None:
             return None
         now = self._store.clock.now_ms()
-        spec = msgspec.json.decode(run["spec"], type=RunSpec)
+        spec = stored_spec(run)
         newest = newest_checkpoint(c, run["id"])
         engine = load_worker(c, ENGINE)
         trainer = load_worker(c, TRAINER)
@@ -143,7 +151,7 @@ class Pusher:
             source=source,
             name=name,
             drain_s=spec.push_drain_s,
-            deadline_s=DEADLINE_S,
+            deadline_s=DEADLINE_S + newest["bytes"] / SLOWEST,
             rendezvous=str(self._meeting(engine.spawn, trainer.spawn, transfer)) if trainer and transfer else "",
             transfer=transfer or "gloo",
         )
@@ -183,8 +191,10 @@ class Pusher:
         message = sending.message
         held = sending.held = anyio.Event()  # only now: that an older gateway died says nothing of this one
         self._wire.send(GATEWAY, w.Hold(push=message.push, fence=message.fence, engine=ENGINE))
-        with anyio.move_on_after(HELD_S):
-            await held.wait()
+        awake = Awake(anyio.current_time, LOOK_S)
+        while not held.is_set() and awake.now() < HELD_S:
+            with anyio.move_on_after(min(LOOK_S / 2, HELD_S)):
+                await held.wait()
         if not held.is_set():
             self._kill(GATEWAY, f"it did not confirm the hold of push {message.push} within {HELD_S:.0f} s")
             await held.wait()
@@ -197,6 +207,13 @@ class Pusher:
         """It admits nothing any more, and the next one's first table holds the engine: nothing is left to wait for."""
         if self._sending is not None:
             self._sending.done()
+
+    def beat(self, message: w.Beat) -> None:
+        """The engine goes on with its push: the deadline is of a standstill."""
+        sending = self._under_way(message.push, message.fence)
+        if sending is not None and message.progress != sending.progress:
+            sending.progress = message.progress
+            sending.end = self._awake.now() + sending.message.deadline_s + sending.message.drain_s
 
     # ---- what workers say ---------------------------------------------------------------------------------------------
 
@@ -251,7 +268,7 @@ class Pusher:
     async def failed(self, message: w.PushFailed) -> None:
         """The harness ends its engine after this, else `_watch` does; the push waits for the next process."""
         log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
-        self._unknown, self._gone_by = self._wire.spawn(ENGINE), self._store.clock.monotonic() + GONE_S
+        self._unknown, self._gone_by = self._wire.spawn(ENGINE), self._awake.now() + GONE_S
         await self._store.write(lambda c: self._fail(c, message))
         self._end(message.push, message.fence)
 
@@ -311,16 +328,28 @@ def forget_engine(c: sqlite3.Connection, now: int, error: str, counted: bool = T
 
 
 def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, counted: bool = True) -> None:
-    """A push under way ended badly: `prepared` again, or `failed` and the run paused after too many attempts."""
+    """A push under way ended badly: `prepared` again, or `failed` and the run paused after too many failures in a row: of this
+    push or of older ones, as a step that is committed meanwhile takes the place of the one that failed."""
     attempts = row["attempts"] + counted
-    run = c.execute("SELECT id, name, state FROM run WHERE id = ?", (row["run_id"],)).fetchone()
-    if attempts < MAX_ATTEMPTS:
+    failures = attempts + failures_before(c, row)
+    run = c.execute("SELECT id, name FROM run WHERE id = ?", (row["run_id"],)).fetchone()
+    if failures < MAX_ATTEMPTS:
         move(c, "push", row["id"], "prepared", start="sending", attempts=attempts, error=error)
         emit(c, now, run["name"], "push.retried", row["id"], error=error, attempts=attempts)
         return
     move(c, "push", row["id"], "failed", start="sending", attempts=attempts, error=error, ended=now)
     emit(c, now, run["name"], "push.failed", row["id"], error=error)
-    if run["state"] == "active":
-        reason = f"push {row['id']} failed {attempts} times: {error.splitlines()[0] if error else 'no reason given'}"
-        move(c, "run", run["id"], "paused", reason=reason)
-        emit(c, now, run["name"], "run.paused", run["name"], reason=reason)
+    more = " in a row, with those of older steps" if failures > attempts else ""
+    why = error.splitlines()[0] if error else "no reason given"
+    pauses.hold(c, now, run["id"], f"push {row['id']}", f"push {row['id']} failed {failures} times{more}: {why}")
+
+
+def failures_before(c: sqlite3.Connection, row: sqlite3.Row) -> int:
+    """Failures of the run's older pushes since one was live, or since the operator resumed the run after its last failure."""
+    ended = "state = 'failed' OR (state IN ('live', 'superseded') AND source IS NOT NULL AND error = '')"
+    found = c.execute(
+        "SELECT coalesce(sum(attempts), 0) FROM push WHERE run_id = :run AND id < :id AND id >"
+        f" (SELECT coalesce(max(id), 0) FROM push WHERE run_id = :run AND id < :id AND ({ended}))",
+        {"run": row["run_id"], "id": row["id"]},
+    )
+    return int(found.fetchone()[0])

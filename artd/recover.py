@@ -2,7 +2,7 @@
 
 Owner of: the order of recovery. Invariants: idempotent, so a crash in the middle is cured by the next boot; a
 finished but uncommitted result is adopted by the same function with the same guards as a reported one; only the
-database decides.
+database decides. Files are read, written and removed in threads: the daemon's heart beats meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import sqlite3
 import uuid
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
+
 from artd_schema.crashpoint import reach
 
 from . import commit as result
@@ -20,12 +23,16 @@ from . import times
 from .commit import BadResult, Stale
 from .jobs import end_attempt
 from .push import forget_engine
-from .retain import sweep
+from .retain import Swept, sweep
 from .rundir import DataDir
+from .runs import pause_unreadable
 from .store import fs
 from .store.store import Store, emit, get_meta, set_meta
+from .views import unreadable
 
 log = logging.getLogger(__name__)
+FIRST = "1"
+"""The boot that made the database: it deletes nothing."""
 
 
 def identify(c: sqlite3.Connection, data: DataDir, now: int) -> tuple[str, int]:
@@ -55,18 +62,30 @@ async def recover(store: Store, data: DataDir) -> None:
     await _adopt_finished(store, data)
     reach("recover.adopted")
 
-    def write(c: sqlite3.Connection) -> list[str]:
+    def write(c: sqlite3.Connection) -> Swept:
         interrupt(c, store.clock.now_ms(), "the daemon went down")
-        return sweep(c, data)
+        for why in pause_unreadable(c, store.clock.now_ms()):
+            log.error("%s", why)
+        return Swept() if get_meta(c, "boot") == FIRST else sweep(c, data)
 
-    folders = await store.write(write)
+    swept = await store.write(write)
     reach("recover.interrupted")
-    for folder in folders:
-        log.info("removing %s: no committed checkpoint owns it", folder)
-        fs.remove_tree(data.root / folder)
+    for folder in swept.gone:
+        log.info("removing %s: its job did not commit it, or it is retired", folder)
+        await anyio.to_thread.run_sync(fs.remove_tree, data.root / folder)
         reach("recover.removed")
-    for path in data.tmp.iterdir():
-        fs.remove_tree(path) if path.is_dir() else path.unlink()
+    for folder in swept.unknown:
+        log.warning("moving %s to %s: the database does not know it", folder, data.unknown)
+        await anyio.to_thread.run_sync(_move_aside, data, folder)
+    for path in swept.staged:
+        await anyio.to_thread.run_sync(fs.remove_tree, path)
+
+
+def _move_aside(data: DataDir, folder: str) -> None:
+    target, number = data.unknown / folder, 1
+    while target.exists():
+        target, number = data.unknown / f"{folder}.{number}", number + 1
+    fs.publish(data.root / folder, target)
 
 
 def interrupt(c: sqlite3.Connection, now: int, why: str) -> None:
@@ -83,9 +102,11 @@ def interrupt(c: sqlite3.Connection, now: int, why: str) -> None:
 async def _adopt_finished(store: Store, data: DataDir) -> None:
     """Commit the result of a running job whose files are whole, wherever the crash left them."""
     rows = await store.read(
-        "SELECT j.id, j.fence, j.step, r.name, r.lineage FROM job j JOIN run r ON r.id = j.run_id WHERE j.state = 'running'"
+        "SELECT j.id, j.fence, j.step, r.name, r.spec, r.lineage FROM job j JOIN run r ON r.id = j.run_id WHERE j.state = 'running'"
     )
     for job in rows:
+        if unreadable(job):
+            continue  # the commit reads the spec; the job is done again once the run goes on
         published = data.root / data.checkpoint(job["name"], job["lineage"], job["step"], job["id"], job["fence"])
         for folder in (published, data.staging(job["id"], job["fence"])):
             if (folder / result.MANIFEST).exists() and await _adopt(store, data, folder):
@@ -94,12 +115,19 @@ async def _adopt_finished(store: Store, data: DataDir) -> None:
 
 async def _adopt(store: Store, data: DataDir, folder: Path) -> bool:
     try:
-        sha, manifest = result.verify(folder)
-        relative = result.publish(data, folder, manifest)
+        # Whoever staged it may have been told that its fsync failed.
+        await anyio.to_thread.run_sync(fs.write_again, folder)
+        sha, manifest = await anyio.to_thread.run_sync(result.verify, folder)
+        relative = await anyio.to_thread.run_sync(result.publish, data, folder, manifest)
         now = store.clock.now_ms()
         await store.write(lambda c: result.commit(c, now, data, relative, sha, manifest, {}))
     except (BadResult, Stale) as error:
         log.warning("the result in %s is not adopted: %s", folder, error)
+        return False
+    except OSError as error:
+        if not fs.is_full(error):
+            raise
+        log.warning("the result in %s is not adopted, for its job is done again: %s", folder, error)
         return False
     log.info("adopted the finished result of job %d, step %d", manifest.job, manifest.step)
     return True

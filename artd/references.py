@@ -8,6 +8,7 @@ read, checked and encoded outside the writer, which only looks whether the excha
 from __future__ import annotations
 
 import sqlite3
+import time
 
 import msgspec
 
@@ -18,11 +19,13 @@ from artd_schema.trajectory import ExchangeRef, Turn
 from .core.fields import InvalidField
 from .core.routes import trim_routes
 from .core.validate import check_turns, epoch_range
-from .errors import Conflict, Invalid, NotFound, RequestError
+from .errors import Busy, Conflict, Invalid, NotFound, RequestError
 from .intake import Parcel, RunFacts, insert_many
 from .store.blobs import Blobs
 from .store.store import Store
 
+READ_AGAIN_S = (0.1, 0.3)
+"""Pauses before bytes that are not what was written are read a second and a third time."""
 _turn = msgspec.msgpack.Decoder(Turn)
 READ = (
     "WITH ref (response_id, choice) AS (VALUES {})"
@@ -81,19 +84,24 @@ def insert(
 
 
 def _read(blobs: Blobs, row: sqlite3.Row) -> bytes:
-    """Errors: RequestError when the file is not what was written: its turn would be trained on as it is."""
+    """Errors: Busy when the file cannot be read now; RequestError when it is not what was written, however often it is read: its
+    turn would be trained on as it is."""
+    path = blobs.path(row["blob"])
+    where = f"response {row['response_id']!r} choice {row['choice']}: the ledger's file {path}"
     try:
-        turn = blobs.path(row["blob"]).read_bytes()
+        for pause_s in (*READ_AGAIN_S, None):
+            turn = path.read_bytes()
+            if digest(turn) == row["blob"]:
+                return turn
+            if pause_s is not None:
+                time.sleep(pause_s)
     except OSError as error:
-        what = error.strerror
-    else:
-        if digest(turn) == row["blob"]:
-            return turn
-        what = "its bytes have changed"
-    raise RequestError(
-        f"response {row['response_id']!r} choice {row['choice']}: the ledger's file {blobs.path(row['blob'])} cannot be "
-        f"read: {what}; leave this response out, and run artd check"
-    )
+        raise Busy(
+            f"{where} cannot be read now: {error.strerror}; send the same again, or if that stays so leave this response out, "
+            "and run artd check",
+            retry_after_s=1.0,
+        ) from None
+    raise RequestError(f"{where} has other bytes than were written; leave this response out, and run artd check")
 
 
 def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:

@@ -17,6 +17,7 @@ from artd_schema.paths import DATABASE
 from . import __version__, lock
 from .backup import BackupError, BackupInfo, NotEmpty, empty, read_info, told
 from .check import check
+from .folder import IGNORED, RESTORING, is_free
 from .instance import renew
 from .rundir import DataDir
 from .store import fs
@@ -44,15 +45,15 @@ def restore(backup: Path, data: Path, now: int) -> Restored:
     _require_empty(data)
     fs.make_dir(data)
     data.chmod(0o700)
-    handle = lock.acquire(data, __version__, 0.0)
+    held = lock.acquire(data, __version__, 0.0)
     try:
         restored = _fill(backup, data, info, now)
-        os.ftruncate(handle, 0)  # else this process would be told of as the last daemon
+        lock.forget(data)  # else this process would be told of as the last daemon
     except BaseException:
         empty(data)
         raise
     finally:
-        os.close(handle)
+        held.close()
     return restored
 
 
@@ -68,7 +69,7 @@ def _require_whole(backup: Path) -> BackupInfo:
 
 
 def _require_empty(data: Path) -> None:
-    if data.exists() and (not data.is_dir() or any(data.iterdir())):
+    if not is_free(data):
         raise NotEmpty(f"{data} is not an empty folder: give another with --data-dir, or move it away")
 
 
@@ -78,7 +79,7 @@ def _fill(backup: Path, data: Path, info: BackupInfo, now: int) -> Restored:
         shutil.copytree(backup / name.name, name, copy_function=shutil.copyfile)
     for made in (folder.tmp, folder.logs):
         made.mkdir(mode=0o700)
-    database = data / f".{DATABASE}.restoring"
+    database = data / RESTORING
     shutil.copyfile(backup / DATABASE, database)
     with closing(connect(database)) as c:
         require_known(c)
@@ -98,7 +99,8 @@ def _fill(backup: Path, data: Path, info: BackupInfo, now: int) -> Restored:
 
 
 def _private(data: Path) -> None:
-    for root, _, names in os.walk(data):
+    for root, folders, names in os.walk(data):
+        folders[:] = set(folders) - IGNORED
         Path(root).chmod(0o700)
         for name in names:
             (Path(root) / name).chmod(0o600)

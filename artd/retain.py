@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
 
 from artd_schema.crashpoint import reach
-from artd_schema.spec import RunSpec
 
-from .rundir import DataDir
+from .rundir import CHECKPOINT, STAGED, DataDir
 from .store import fs
 from .store.store import Store, emit, move
+from .tables import NOT_DELETED
+from .views import stored_spec, unreadable
 
 log = logging.getLogger(__name__)
 PERIOD_S = 5.0
@@ -28,7 +30,8 @@ SELECT parent_id FROM job WHERE state IN ('queued', 'running', 'quarantined') AN
 UNION SELECT checkpoint_id FROM push WHERE state IN ('prepared', 'sending', 'live')
 UNION SELECT s.checkpoint_id FROM run r CROSS JOIN process p CROSS JOIN serving s
   ON s.engine = p.name AND s.spawn = p.spawn AND s.run_id = r.id
-  WHERE json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') = 'lora'
+  WHERE CASE WHEN json_valid(CAST(r.spec AS TEXT))
+    THEN json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') = 'lora' ELSE 1 END
 UNION SELECT checkpoint_id FROM run WHERE checkpoint_id IS NOT NULL
 """
 OF_CHAIN = "FROM checkpoint WHERE run_id = :run AND state = 'committed' AND abandoned = 0 AND id"
@@ -63,8 +66,10 @@ class Retain:
     def _retire(self, c: sqlite3.Connection) -> list[str]:
         now = self._store.clock.now_ms()
         folders = []
-        for run in c.execute("SELECT id, name, spec FROM run").fetchall():
-            keep = msgspec.json.decode(run["spec"], type=RunSpec).keep_checkpoints
+        for run in c.execute(f"SELECT id, name, spec FROM run WHERE {NOT_DELETED}").fetchall():
+            if unreadable(run):
+                continue  # how many it keeps, nobody knows
+            keep = stored_spec(run).keep_checkpoints
             for row in c.execute(DUE, {"run": run["id"], "keep": keep}).fetchall():
                 move(c, "checkpoint", row["id"], "retired", start="committed")
                 emit(c, now, run["name"], "checkpoint.retired", row["step"])
@@ -72,8 +77,32 @@ class Retain:
         return folders
 
 
-def sweep(c: sqlite3.Connection, data: DataDir) -> list[str]:
-    """At boot: folders of retired checkpoints, and folders below `checkpoints` that no row knows."""
-    known = {row["dir"] for row in c.execute("SELECT dir FROM checkpoint WHERE state = 'committed'")}
-    found = [str(path.relative_to(data.root)) for path in data.checkpoints.glob("*/*") if path.is_dir()]
-    return [folder for folder in found if folder not in known]
+@dataclass
+class Swept:
+    """What a boot found. gone: checkpoint folders that a row says nobody needs; unknown: those of which no row says anything;
+    both relative to the data folder. staged: folders below `tmp`, all of workers that are dead."""
+
+    gone: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    staged: list[Path] = field(default_factory=list)
+
+
+ENDED = (
+    "SELECT 1 FROM attempt a JOIN job j ON j.id = a.job_id JOIN run r ON r.id = j.run_id"
+    " WHERE r.name = ? AND a.job_id = ? AND a.fence = ? AND a.outcome <> 'succeeded'"
+)
+
+
+def sweep(c: sqlite3.Connection, data: DataDir) -> Swept:
+    """At boot, when no attempt is under way any more: only names that artd alone makes are looked at. A folder of an attempt that
+    this database does not know may be the only copy of a step: the database is older than the folder."""
+    known = dict(c.execute("SELECT dir, state FROM checkpoint").fetchall())
+    swept = Swept(staged=[path for path in data.tmp.iterdir() if STAGED.fullmatch(path.name) and path.is_dir()])
+    for path in sorted(data.checkpoints.glob("*/*")):
+        folder = str(path.relative_to(data.root))
+        named = CHECKPOINT.fullmatch(folder)
+        if named is None or not path.is_dir() or known.get(folder) == "committed":
+            continue
+        ended = c.execute(ENDED, (named["run"], int(named["job"]), int(named["fence"]))).fetchone()
+        (swept.gone if ended or folder in known else swept.unknown).append(folder)
+    return swept

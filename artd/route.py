@@ -16,7 +16,7 @@ from artd_schema import worker as w
 from artd_schema.spec import RunSpec
 
 from .store.store import Store, get_meta
-from .views import active_run, route_shape
+from .views import active_run, route_shape, stored_spec
 from .wire import WorkerWire
 
 GATEWAY = "gateway"
@@ -71,7 +71,7 @@ def load_table(c: sqlite3.Connection) -> Table:
     run = active_run(c)
     if run is None:
         return Table((), (), "")
-    spec = msgspec.json.decode(run["spec"], type=RunSpec)
+    spec = stored_spec(run)
     engines = c.execute("SELECT name, address FROM process WHERE kind = 'engine' AND state = 'ready' AND address <> ''")
     held = get_meta(c, "push_held")
     routes = tuple(_engine(c, row, run, spec, held) for row in engines.fetchall())

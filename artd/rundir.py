@@ -5,6 +5,8 @@ Owner of: nothing. Invariants: every folder that a fence protects carries (job, 
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,15 @@ from artd_schema import paths
 from .store import fs
 from .store.blobs import place
 
+STAGED = re.compile(r"job-\d+-f\d+|pack-s\d+-\d+-\d+")
+"""Names below `tmp` that artd alone makes."""
+CHECKPOINT = re.compile(r"checkpoints/(?P<run>[^/]+)/l\d+-s\d+-j(?P<job>\d+)-f(?P<fence>\d+)")
+"""As `DataDir.checkpoint` makes them."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class DataDir:
-    """root: DATA, 0700; runtime: folder of the sockets."""
+    """root: DATA, 0700; runtime: folder of the sockets, another one when the first was taken away (`sockets`)."""
 
     root: Path
     runtime: Path
@@ -47,6 +54,11 @@ class DataDir:
         return self.root / "checkpoints"
 
     @property
+    def unknown(self) -> Path:
+        """Where a start puts checkpoint folders that the database does not know."""
+        return self.root / "unknown"
+
+    @property
     def code(self) -> Path:
         return self.root / "code"
 
@@ -62,12 +74,21 @@ class DataDir:
         """Where a worker stages the result of (job, fence)."""
         return self.tmp / f"job-{job}-f{fence}"
 
+    def packing(self, step: int, number: int) -> Path:
+        """Where the `number`-th packer of this process writes the batch of a step."""
+        return self.tmp / f"pack-s{step}-{os.getpid()}-{number}"
+
     def checkpoint(self, run: str, lineage: int, step: int, job: int, fence: int) -> str:
         """Final folder of a checkpoint, relative to the data folder."""
         return f"checkpoints/{run}/l{lineage}-s{step:06d}-j{job}-f{fence}"
 
     def log(self, worker: str) -> Path:
         return self.logs / f"{worker}.log"
+
+    @property
+    def scratch_record(self) -> Path:
+        """What the engine's server holds in /dev/shm and /tmp (artd_schema.scratch)."""
+        return self.logs / "engine-server.scratch"
 
     def spawn_dir(self, worker: str, spawn: int) -> Path:
         """Sockets and TMPDIR of one process of a worker."""

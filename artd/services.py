@@ -3,14 +3,16 @@
 Owner of: no state of its own. The daemon adds sockets, files and signals; tests/model adds a simulated wire and clock, so
 that both run this wiring.
 Invariants: messages of one worker are handled in the order in which they came; the services hear of a death after it is
-proven; a service that crashes ends the task group, and with it the daemon.
+proven; a service that crashes ends the task group, and with it the daemon, unless what it lacks are file descriptors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+import anyio
 from anyio.abc import TaskGroup
 
 from artd_schema import client_api as api
@@ -18,6 +20,8 @@ from artd_schema import worker as w
 from artd_schema.codec import WireError
 
 from .config import Settings
+from .deletion import Deleter
+from .descriptors import is_scarce
 from .disk import Disk
 from .dispatch import Dispatch
 from .errors import Busy
@@ -25,6 +29,7 @@ from .gc import Collector
 from .ingest import Ingest
 from .lease import Leases
 from .log_files import LogFiles
+from .packing.process import STALL_S
 from .packing.service import Packer
 from .push import Pusher
 from .requests import Requests, Send
@@ -35,21 +40,25 @@ from .runs import Runs
 from .store.blobs import Blobs
 from .store.store import Store
 from .times import Times
+from .under_way import UnderWay
 from .wire import WorkerWire
 from .workforce import Boot, Workforce
 
 log = logging.getLogger(__name__)
+SCARCE_S = 1.0
 
 
 class Services:
     """reply: sends an answer to a client; stop(drain_s): asks the daemon to end; announce(url): the gateway can be reached
-    there. `take`, `ask` and `refuse` are the routers' handlers."""
+    there; under_way: what the clients' routers look at before they read on; who: see Requests. `take`, `ask` and `refuse` are the routers' handlers."""
 
     def __init__(
         self, store: Store, wire: WorkerWire, data: DataDir, settings: Settings, boot: Boot, reply: Send,
-        stop: Callable[[float], None], announce: Callable[[str], None],
+        stop: Callable[[float], None], announce: Callable[[str], None], under_way: UnderWay | None = None,
+        who: Callable[[bytes], str] = lambda peer: "",
     ) -> None:  # fmt: skip
         limits = settings.limits
+        self._under_way = under_way or UnderWay(limits.under_way_mib << 20)
         blobs = Blobs(data.blobs, store.clock.monotonic)
         self._disk = disk = Disk(data.root, limits.min_free_mib << 20, store.clock, limits.reserve_mib << 20)
         self._times = times = Times(store)
@@ -68,8 +77,9 @@ class Services:
         self._stalls = Leases(store.clock, limits.stall_s, self._dispatch.holders, self._stalled)
         self._pusher = Pusher(store, wire, data, workforce.kill)
         self._routes = routes = RouteTable(store, wire)
-        self._packer = Packer(store, blobs, data, disk.lacks)
+        self._packer = Packer(store, blobs, data, disk.lacks, min(STALL_S, limits.stall_s or STALL_S))
         self._retain = Retain(store, data)
+        self._deleter = Deleter(store, data)
         runs = Runs(store, workforce.require_runtimes, lambda: routes.routed)
         self._requests = Requests(
             store,
@@ -82,18 +92,22 @@ class Services:
             limits.max_message_mib << 20,
             workforce.revive,
             self._collector,
+            under_way=self._under_way,
+            who=who,
         )
 
     def start(self, group: TaskGroup) -> None:
         """Run every service in this group, until it is cancelled."""
         self._group = group
         for service in (
-            self.workforce, self._routes, self._packer, self._dispatch, self._pusher, self._ingest, self._retain
+            self.workforce, self._routes, self._packer, self._dispatch, self._pusher, self._ingest, self._retain,
+            self._deleter,
         ):  # fmt: skip
-            group.start_soon(service.run)
+            group.start_soon(patient, service.run)
         for watch in (self._leases.run, self._stalls.run, self._times.run, self._collector.run, self._logs.run):
-            group.start_soon(watch)
-        group.start_soon(self._disk.run, self._store)
+            group.start_soon(patient, watch)
+        group.start_soon(patient, self._disk.run, self._store)
+        group.start_soon(self._requests.run)
 
     async def drain(self, grace_s: float) -> None:
         """Take no more work and end the workers, which get grace_s seconds."""
@@ -103,9 +117,9 @@ class Services:
 
     # ---- messages -----------------------------------------------------------------------------------------------------
 
-    def ask(self, peer: bytes, request: api.Request, bulk: list[bytes]) -> None:
-        """A client's request."""
-        self._requests.take(peer, request, bulk)
+    def ask(self, peer: bytes, request: api.Request, bulk: list[bytes], header: int) -> None:
+        """A client's request. header: bytes of the frame that it came in."""
+        self._requests.take(peer, request, bulk, header)
 
     def refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
         """What a client sent and nobody can read."""
@@ -114,7 +128,7 @@ class Services:
     def take(self, peer: bytes, message: w.FromWorker, bulk: list[bytes]) -> None:
         """A worker's message."""
         if isinstance(message, w.Hello):
-            self._group.start_soon(self.workforce.hello, peer, message)
+            self._group.start_soon(patient, self.workforce.hello, peer, message)
             return
         who = self._wire.who(peer)
         if who is None:
@@ -127,7 +141,9 @@ class Services:
         self._leases.heard(name, spawn)
         match message:
             case w.Beat():
-                if self._dispatch.beat(name, message):
+                if message.push:
+                    self._pusher.beat(message)
+                elif self._dispatch.beat(name, message):
                     self._stalls.heard(name, spawn)
             case w.Accepted():
                 self._dispatch.accepted(message)
@@ -139,33 +155,37 @@ class Services:
                 self._group.start_soon(self._exchange, name, message, bulk)
             case w.Ready():
                 self._pusher.transfers.able(name, spawn, message.transfers)
-                self._group.start_soon(self.workforce.ready, name, spawn, message)
+                self._group.start_soon(patient, self.workforce.ready, name, spawn, message)
             case w.Down():
                 self.workforce.down(name, spawn, message)
             case w.Staged():
-                self._group.start_soon(self._dispatch.staged, message)
+                self._group.start_soon(patient, self._dispatch.staged, message)
             case w.Failed():
-                self._group.start_soon(self._dispatch.failed, message)
+                self._group.start_soon(patient, self._dispatch.failed, message)
             case w.Refused():
-                self._group.start_soon(self._pusher.refused, message)
+                self._group.start_soon(patient, self._pusher.refused, message)
             case w.Pausing():
-                self._group.start_soon(self._pusher.pausing, message)
+                self._group.start_soon(patient, self._pusher.pausing, message)
             case w.Live():
-                self._group.start_soon(self._pusher.live, message)
+                self._group.start_soon(patient, self._pusher.live, message)
             case w.PushFailed():
-                self._group.start_soon(self._pusher.failed, message)
+                self._group.start_soon(patient, self._pusher.failed, message)
 
     async def _answer_late(self, peer: bytes, message: w.Staged | w.Failed | w.Beat) -> None:
         if (answer := await self._dispatch.late(message)) is not None:
             self._wire.answer(peer, answer)
 
     async def _exchange(self, name: str, message: w.Exchange, bulk: list[bytes]) -> None:
+        size = sum(map(len, bulk))
+        self._under_way.take(size)
         try:
             answer = await self._ingest.exchange(message, bulk)
         except Exception as error:
             if not isinstance(error, Busy):
                 log.exception("exchange %s", message.response_id)
             answer = w.ExchangeAck(response_id=message.response_id, error=f"{type(error).__name__}: {error}")
+        finally:
+            self._under_way.give(size)
         self._wire.send(name, answer)
 
     def _silent(self, name: str, seconds: float, spawn: int) -> None:
@@ -183,3 +203,16 @@ class Services:
             await self._pusher.engine_died(error, counted=not self._stopping)
         elif name == "gateway":
             self._pusher.gateway_died()
+
+
+async def patient(work: Callable[..., Awaitable[None]], *args: Any) -> None:
+    """Do `work`, and again from its start while it ends for want of file descriptors, which passes: every service decides by
+    committed rows, and the messages of workers are fenced."""
+    while True:
+        try:
+            return await work(*args)
+        except OSError as error:
+            if not is_scarce(error):
+                raise
+            log.error("%s: %s; it is tried again in %g s", getattr(work, "__qualname__", work), error, SCARCE_S)
+        await anyio.sleep(SCARCE_S)

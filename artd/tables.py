@@ -8,11 +8,14 @@ from __future__ import annotations
 
 JSON_COLUMNS = frozenset({"metrics", "seconds", "data", "spec"})
 
-RUNS = """
+NOT_DELETED = "name NOT GLOB '.*'"
+"""What holds of a row of `run` that has not been deleted (`deletion`)."""
+
+RUNS = f"""
 SELECT r.id, r.name, r.state, r.reason, r.step, r.lineage, r.created, r.base_digest, r.spec,
   coalesce((SELECT max(k.step) FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id
             WHERE s.run_id = r.id AND s.state = 'live'), -1) AS served
-FROM run r"""
+FROM run r WHERE r.{NOT_DELETED}"""
 JOBS = """
 SELECT j.id, r.name AS run, j.kind, j.step, j.epoch, j.state, j.fence, j.attempts, j.deaths, j.worker, j.spawn, j.cancel,
   j.discard, (SELECT a.outcome FROM attempt a WHERE a.job_id = j.id ORDER BY a.fence DESC LIMIT 1) AS failure, j.error,
@@ -21,8 +24,8 @@ SELECT j.id, r.name AS run, j.kind, j.step, j.epoch, j.state, j.fence, j.attempt
 FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id"""
 TRAJECTORIES = """
 SELECT t.id, r.name AS run, g.name AS "group", t.key, t.split, t.state, t.reason, t.reward, t.tokens, t.epoch_min,
-  t.epoch_max, t.batch_id, t.payload, t.digest, t.metrics, t.created
-FROM trajectory t JOIN run r ON r.id = t.run_id JOIN trajectory_group g ON g.id = t.group_id"""
+  t.epoch_max, t.batch_id, t.payload, t.digest, d.metrics, t.created
+FROM trajectory t JOIN trajectory_data d ON d.trajectory_id = t.id JOIN run r ON r.id = t.run_id JOIN trajectory_group g ON g.id = t.group_id"""
 GROUPS = """
 SELECT g.id, r.name AS run, g.name, g.split, g.state, g.reason, g.size, g.created, g.deadline
 FROM trajectory_group g JOIN run r ON r.id = g.run_id"""

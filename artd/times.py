@@ -12,17 +12,26 @@ import sqlite3
 import anyio
 
 from .clock import Clock
-from .core.deadlines import JUMP_MS, LARGE_MS, days, distrust, time_left
+from .core.deadlines import DRIFT_MS, JUMP_MS, LARGE_MS, days, distrust, time_left
 from .store.store import Store, emit, get_meta, set_meta
 
 PERIOD_S = 1.0
 LONGEST_DELAY_MS = 300_000  # of a job's back-off, see core.decide
 STOPPED = "retention"
 GROUPS = (
-    "SELECT g.id, g.deadline, CAST(json_extract(CAST(r.spec AS TEXT), '$.group_timeout_s') * 1000 AS INTEGER) AS longest"
+    "SELECT g.id, g.deadline, coalesce(CASE WHEN json_valid(CAST(r.spec AS TEXT))"
+    " THEN CAST(json_extract(CAST(r.spec AS TEXT), '$.group_timeout_s') * 1000 AS INTEGER) END,"
+    " max(0, g.deadline - g.created)) AS longest"  # the spec may be unreadable: its run is paused later in the boot
     " FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.state = 'open'"
 )
-SEEN = "SELECT at FROM event ORDER BY id DESC LIMIT 1"
+NEWEST = "SELECT at FROM event ORDER BY id DESC LIMIT 1"
+SEEN = "seen"
+"""Meta row: when a daemon last ran while deadlines were stored. Without it a kill would give them back the time since the
+newest event."""
+WAITING = (
+    "SELECT 1 FROM trajectory_group WHERE state = 'open' UNION ALL SELECT 1 FROM job WHERE state = 'queued' AND not_before > 0"
+    " UNION ALL SELECT 1 FROM push WHERE state = 'prepared' AND not_before > 0 LIMIT 1"
+)
 
 
 class Times:
@@ -44,31 +53,39 @@ class Times:
         return abs(self._measure() - self._offset) > JUMP_MS
 
     async def heed(self) -> None:
-        """Let stored deadlines follow a jump."""
+        """Let stored deadlines follow the clock, and note that artd runs while there are any."""
         offset = self._measure()
-        if abs(offset - self._offset) > JUMP_MS:
-            await self._store.write(lambda c: follow(c, self._clock.now_ms(), offset - self._offset))
-        self._offset = offset  # only now: a write that failed would have followed nothing
+        drift = offset - self._offset
+        if abs(drift) > DRIFT_MS:
+            await self._store.write(lambda c: follow(c, self._clock.now_ms(), drift))
+            self._offset = offset  # only now: a write that failed would have followed nothing
+        elif await self._store.read(WAITING):
+            await self._store.write(lambda c: set_meta(c, SEEN, str(self._clock.now_ms())))
 
     def _measure(self) -> int:
         return self._clock.now_ms() - int(self._clock.monotonic() * 1000)
 
 
-def follow(c: sqlite3.Connection, now: int, jump: int) -> None:
-    """After a jump of so many milliseconds: deadlines go with it, and a large one stops retention."""
-    shift(c, now - jump, now)
-    emit(c, now, "", "clock.jumped", "", seconds=jump / 1000)
-    if abs(jump) > LARGE_MS:
-        stop_retention(c, now, f"the clock jumped {days(abs(jump))} {'ahead' if jump > 0 else 'back'}")
+def follow(c: sqlite3.Connection, now: int, drift: int) -> None:
+    """The clock moved by so many milliseconds against the monotonic one: deadlines go with it. A jump is told, and a large
+    one stops retention."""
+    shift(c, now - drift, now)
+    set_meta(c, SEEN, str(now))
+    if abs(drift) > JUMP_MS:
+        emit(c, now, "", "clock.jumped", "", seconds=drift / 1000)
+    if abs(drift) > LARGE_MS:
+        stop_retention(c, now, f"the clock jumped {days(abs(drift))} {'ahead' if drift > 0 else 'back'}")
 
 
 def boot(c: sqlite3.Connection, now: int) -> None:
     """The first write of a boot: deadlines go on where the last daemon left them."""
-    row = c.execute(SEEN).fetchone()
+    row = c.execute(NEWEST).fetchone()
     if row is None:
         return
-    shift(c, row["at"], now)
-    if why := distrust(row["at"], now):
+    seen = max(row["at"], int(get_meta(c, SEEN, "0")))
+    shift(c, seen, now)
+    set_meta(c, SEEN, str(now))
+    if why := distrust(seen, now):
         stop_retention(c, now, why)
 
 

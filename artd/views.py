@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 
 import msgspec
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 
 from .core.decide import Group, JobView, PushView, RunView, WorkerView
+from .errors import Unreadable
+
+REMEDY = "start the artd that wrote it, or artctl finish {} and make another run"
+"""Of a run whose spec cannot be read."""
+
+
+@functools.lru_cache(maxsize=16)
+def _spec(stored: bytes) -> RunSpec:
+    return msgspec.json.decode(stored, type=RunSpec)
+
+
+def stored_spec(run: sqlite3.Row) -> RunSpec:
+    """The spec of a row with `name` and `spec`. Errors: Unreadable."""
+    if why := unreadable(run):
+        raise Unreadable(f"{why}. Next: {REMEDY.format(run['name'])}")
+    return _spec(run["spec"])
+
+
+def unreadable(run: sqlite3.Row) -> str:
+    """Why the spec of a row with `name` and `spec` cannot be read; "" when it can."""
+    try:
+        _spec(run["spec"])
+    except UNREADABLE as error:
+        return f"the spec of run {run['name']!r} cannot be read: {error}"
+    return ""
 
 
 def active_run(c: sqlite3.Connection) -> sqlite3.Row | None:
-    """The one run that is not finished."""
+    """The one run that is not finished; None also when its spec cannot be read: for that one no service does anything."""
     row: sqlite3.Row | None = c.execute("SELECT * FROM run WHERE state <> 'finished'").fetchone()
-    return row
+    return None if row is None or unreadable(row) else row
 
 
 def route_shape(run: sqlite3.Row) -> RouteShape | None:
@@ -24,9 +51,9 @@ def route_shape(run: sqlite3.Row) -> RouteShape | None:
 
 
 def load_run(c: sqlite3.Connection, run_id: int) -> RunView:
-    """The run, with no more of its sealed groups than one batch takes."""
+    """The run, with no more of its sealed groups than one batch takes. Errors: Unreadable."""
     run = c.execute("SELECT * FROM run WHERE id = ?", (run_id,)).fetchone()
-    spec = msgspec.json.decode(run["spec"], type=RunSpec)
+    spec = stored_spec(run)
     job = c.execute(
         "SELECT kind FROM job WHERE run_id = ? AND state IN ('queued', 'running', 'quarantined') ORDER BY id LIMIT 1",
         (run_id,),
@@ -37,7 +64,7 @@ def load_run(c: sqlite3.Connection, run_id: int) -> RunView:
         (run_id, spec.groups_per_step),
     )
     open_groups = c.execute(
-        "SELECT count(*) FROM trajectory_group WHERE run_id = ? AND state = 'open' AND split = 'train'", (run_id,)
+        "SELECT total(groups) FROM group_count WHERE run_id = ? AND state = 'open' AND split = 'train'", (run_id,)
     )
     return RunView(
         state=run["state"],
@@ -46,7 +73,7 @@ def load_run(c: sqlite3.Connection, run_id: int) -> RunView:
         flush=bool(run["flush"]),
         job=job["kind"] if job else "",
         sealed=tuple(Group(row["id"], row["size"]) for row in sealed),
-        open_groups=open_groups.fetchone()[0],
+        open_groups=int(open_groups.fetchone()[0]),
     )
 
 

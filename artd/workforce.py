@@ -6,12 +6,14 @@ its process is the present one of its name; the services hear of a death after i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
+import socket
 import sqlite3
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,17 @@ import msgspec
 
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
-from artd_schema.spec import RunSpec
+from artd_schema.base import BaseModel
+from artd_schema.scratch import sweep
 
 from . import runtimes
-from .base_model import BaseModel, check_pinned
+from .base_model import PinnedBase
 from .config import Interpreter, Settings
-from .errors import Conflict
+from .errors import Conflict, RequestError
 from .gateway_file import write_gateway_file
 from .lease import Holder, heartbeat_s
 from .rundir import DataDir
-from .store.store import Store, emit, get_meta, set_meta
+from .store.store import Store, emit, set_meta
 from .supervise.environment import TRAINER_EXTRA, Tags, child_environment
 from .supervise.postmortem import Status
 from .supervise.reap import Leftover
@@ -40,7 +43,7 @@ from .supervise.spec import Info, Launch, Spec
 from .supervise.states import State
 from .supervise.supervisor import Supervisor
 from .supervise.worker import ERROR_LINES
-from .views import active_run, route_shape
+from .views import active_run, route_shape, stored_spec
 from .wire import WorkerWire
 
 log = logging.getLogger(__name__)
@@ -59,7 +62,8 @@ Death = Callable[[str, int, bool, str, str], Awaitable[None]]
 @dataclass(frozen=True, kw_only=True)
 class Boot:
     """What every process of this boot is told. code: folder with the workers' code; endpoint: of the worker ROUTER.
-    leftovers: processes of older boots that outlived SIGKILL: their workers are broken until they are gone."""
+    leftovers: processes of older boots that outlived SIGKILL: their workers are broken until they are gone. listener: the
+    gateway's."""
 
     instance: str
     number: int
@@ -67,6 +71,7 @@ class Boot:
     endpoint: str
     token: str
     leftovers: tuple[Leftover, ...] = ()
+    listener: socket.socket | None = None
 
 
 @dataclass
@@ -91,6 +96,7 @@ class Workforce:
     gateway_ready: anyio.Event = field(default_factory=anyio.Event)
     stopping: bool = False
     _supervising: bool = False
+    _base: PinnedBase | None = None
     _downs: dict[str, Words] = field(default_factory=dict)
     _ends: dict[str, Words] = field(default_factory=dict)
 
@@ -108,7 +114,6 @@ class Workforce:
             await self._follow_rows()
 
     async def _follow_rows(self) -> None:
-        base_error = ""
         employer: int | None = None  # the run that trainer and engine were started for: they never work for another
         while True:
             changed = self.store.change()
@@ -119,12 +124,13 @@ class Workforce:
                 if run is None or employer not in (None, run):
                     await self._stop(name, "the run is finished")
             if run is not None and run != employer:
-                base_error = await self._check_base(run)
-            for name in ("trainer", "engine"):
-                if run is None or base_error or self.supervisor.state(name) in ("starting", "ready"):
-                    continue  # a runtime is looked for on disk: not at every change while its worker lives
-                if await self._has_runtime(name) and not self.stopping:
-                    self.supervisor.start(name)
+                self._base = await self._pinned(run)
+            # Base and runtime are looked for on disk: not at every change while the worker lives.
+            idle = [name for name in ("trainer", "engine") if self.supervisor.state(name) not in ("starting", "ready")]
+            if run is not None and idle and await self._has_base(idle):
+                for name in idle:
+                    if await self._has_runtime(name) and not self.stopping:
+                        self.supervisor.start(name)
             employer = run
             with anyio.move_on_after(5.0):
                 await changed.wait()
@@ -138,40 +144,43 @@ class Workforce:
     # ---- making a process ---------------------------------------------------------------------------------------------
 
     def require_runtimes(self) -> None:
-        """Errors: Conflict with the command to type when a runtime is missing."""
+        """Errors: RequestError with the command to type when a runtime is missing."""
         for name in RUNTIMES:
             try:
                 self._interpreter(name)
             except runtimes.RuntimeMissing as error:
-                raise Conflict(str(error)) from None
+                raise RequestError(str(error)) from None
 
-    async def _check_base(self, run: int) -> str:
-        """Once for each run of a boot: whether its base model is the one that it was made with; "" or what is wrong."""
-        (row,) = await self.store.read("SELECT spec, base_manifest FROM run WHERE id = ?", (run,))
-        model = msgspec.json.decode(row["spec"], type=RunSpec).model
-        pinned = msgspec.json.decode(row["base_manifest"], type=BaseModel)
+    async def _pinned(self, run: int) -> PinnedBase:
+        (row,) = await self.store.read("SELECT name, spec, base_manifest FROM run WHERE id = ?", (run,))
+        return PinnedBase(stored_spec(row).model, msgspec.json.decode(row["base_manifest"], type=BaseModel))
+
+    async def _has_base(self, names: Sequence[str]) -> bool:
+        """Whether the run's base model is the one that it was made with. Else these workers are stopped until it is again: a
+        start that waits in back-off would fail, and count as a death."""
+        assert self._base is not None
         try:
-            await anyio.to_thread.run_sync(check_pinned, model, pinned)
+            await anyio.to_thread.run_sync(self._base.check)
         except Conflict as error:
-            text = f"{error.message}; then start artd again"
-            log.error("%s", text)
-
-            def write(c: sqlite3.Connection) -> None:
-                for name in RUNTIMES:
-                    _note_missing(c, self.store.clock.now_ms(), name, self.boot.number, text)
-
-            await self.store.write(write)
-            return text
-        return ""
+            text = f"{error.message}; artd goes on by itself then"
+            for name in names:
+                if self.supervisor.state(name) != "broken":
+                    await self._stop(name, text)
+                    await self._note_missing(name, text)
+            return False
+        return True
 
     async def _has_runtime(self, name: str) -> bool:
         try:
             self._interpreter(name)
         except runtimes.RuntimeMissing as error:
             text = str(error)
-            await self.store.write(lambda c: _note_missing(c, self.store.clock.now_ms(), name, self.boot.number, text))
+            await self._note_missing(name, text)
             return False
         return True
+
+    async def _note_missing(self, name: str, text: str) -> None:
+        await self.store.write(lambda c: _note_missing(c, self.store.clock.now_ms(), name, self.boot.number, text))
 
     def _interpreter(self, kind: str) -> tuple[str, list[str]]:
         """(python, folders for PYTHONPATH). Errors: RuntimeMissing."""
@@ -184,10 +193,12 @@ class Workforce:
         return str(found.python), [*found.site_paths, *own.pythonpath]
 
     def _launch(self, kind: w.WorkerKind, spawn: int) -> Launch:
-        """Errors: FileNotFoundError when the runtime has gone since it was looked for."""
+        """Errors: FileNotFoundError when the runtime has gone, or the base model was changed, since it was looked for."""
         try:
             python, site_paths = self._interpreter(kind)
-        except runtimes.RuntimeMissing as error:
+            if kind != "gateway" and self._base is not None:
+                self._base.look()
+        except (runtimes.RuntimeMissing, Conflict) as error:
             raise FileNotFoundError(str(error)) from None
         folder = self.data.spawn_dir(kind, spawn)
         tags = Tags(
@@ -195,10 +206,20 @@ class Workforce:
             socket=self.boot.endpoint,
         )  # fmt: skip
         extra = (TRAINER_EXTRA if kind == "trainer" else {}) | self._gpus(kind)
+        listener = self.boot.listener if kind == "gateway" else None
+        fds = () if listener is None else (listener.fileno(),)
+        extra |= {w.LISTENER: str(fds[0])} if fds else {}
         env = child_environment(
-            os.environ, tags, code=self.boot.code, tmpdir=folder, site_paths=site_paths, extra=extra
+            os.environ,
+            tags,
+            code=self.boot.code,
+            tmpdir=folder,
+            site_paths=site_paths,
+            extra=extra,
+            drop=self.settings.environment.drop,
+            keep=self.settings.environment.keep,
         )
-        return Launch(argv=(python, "-m", MODULES[kind]), env=env, log=self.data.log(kind), tmpdir=folder)
+        return Launch(argv=(python, "-m", MODULES[kind]), env=env, log=self.data.log(kind), tmpdir=folder, fds=fds)
 
     def _gpus(self, kind: str) -> dict[str, str]:
         """CUDA_VISIBLE_DEVICES of a worker, where the settings say."""
@@ -246,8 +267,8 @@ class Workforce:
             error = "\n".join([error, *tail.splitlines()[-ERROR_LINES:]])
         self._ends[name] = Words(spawn, error)
         log.log(logging.INFO if ordered else logging.WARNING, "%s (spawn %d) ended: %s", name, spawn, error)
-        if name == "gateway" and not ordered and not self.settings.gateway.port:
-            await self.store.write(lambda c: set_meta(c, "gateway_port", "0"))  # perhaps somebody else has the port now
+        if name == "engine":
+            sweep(self.data.scratch_record)
         await self.on_death(name, spawn, ordered, error, tail)
 
     # ---- what workers say ---------------------------------------------------------------------------------------------
@@ -272,23 +293,21 @@ class Workforce:
             "max_message": self.settings.limits.max_message_mib << 20,
         }
         if message.kind == "gateway":
-            port = self.settings.gateway.port or int(get_meta(c, "gateway_port", "0"))
-            return w.Welcome(
-                gateway=w.GatewayConfig(host=self.settings.gateway.host, port=port, token=self.boot.token), **base
-            )
+            return w.Welcome(gateway=w.GatewayConfig(token=self.boot.token), **base)
         run = active_run(c)
         if run is None:
             return w.Reject(reason="no run is active")
-        spec = msgspec.json.decode(run["spec"], type=RunSpec)
+        spec = stored_spec(run)
+        pinned = msgspec.json.decode(run["base_manifest"], type=BaseModel)
         if message.kind == "trainer":
             return w.Welcome(
-                trainer=w.TrainerConfig(run=run["name"], spec=spec, base_digest=run["base_digest"]), **base
+                trainer=w.TrainerConfig(run=run["name"], spec=spec, base_digest=run["base_digest"], base=pinned), **base
             )
         python, _ = self._interpreter("engine")
         folder = self.data.spawn_dir("engine", message.spawn)
         config = w.EngineConfig(
             run=run["name"], spec=spec, dir=str(folder), log=str(self.data.log("engine-server")), python=python,
-            routes=route_shape(run),
+            routes=route_shape(run), stall_s=self.settings.limits.engine_stall_s, base=pinned,
         )  # fmt: skip
         return w.Welcome(engine=config, **base)
 
@@ -308,7 +327,7 @@ class Workforce:
         if message.obstacle:
             log.warning("no direct push to this engine, its own transfer calls are taken instead: %s", message.obstacle)
         if name == "gateway":
-            write_gateway_file(self.data.root, message.url, self.boot.token)
+            await anyio.to_thread.run_sync(write_gateway_file, self.data.root, message.url, self.boot.token)
             self.announce(message.url)
             self.gateway_ready.set()
         await self.supervisor.ready(name, spawn)
@@ -322,6 +341,13 @@ class Workforce:
         for name in self.supervisor.names():
             if self.supervisor.state(name) not in ("stopped", "draining"):
                 self.supervisor.retry_broken(name)
+
+    def mend(self, endpoint: str) -> None:
+        """The runtime folder was removed and made again: the next processes connect to `endpoint`, and the scratch folders of
+        those that live are there again, where they can be."""
+        self.boot = dataclasses.replace(self.boot, endpoint=endpoint)
+        for holder in self.holders():
+            self.data.spawn_dir(holder.name, holder.spawn).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def holders(self) -> list[Holder]:
         """Those who owe heartbeats."""
@@ -341,14 +367,19 @@ class Workforce:
             log.error("%s", error)  # its worker is broken now, and says so in its row
 
     async def stop_all(self, grace_s: float) -> None:
-        self.stopping = True
+        self._leave()
         for name in KINDS:
             self.wire.send(name, w.Exit(grace_s=grace_s))
         await self._stop_all(grace_s, "the daemon is stopping")
 
     async def kill_all(self) -> None:
-        self.stopping = True
+        self._leave()
         await self._stop_all(0.0, "the daemon was told twice to stop")
+
+    def _leave(self) -> None:
+        self.stopping = True
+        if self.boot.listener is not None:
+            self.boot.listener.close()  # who connects while the gateway ends is refused at once, and tries again
 
     async def _stop_all(self, grace_s: float, reason: str) -> None:
         if self._supervising:  # else the daemon is told to stop while it boots, and nothing will be started any more

@@ -79,12 +79,13 @@ async def ask(openai, model: str, country: str, seed: int, n: int, split: str):
     )
 
 
-async def rollout(run, openai, country: str, index: int, seed: int) -> list[float]:
+async def rollout(run, openai, country: str, index: int, seed: int, outcome: demo.Outcome) -> list[float]:
     """One group: SAMPLES answers to one prompt, each submitted with its reward."""
     response = await ask(openai, run.model, country, seed * 1_000_003 + index * 101, SAMPLES, "train")
     rewards = [reward(choice.message.content or "", COUNTRIES[country]) for choice in response.choices]
     for choice, value in zip(response.choices, rewards, strict=True):
         await run.submit(f"{index:05d}-{country}", value, responses=[(response.id, choice.index)])
+    outcome.example = (country, response.choices[0].message.content or "", rewards[0])
     return rewards
 
 
@@ -107,14 +108,16 @@ async def train(art: Client, args: argparse.Namespace) -> demo.Outcome:
         groups_per_step=GROUPS, row_length=1024, lora={"rank": 16, "alpha": 32},
         optimizer={"lr": 3e-4, "clip_grad_norm": 1.0}, engine={"dtype": "float32", "max_model_len": 512},
     )  # fmt: skip
-    await run.wait(0)
+    await run.wait(max(run.step, 0))
     openai = run.openai()
-    outcome = demo.Outcome(before=await evaluate(run, openai, task, seed=10_000 + args.seed))
+    before = await evaluate(run, openai, task, seed=10_000 + args.seed)
+    sampled = len(await run.groups(limit=10_000))
+    outcome = demo.Outcome(before, first=max(run.step, 0) + 1, sampled=sampled)
     demo.show_start(outcome.before)
 
     async def groups(count: int) -> list[list[float]]:
         batch = enumerate(task.groups(count), count)
-        return await asyncio.gather(*(rollout(run, openai, country, i, args.seed) for i, country in batch))
+        return await asyncio.gather(*(rollout(run, openai, country, i, args.seed, outcome) for i, country in batch))
 
     await demo.learn(run, args.steps, groups, outcome)
     outcome.after = await evaluate(run, openai, task, seed=10_000 + args.seed)
@@ -129,6 +132,10 @@ def gates(outcome: demo.Outcome, steps: int) -> dict[str, bool]:
         f"mismatch MAE {mae:.1e} <= {MAE_GATE:.0e}": mae <= MAE_GATE,
         f"mismatch max {largest:.1e} <= {MAX_GATE:.0e}": largest <= MAX_GATE,
         f"{tokens} generated tokens >= {TOKENS_GATE}": tokens >= TOKENS_GATE,
+    }
+    if outcome.first > 1:  # it went on: what the base could do was told the first time
+        return out
+    out |= {
         f"base reward {outcome.before.mean:.2f} in 0.05 .. 0.5": 0.05 <= outcome.before.mean <= 0.5,
     }
     if steps >= LEARNING_STEPS:
@@ -150,6 +157,7 @@ async def main(args: argparse.Namespace) -> int:
         demo.report(outcome, told, data_dir)
         measured = {"mismatch_mae": mae, "mismatch_max": largest, "tokens": tokens}
         demo.save(outcome, Path(args.out), "SmolLM2-135M: answer with the city only", measured)
+    demo.hints("capitals", data_dir)
     return demo.verdict(gates(outcome, args.steps))
 
 
@@ -158,6 +166,9 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="Hugging Face folder; default: SmolLM2-135M-Instruct, converted on first use")
     parser.add_argument("--steps", type=int, default=8, help="train steps (default: 8, about 40 s each on two cores)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the sampling and the adapter (default: 0)")
-    parser.add_argument("--data-dir", help="an empty folder, which is kept; default: a new one, removed at the end")
+    parser.add_argument(
+        "--data-dir", help="a folder of artd's or an empty one; default: ~/.local/share/artd/demo/capitals-SEED"
+    )
+    parser.add_argument("--fresh", action="store_true", help="start anew instead of going on where the last demo ended")
     parser.add_argument("--out", default="demo-out", help="where reward.png and result.json go")
     sys.exit(demo.guard(main, parser.parse_args()))

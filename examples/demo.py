@@ -8,12 +8,12 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import Any
 
 from artd.runtimes import RuntimeMissing
 from artd_client import ArtdError, Stalled
+from artd_schema.paths import data_home
 
 BIN = Path(sys.executable).parent
 
@@ -50,13 +51,18 @@ class Evaluation:
 
 @dataclass
 class Outcome:
-    """What was seen. rewards: per step, per group, per sample."""
+    """What was seen. rewards: per step, per group, per sample; first: step that the first of them is; sampled: groups of earlier demos; example: the newest prompt,
+    answer and reward."""
 
     before: Evaluation
+    first: int = 1
+    sampled: int = 0
+    example: tuple[str, str, float] | None = None
     after: Evaluation | None = None
     steps: list[Any] = field(default_factory=list)
     rewards: list[list[list[float]]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
+    learning: float = field(default_factory=time.monotonic)
 
     def add(self, step: Any, rewards: list[list[float]]) -> None:
         self.steps.append(step)
@@ -79,13 +85,13 @@ class Outcome:
 
 @contextlib.asynccontextmanager
 async def daemon(args: argparse.Namespace) -> AsyncIterator[str]:
-    """`artd start --detach` on a data folder of this demo's own, and `artd stop --drain 0` at the end, whatever happens.
+    """`artd start --detach` on a data folder of this demo's own, which stays, and `artd stop --drain 0` at the end, whatever happens.
 
     The user's ~/.config/artd/artd.toml (interpreters, GPUs, a port) is another daemon's: neither this one reads it nor what the
     demo calls meanwhile (`artctl mismatch`). A file that $ARTD_CONFIG names counts.
     """
     os.environ.setdefault("ARTD_CONFIG", os.devnull)
-    folder = args.data_dir or tempfile.mkdtemp(prefix="artd-demo-")
+    folder = _folder(args)
     print(f"starting the daemon on {folder}", flush=True)
     start = await asyncio.create_subprocess_exec(str(BIN / "artd"), "start", "--detach", "--data-dir", folder)
     try:
@@ -93,14 +99,35 @@ async def daemon(args: argparse.Namespace) -> AsyncIterator[str]:
             raise SystemExit(1)
         yield folder
     finally:
-        _stop(folder, keep=bool(args.data_dir))
+        _stop(folder)
 
 
-def _stop(folder: str, keep: bool) -> None:
+def _folder(args: argparse.Namespace) -> str:
+    """The data folder; with --fresh an older demo's is deleted first."""
+    folder = args.data_dir or str(data_home() / "artd" / "demo" / f"{Path(sys.argv[0]).stem}-{args.seed}")
+    if getattr(args, "fresh", False) and Path(folder).exists():
+        if args.data_dir:
+            raise SystemExit(f"error: --fresh deletes the demo's own folder only. Next: delete {folder} yourself")
+        _stop(folder)
+        shutil.rmtree(folder)
+    return folder
+
+
+def _stop(folder: str) -> None:
     """Blocking on purpose: a second Ctrl-C must not leave the daemon behind."""
     subprocess.run([str(BIN / "artd"), "stop", "--drain", "0", "--data-dir", folder], check=False)
-    if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def hints(run: str, folder: str) -> None:
+    """What to try on the run that the demo leaves."""
+    where = f"--data-dir {shlex.quote(folder)}"
+    print("\nthe run is kept, and the same demo goes on with it (--fresh starts anew). Try on it:")
+    for command, what in (
+        (f"artctl jobs {where}", "its steps with loss and reward"),
+        (f"artctl export {run} ./{run}-adapter {where}", "the trained adapter as a PEFT folder"),
+        (f"artd start --detach {where}", "serve it; then `artctl status` names the OpenAI endpoint"),
+    ):
+        print(f"  {BIN / command}\n      # {what}")
 
 
 def guard(main: Callable[[argparse.Namespace], Awaitable[int]], args: argparse.Namespace) -> int:
@@ -132,10 +159,10 @@ async def learn(
     outcome: Outcome,
     goal: float = math.inf,
 ) -> None:
-    """Train for `steps`, or until a step's mean reward is `goal`. groups(count): sample and submit the groups from the
+    """Train for `steps` more, or until a step's mean reward is `goal`. groups(count): sample and submit the groups from the
     count-th on; gives each group's rewards."""
-    count = 0
-    for number in range(1, steps + 1):
+    count = outcome.sampled
+    for number in range(outcome.first, outcome.first + steps):
         rewards: list[list[float]] = []
         while True:
             fresh = await groups(count)
@@ -150,7 +177,7 @@ async def learn(
                     flush=True,
                 )
         outcome.add(step, rewards)
-        show_step(outcome)
+        show_step(outcome, steps)
         if outcome.curve()[-1] >= goal:
             break
 
@@ -160,7 +187,7 @@ def show_start(before: Evaluation) -> None:
     print("step  reward  groups with variance  loss      elapsed", flush=True)
 
 
-def show_step(outcome: Outcome) -> None:
+def show_step(outcome: Outcome, steps: int) -> None:
     step, groups = outcome.steps[-1], outcome.rewards[-1]
     varied = sum(max(group) > min(group) for group in groups)
     print(
@@ -168,6 +195,14 @@ def show_step(outcome: Outcome) -> None:
         f"   {time.monotonic() - outcome.started:6.1f} s",
         flush=True,
     )
+    done = len(outcome.steps)
+    if done < steps:
+        left = (time.monotonic() - outcome.learning) / done * (steps - done)
+        print(f"      {done} of {steps}, about {max(1, round(left / 60))} min left", end="")
+        if outcome.example:
+            prompt, answer, reward = outcome.example
+            print(f"; {prompt} → {answer.strip()[:44]!r} ({reward:.2f})", end="")
+        print(flush=True)
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
@@ -181,7 +216,7 @@ def report(outcome: Outcome, mismatch: str, data_dir: str) -> None:
     for (prompt, old, _), (_, new, reward) in pairs[::16]:
         print(f"  {prompt:12s} {old.strip()[:44]!r:48s} → {new.strip()[:44]!r} ({reward:.2f})")
     print("\nreward per step")
-    for number, value in enumerate(outcome.curve(), 1):
+    for number, value in enumerate(outcome.curve(), outcome.first):
         print(f"  {number:3d} {'█' * round(value * 60):60s} {value:.3f}")
     print(f"\n{mismatch}")
     print(f"\nheld-out reward before {outcome.before}\nheld-out reward after  {outcome.after}\n", flush=True)
@@ -203,9 +238,9 @@ def save(outcome: Outcome, folder: Path, title: str, further: dict[str, Any]) ->
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.5))
-    axes.plot(range(1, len(outcome.curve()) + 1), outcome.curve(), marker="o", label="training prompts")
-    last = len(outcome.curve())
-    axes.errorbar([0, last], [outcome.before.mean, outcome.after.mean],
+    steps = range(outcome.first, outcome.first + len(outcome.curve()))
+    axes.plot(steps, outcome.curve(), marker="o", label="training prompts")
+    axes.errorbar([outcome.first - 1, steps[-1]], [outcome.before.mean, outcome.after.mean],
                   yerr=[outcome.before.half_width, outcome.after.half_width], fmt="s", label="held-out prompts")  # fmt: skip
     axes.set(xlabel="step", ylabel="mean reward", title=title, ylim=(0, 1))
     axes.legend()

@@ -1,10 +1,23 @@
 """What every test may rely on. Owner of: this process's answer to Ctrl-C.
 
-Invariants: SIGINT is not ignored, here and in what tests start, even where a shell started pytest in the background.
+Invariants: SIGINT is not ignored, here and in what tests start, even where a shell started pytest in the background; a skip
+that tests/SKIPS does not name turns the run red.
 """
 
 from __future__ import annotations
 
 import signal
 
+import pytest
+
+from tests.skips import Skips, in_namespaces
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Skips())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = in_namespaces(items)

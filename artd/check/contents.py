@@ -19,7 +19,10 @@ from ..rundir import DataDir
 from .report import Violation
 
 PAGE = 500
-BODIES = "SELECT id, digest, body, blob, tokens FROM trajectory WHERE id > ? ORDER BY id LIMIT ?"
+BODIES = (
+    "SELECT t.id, t.digest, d.body, t.blob, t.tokens FROM trajectory t JOIN trajectory_data d ON d.trajectory_id = t.id"
+    " WHERE t.id > ? ORDER BY t.id LIMIT ?"
+)
 EXCHANGES = "SELECT response_id, choice FROM exchange WHERE trajectory_id = ?"
 LEDGER = "SELECT id, turn, blob FROM exchange WHERE id > ? AND trajectory_id IS NULL ORDER BY id LIMIT ?"
 _turns = msgspec.msgpack.Decoder(list[Turn])

@@ -1,8 +1,7 @@
 """A promise about rows as one SQL query that finds its violations.
 
-Owner of: the temporary table `narrow`. Invariants: the first column of a query names the row (its column name is the
-entity), the others say what is wrong; trajectories are read from `narrow`, because the columns behind a body of some KiB
-cost a page each.
+Owner of: nothing. Invariants: the first column of a query names the row (its column name is the entity), the others say
+what is wrong.
 """
 
 from __future__ import annotations
@@ -13,16 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .report import Outcome, Violation
-
-NARROW = (
-    # With their types: an index on a column without one is of no use to a join.
-    "CREATE TEMP TABLE narrow (id INTEGER PRIMARY KEY, run_id INTEGER, group_id INTEGER, digest TEXT, reward REAL,"
-    " split TEXT, state TEXT, blob TEXT, epoch_min INTEGER, epoch_max INTEGER, batch_id INTEGER, readable INTEGER)",
-    "INSERT INTO narrow SELECT id, run_id, group_id, digest, reward, split, state, blob, epoch_min, epoch_max, batch_id,"
-    " json_valid(CAST(metrics AS TEXT)) FROM trajectory",
-    "CREATE INDEX temp.narrow_group ON narrow (group_id)",
-    "CREATE INDEX temp.narrow_batch ON narrow (batch_id) WHERE batch_id IS NOT NULL",
-)
 
 
 @dataclass(frozen=True)
@@ -43,12 +32,6 @@ class Invariant:
                 yield violation(row)
         except sqlite3.DatabaseError as error:
             yield Violation("artd.db", f"the rows cannot be read: {error}")
-
-
-def prepare(c: sqlite3.Connection) -> None:
-    """Make `narrow`, in a transaction of the caller's. Errors: sqlite3.DatabaseError."""
-    for sql in NARROW:
-        c.execute(sql)
 
 
 def violation(row: sqlite3.Row) -> Violation:

@@ -23,13 +23,13 @@ class Listing:
 
 
 USED = """
-SELECT blob FROM narrow WHERE blob IS NOT NULL UNION SELECT blob FROM exchange WHERE blob IS NOT NULL
-UNION SELECT tensors FROM batch WHERE tensors IS NOT NULL UNION SELECT manifest FROM batch
+SELECT blob FROM trajectory WHERE blob IS NOT NULL UNION SELECT blob FROM exchange WHERE blob IS NOT NULL
+UNION SELECT metadata FROM trajectory_data WHERE metadata IS NOT NULL UNION SELECT tensors FROM batch WHERE tensors IS NOT NULL UNION SELECT manifest FROM batch
 UNION SELECT replay FROM batch WHERE replay IS NOT NULL
 UNION SELECT replay_manifest FROM batch WHERE replay_manifest IS NOT NULL"""
 CHECKPOINTS = """
 SELECT k.id, k.dir, k.sha, k.bytes, k.step, k.epoch, k.lineage, k.job_id AS job, j.fence, r.name AS run, r.base_digest,
-  coalesce(p.sha, '') AS parent, coalesce(b.manifest, '') AS batch, json_extract(CAST(r.spec AS TEXT), '$.parameters')
+  coalesce(p.sha, '') AS parent, coalesce(b.manifest, '') AS batch, CASE WHEN json_valid(CAST(r.spec AS TEXT)) THEN json_extract(CAST(r.spec AS TEXT), '$.parameters') END
   AS parameters
 FROM checkpoint k JOIN job j ON j.id = k.job_id JOIN run r ON r.id = k.run_id LEFT JOIN checkpoint p ON p.id = k.parent_id
   LEFT JOIN batch b ON b.id = j.batch_id WHERE k.state = 'committed'"""

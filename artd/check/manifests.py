@@ -22,8 +22,8 @@ from .listing import Listing
 from .report import Violation
 
 T = TypeVar("T", BatchManifest, CheckpointManifest, ReplayManifest)
-MEMBERS = "SELECT id FROM narrow WHERE batch_id = ?"
-MEMBER = "SELECT digest, group_id, reward FROM narrow WHERE id = ?"
+MEMBERS = "SELECT id FROM trajectory WHERE batch_id = ?"
+MEMBER = "SELECT digest, group_id, reward FROM trajectory WHERE id = ?"
 
 
 def checkpoint_manifests(data: DataDir, listing: Listing) -> Iterator[Violation]:
@@ -38,7 +38,7 @@ def checkpoint_manifests(data: DataDir, listing: Listing) -> Iterator[Violation]
 
 def batch_manifests(data: DataDir, listing: Listing, c: sqlite3.Connection) -> Iterator[Violation]:
     """`batch.manifest`: numbers and names are those of the row, the members those of the trajectories, and the replay
-    bundle belongs to this batch. c: has `narrow`."""
+    bundle belongs to this batch."""
     for row in listing.batches:
         manifest = _read(Path(data.blob(row["manifest"])), BatchManifest)
         if manifest is None:

@@ -17,8 +17,7 @@ from artd_schema.paths import DATABASE
 from ..rundir import DataDir
 from ..store.migrate import require_known
 from ..store.readonly import open_readonly
-from . import contents, files, listing, manifests, shape
-from .invariant import prepare
+from . import contents, files, hidden, listing, manifests, shape
 from .report import Note, Outcome, Report, Violation
 from .serving import SERVING
 from .steps import STEPS
@@ -68,6 +67,7 @@ class _Look:
         c = self._c
         c.execute("BEGIN")
         try:
+            hidden.hide_deleted(c)
             rows = self._rows()
             listed = listing.read(c)
         finally:
@@ -79,7 +79,6 @@ class _Look:
         if self._deep:
             with self._timed("contents"):
                 outcomes += self._contents()
-        c.execute("DROP TABLE temp.narrow")
         return (rows, outcomes), notes
 
     def _rows(self) -> list[Outcome]:
@@ -87,7 +86,6 @@ class _Look:
         with self._timed("foreign_keys"):
             outcomes = [shape.foreign_keys(c)]
         with self._timed("rows"):
-            prepare(c)
             outcomes += [shape.schema(c), shape.runs(c), *(invariant.violations(c) for invariant in INVARIANTS)]
         return outcomes
 

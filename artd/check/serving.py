@@ -13,7 +13,8 @@ SERVING = (
         "a push is of a checkpoint of its run, in the run's mode; while it is not over the checkpoint is not retired",
         "SELECT p.id AS push, p.state, p.run_id AS run, p.mode, k.id AS checkpoint, k.run_id AS checkpoint_run,"
         " k.state AS checkpoint_state FROM push p JOIN checkpoint k ON k.id = p.checkpoint_id JOIN run r ON r.id = p.run_id"
-        " WHERE k.run_id <> p.run_id OR p.mode <> json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode')"
+        " WHERE k.run_id <> p.run_id OR CASE WHEN json_valid(CAST(r.spec AS TEXT))"
+        " THEN p.mode <> json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') END"
         " OR (p.state IN ('prepared', 'sending', 'live') AND k.state <> 'committed')",
     ),
     Invariant(
@@ -69,7 +70,8 @@ SERVING = (
     Invariant(
         "json",
         "columns that hold JSON can be read",
-        "SELECT 'trajectory ' || id AS row, 'metrics' AS column FROM narrow WHERE NOT readable"
+        "SELECT 'trajectory ' || trajectory_id AS row, 'metrics' AS column FROM trajectory_data"
+        " WHERE NOT json_valid(CAST(metrics AS TEXT))"
         " UNION ALL SELECT 'job ' || id, 'metrics' FROM job WHERE NOT json_valid(CAST(metrics AS TEXT))"
         " UNION ALL SELECT 'job ' || id, 'seconds' FROM job WHERE NOT json_valid(CAST(seconds AS TEXT))"
         " UNION ALL SELECT 'push ' || id, 'seconds' FROM push WHERE NOT json_valid(CAST(seconds AS TEXT))"

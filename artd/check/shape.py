@@ -12,11 +12,11 @@ from contextlib import closing
 
 import msgspec
 
+from artd_schema.base import BaseModel
 from artd_schema.codec import UNREADABLE
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 
-from ..base_model import BaseModel
 from ..store.migrate import migrate
 from .report import Outcome, Violation
 

@@ -22,6 +22,12 @@ STEPS = (
         " OR r.step <> coalesce(newest, -1) OR k.abandoned OR newest_lineage > r.lineage",
     ),
     Invariant(
+        "run.pause",
+        "a run is paused exactly while it has a cause for it",
+        "SELECT r.id AS run, r.state, count(p.id) AS causes FROM run r LEFT JOIN pause p ON p.run_id = r.id GROUP BY r.id"
+        " HAVING (r.state = 'paused') <> (count(p.id) > 0)",
+    ),
+    Invariant(
         "run.epochs",
         "every policy epoch of a run is below the next one to give out, and is one job's alone",
         "SELECT r.id AS run, r.next_epoch, j.id AS job, j.epoch FROM job j JOIN run r ON r.id = j.run_id"

@@ -1,4 +1,4 @@
-"""`artctl cancel|discard|retry|pause|resume|finish|rollback`: what an operator may do.
+"""`artctl cancel|discard|discard-group|retry|pause|resume|finish|delete|rollback`: what an operator may do.
 
 Owner of: no state. Exit codes: 0, 1 refused, 3 the daemon does not run, 5 there is no such job, run or step, 6 its state
 does not allow it, 7 the daemon did not answer in time.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import job as jobs
-from . import probe, read
+from . import probe, read, show
 from .outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, USAGE, CliError, at_least, shared
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ WAIT = "seconds that the daemon may take to answer (default: %(default)g)"
 
 @dataclass(frozen=True)
 class Act:
-    """One verb. of: job, run or step (RUN@STEP); done: what is said afterwards."""
+    """One verb. of: job, run, group (RUN GROUP) or step (RUN@STEP); done: what is said afterwards."""
 
     of: str
     help: str
@@ -41,11 +41,17 @@ ACTS = {
     "discard": Act(
         "job", "end a job for good with its trajectories, which are never trained", "job {} and its batch are discarded"
     ),
+    "discard-group": Act("group", "discard an open or sealed group, which is never trained", "group {} is discarded"),
     "retry": Act("job", "queue a quarantined job again, on the same batch; its run goes on", "job {} is queued again"),
     "pause": Act("run", "train no further; the run is still served", "run {} is paused"),
     "resume": Act("run", "let a paused run train again", "run {} is active"),
     "finish": Act(
         "run", "end a run for good; its engine and trainer stop, its jobs are cancelled", "run {} is finished"
+    ),
+    "delete": Act(
+        "run",
+        "delete a finished run with its trajectories and checkpoints",
+        "run {} is deleted; its files go by themselves",
     ),
     "rollback": Act("step", "go on from an older step, in a new lineage", "{} is the newest step again"),
 }
@@ -56,19 +62,24 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         parser = sub.add_parser(verb, help=act.help, parents=[shared()])
         if act.of == "job":
             parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
+        elif act.of == "group":
+            parser.add_argument("name", metavar="RUN", help="its name in `artctl runs`")
+            parser.add_argument("group", metavar="GROUP", help="its name in `artctl trajectories`")
         elif act.of == "step":
             parser.add_argument(
                 "checkpoint", metavar="RUN@STEP", help="a kept step of `artctl checkpoints`; pause the run first"
             )
         else:
             # What cannot be undone is named in full.
-            exact = verb == "finish"
+            exact = verb in ("finish", "delete")
             told = "its name" if exact else "default: the one that is not finished"
             parser.add_argument("name", metavar="RUN", nargs=None if exact else "?", default="", help=told)
         if verb == "pause":
             parser.add_argument(
                 "--reason", default="operator", help="what `artctl status` says of it (default: operator)"
             )
+        if verb == "delete":
+            parser.add_argument("--yes", action="store_true", help="do not ask")
         parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
         parser.set_defaults(run=run)
 
@@ -79,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     database = read.Database(data)
     try:
         target = _target(database, args, act)
+        if args.verb == "delete" and not args.yes:
+            _confirm(database, str(target))
     finally:
         database.close()
     probe.need_running(data)
@@ -88,9 +101,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(database: read.Database, args: argparse.Namespace, act: Act) -> str | int:
-    """What the verb is about: a job's number, a run's name, or RUN@STEP. Raises CliError."""
+    """What the verb is about: a job's number, a group's or a run's name, or RUN@STEP. Raises CliError."""
     if act.of == "job":
         return int(jobs.find(database, args.id)["id"])
+    if act.of == "group":
+        database.checked_run(args.name)
+        return str(args.group)
     if act.of == "run":
         return _run_name(database, args.name)
     name, _, step = args.checkpoint.partition("@")
@@ -109,6 +125,20 @@ def _run_name(database: read.Database, name: str) -> str:
     return str(newest[0]["name"])
 
 
+def _confirm(database: read.Database, name: str) -> None:
+    """Ask whether a run may go. Raises CliError when nobody can be asked, or the answer is no."""
+    if not sys.stdin.isatty():
+        raise CliError(USAGE, f"run {name} would be deleted, and nobody can be asked", f"artctl delete {name} --yes")
+    (held,) = database.rows(read.HELD, run=name)
+    print(
+        f"run {name}: {held['trajectories']} trajectories, {held['checkpoints']} checkpoints"
+        f" ({show.size(held['bytes'])}). They cannot be brought back. Delete? [y/N] ",
+        end="", file=sys.stderr, flush=True,
+    )  # fmt: skip
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CliError(FAILED, f"run {name} stays", f"artctl export {name} DIR")
+
+
 def _ask(data: Path, args: argparse.Namespace, target: str | int) -> None:
     """Do it through the client. Raises CliError."""
     with asked(data, args.timeout) as art:
@@ -124,7 +154,6 @@ def asked(data: Path, timeout: float) -> Iterator[SyncClient]:
         client.NotFound: NOT_FOUND,
         client.Conflict: CONFLICT,
         client.TimedOut: TIMED_OUT,
-        client.Disconnected: TIMED_OUT,
         client.DaemonNotRunning: NOT_RUNNING,
     }
     try:
@@ -139,6 +168,8 @@ def _do(art: SyncClient, args: argparse.Namespace, target: str | int) -> None:
         art.cancel(int(target))
     elif args.verb == "discard":
         art.discard(int(target))
+    elif args.verb == "discard-group":
+        art.run(args.name).discard_group(str(target))
     elif args.verb == "retry":
         art.retry(int(target))
     elif args.verb == "pause":
@@ -148,5 +179,7 @@ def _do(art: SyncClient, args: argparse.Namespace, target: str | int) -> None:
     elif args.verb == "rollback":
         name, _, step = str(target).partition("@")
         art.run(name).rollback(int(step))
+    elif args.verb == "delete":
+        art.run(str(target)).delete()
     else:
         art.run(str(target)).finish()

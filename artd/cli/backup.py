@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from artd_schema.paths import DATABASE
 
-from . import probe, show
+from . import probe, remedy, show
 from .outcome import CONFLICT, FAILED, NOT_RUNNING, OK, CliError, shared
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def _make(data: Path, target: Path, link: bool) -> Made:
         raise CliError(CONFLICT, str(error)) from None
     except (BackupError, SchemaMismatch) as error:
         raise CliError(FAILED, str(error)) from None
-    except (OSError, sqlite3.Error) as error:
+    except sqlite3.Error as error:
+        raise CliError(FAILED, f"{data} cannot be copied to {target}: {error}", remedy.of_database(error)) from None
+    except OSError as error:
         then = "free space, or another folder"
         raise CliError(FAILED, f"the backup to {target} failed: {error}", then) from None
 

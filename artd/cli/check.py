@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from artd_schema.paths import DATABASE
 
 from ..lock import reading
-from . import probe, show
+from . import probe, remedy, show
 from .outcome import FAILED, NOT_RUNNING, OK, CliError, shared
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def looked_at(data: Path, deep: bool, live: bool = False) -> Report:
     except SchemaMismatch as error:
         raise CliError(FAILED, f"{data}: {error}") from None
     except (sqlite3.DatabaseError, OSError) as error:
-        raise CliError(FAILED, f"{data} cannot be read: {error}", "artd restore BACKUP --data-dir NEW") from None
+        raise CliError(FAILED, f"{data} cannot be read: {error}", remedy.of_database(error)) from None
 
 
 def _document(data: Path, report: Report, alone: bool) -> None:

@@ -19,7 +19,9 @@ VERBS = {
     "job": "job",
     "logs": "logs",
     "events": "events",
-    **dict.fromkeys(("cancel", "discard", "retry", "pause", "resume", "finish", "rollback"), "act"),
+    **dict.fromkeys(
+        ("cancel", "discard", "discard-group", "retry", "pause", "resume", "finish", "delete", "rollback"), "act"
+    ),
     "export": "export",
     "backup": "backup",
     "gc": "gc",

@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         of_run = database.checked_run(args.of_run)
         if args.after is None:
-            rows = database.rows(read.EVENTS_NEWEST, run=of_run, limit=args.limit)[::-1]
+            rows = database.page("events", run=of_run, limit=args.limit)[::-1]
         else:
-            rows = database.rows(read.EVENTS_AFTER, run=of_run, after=args.after, limit=args.limit)
+            rows = database.page("events", run=of_run, after=args.after, limit=args.limit)
         if args.json and not args.follow:
             show.document("events", data, events=[show.stamped(row) for row in rows])
             return OK
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             if not args.follow:
                 return OK
             time.sleep(POLL_S)
-            rows = database.rows(read.EVENTS_AFTER, run=of_run, after=last, limit=1000)
+            rows = database.page("events", run=of_run, after=last, limit=1000)
     finally:
         database.close()
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 TRAINED = {"lora": ADAPTER, "full": ("model.safetensors",)}
 """By the manifest's `parameters`: the files of a checkpoint that hold what was trained."""
 MANIFEST, WEIGHTS = "manifest.json", "weights.json"
+PEFT_NOTE = (
+    "note: this adapter has experts, which peft 0.21 with transformers 5 loads right; other versions may leave some out. Next, for "
+    "those: --format merged"
+)
 _CHUNK = 1 << 20
 
 
@@ -52,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         manifest = _manifest(source, row["sha"])
         whole = _whole(name, manifest.get("parameters", "lora"), args.format)
         _copy_trained(source, manifest, partial, with_weights=whole)
+        if not whole and _has_experts(partial / ADAPTER[1]):
+            print(PEFT_NOTE, file=sys.stderr)
         if whole:
             merged = partial.with_name(partial.name + "-merged")
             try:
@@ -79,7 +86,7 @@ def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]
     if at and not number.isdigit():
         raise CliError(USAGE, f"{wanted!r} is not RUN or RUN@STEP", "artctl checkpoints")
     database.checked_run(name)
-    rows = database.rows(read.CHECKPOINTS, run=name, state="", limit=1_000_000)
+    rows = database.page("checkpoints", run=name, limit=1_000_000)
     rows.sort(key=lambda row: row["abandoned"])  # stable: each part stays newest first
     found = next((row for row in rows if not number or row["step"] == int(number)), None)
     kept = sorted({row["step"] for row in rows if row["state"] == "committed"})
@@ -103,6 +110,13 @@ def _manifest(source: Path, sha: str) -> dict[str, Any]:
         raise CliError(FAILED, f"{path} is not the one that was committed", "export another step")
     manifest: dict[str, Any] = json.loads(raw)
     return manifest
+
+
+def _has_experts(adapter: Path) -> bool:
+    """Whether a safetensors file names tensors of experts. Raises OSError."""
+    with adapter.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+        return b".experts." in file.read(min(header, adapter.stat().st_size))
 
 
 def _whole(name: str, parameters: str, wanted: str | None) -> bool:

@@ -1,6 +1,6 @@
 """`artctl gc [--dry-run] [--resume]`: delete now what the daemon would delete in its own time.
 
-Owner of: no state. Exit codes: 0, 1 failed, 3 no daemon ever ran there, 6 the folder is being read, 7 the daemon did not answer in
+Owner of: no state. Exit codes: 0, 1 failed, 3 no daemon ever ran there, 6 the folder is being read or not artd's, 7 the daemon did not answer in
 time. Invariants: a running daemon does it itself; without one it is done here, under the daemon's lock.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from artd_schema.paths import DATABASE
 
 from .. import __version__
-from . import probe, show
+from . import probe, remedy, show
 from .act import WAIT, asked
 from .outcome import CONFLICT, FAILED, NOT_RUNNING, OK, USAGE, CliError, complain, shared
 
@@ -64,27 +64,37 @@ def _alone(data: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], 
     """Collect without a daemon. Raises CliError."""
     import sqlite3
 
-    from .. import config, lock
+    from .. import config, folder, lock
     from ..store.migrate import SchemaMismatch
+    from ..store.origin import ForeignLog
+    from ..store.store import DatabaseRead
 
     try:
         retention = config.load(getattr(args, "config", None), str(data)).retention
-        handle = lock.acquire(data, __version__, 0.0)
+        folder.require_database(data)
+        held = lock.acquire(data, __version__, 0.0)
     except config.ConfigError as error:
         raise CliError(USAGE, str(error)) from None
+    except folder.Refused as error:
+        raise CliError(CONFLICT, str(error), error.next) from None
     except lock.Owned as error:
         raise CliError(CONFLICT, str(error)) from None
+    except OSError as error:
+        raise CliError(FAILED, f"{data} cannot be written: {error}", remedy.of_database(error)) from None
     try:
         return _collected(data, retention, args)
-    except (SchemaMismatch, sqlite3.Error, OSError) as error:
-        raise CliError(FAILED, f"{data}: {error}", "artd check") from None
+    except (SchemaMismatch, ForeignLog, DatabaseRead) as error:
+        raise CliError(FAILED, f"{data}: {error}") from None
+    except (sqlite3.Error, OSError) as error:
+        raise CliError(FAILED, f"{data}: {error}", remedy.of_database(error)) from None
     finally:
-        os.close(handle)
+        held.close()
 
 
 def _collected(data: Path, retention: Retention, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     import asyncio
 
+    from .. import times
     from ..clock import Clock
     from ..gc import Collector
     from ..rundir import DataDir
@@ -102,6 +112,7 @@ def _collected(data: Path, retention: Retention, args: argparse.Namespace) -> tu
         store.hurry()
         await store.open()
         try:
+            await store.write(lambda c: times.boot(c, store.clock.now_ms()))  # ages count by a right clock only
             done = await Collector(store, Blobs(folder.blobs), retention).collect(args.dry_run, args.resume)
         finally:
             await store.close()

@@ -21,9 +21,9 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def find(database: read.Database, number: int) -> Row:
     """The job's row. Raises CliError(NOT_FOUND)."""
-    rows = database.rows(read.JOBS, run="", state="", id=number, limit=1)
+    rows = database.rows(read.JOB, id=number)
     if not rows:
-        newest = database.rows(read.JOBS, run="", state="", id=0, limit=1)
+        newest = database.page("jobs", limit=1)
         hint = f"; the newest is {newest[0]['id']}" if newest else "; there is none yet"
         raise CliError(NOT_FOUND, f"there is no job {number}{hint}", "artctl jobs")
     return rows[0]
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if job[title]:
             print(f"  {title:9} " + "  ".join(f"{k}={v:.4g}" for k, v in sorted(job[title].items())))
     for line in job["error"].splitlines():
-        print(f"  {show.paint('error', 'red')}     {line}")
+        print(f"  {show.paint('error', 'red')}     {show.plain(line)}")
     width = max((len(choice.command) for choice in choices), default=0)
     for number, choice in enumerate(choices):
         print(f"  {'' if number else 'next':9} {choice.command.ljust(width)}   {choice.does}")
@@ -81,7 +81,7 @@ def _evidence(attempts: list[Row], members: list[Row]) -> None:
     for attempt in attempts:
         if attempt["evidence"]:
             print(show.paint(f"attempt {attempt['fence']} ({attempt['outcome']}), last lines of its worker:", "dim"))
-            print("\n".join(f"  | {line}" for line in attempt["evidence"].splitlines()))
+            print("\n".join(f"  | {show.plain(line)}" for line in attempt["evidence"].splitlines()))
     if members:
         print(show.paint("its batch:", "dim"))
         show.table(tuple(members[0]), [tuple(row.values()) for row in members])

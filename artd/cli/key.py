@@ -1,6 +1,6 @@
 """`artctl key`: who may connect from other machines.
 
-Owner of: `DATA/keys`, by way of artd.keys. Exit codes: 0, 1 failed, 5 no such key. Invariants: works
+Owner of: `DATA/keys`, by way of artd.keys. Exit codes: 0, 1 failed, 5 no such key, 6 the folder is not artd's. Invariants: works
 with the daemon up or down; a change counts for the next connection.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import probe, show
-from .outcome import FAILED, NOT_FOUND, OK, CliError, shared
+from .outcome import CONFLICT, FAILED, NOT_FOUND, OK, CliError, shared
 
 if TYPE_CHECKING:
     from ..keys import Keys
@@ -34,10 +34,13 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from .. import folder
     from ..keys import BadKey, Keys, NoKey
 
-    keys = Keys(probe.data_dir(args))
+    data = probe.data_dir(args)
+    keys = Keys(data)
     try:
+        folder.take(data)  # before the first start, too
         if args.what == "add":
             _add(keys, args)
         elif args.what == "remove":
@@ -47,14 +50,16 @@ def run(args: argparse.Namespace) -> int:
             print(keys.server()[0])
         elif args.json:
             rows = [{"name": name, "public": public} for name, public in keys.clients().items()]
-            show.document("key", probe.data_dir(args), server=keys.server()[0], clients=rows)
+            show.document("key", data, server=keys.server()[0], clients=rows)
         else:
             for name, public in keys.clients().items():
                 print(f"{name}\t{public}")
             if not keys.clients():
                 print("no client of another machine is allowed yet: artctl key add NAME", file=sys.stderr)
     except NoKey as error:
-        raise CliError(NOT_FOUND, str(error), f"artctl key list{probe.option(probe.data_dir(args))}") from None
+        raise CliError(NOT_FOUND, str(error), f"artctl key list{probe.option(data)}") from None
+    except folder.Refused as error:
+        raise CliError(CONFLICT, str(error), error.next) from None
     except (BadKey, OSError) as error:
         raise CliError(FAILED, str(error)) from None
     return OK

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,10 @@ from .snapshot import JOB_STATES, _alive
 class Listing:
     """One verb. columns: heading -> cell of a row; drop: keys of the rows that only the verb's JSON detail has."""
 
-    sql: str
     help: str
     columns: dict[str, Callable[[Row], Any]]
     states: tuple[str, ...] = ()
     by_run: bool = True
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def _of(key: str) -> Callable[[Row], Any]:
@@ -68,7 +66,6 @@ def _epochs(row: Row) -> str:
 
 LISTINGS: dict[str, Listing] = {
     "runs": Listing(
-        read.RUNS,
         "runs, the one that is not finished first",
         {
             "name": _of("name"),
@@ -83,7 +80,6 @@ LISTINGS: dict[str, Listing] = {
         by_run=False,
     ),
     "jobs": Listing(
-        read.JOBS,
         "jobs of the trainer: steps that are, were or wait to be trained",
         {
             "id": _of("id"),
@@ -102,10 +98,8 @@ LISTINGS: dict[str, Listing] = {
             "next": _of("next"),
         },
         JOB_STATES,
-        extra={"id": 0},
     ),
     "trajectories": Listing(
-        read.TRAJECTORIES,
         "trajectories with their rewards, and why one was discarded",
         {
             "id": _of("id"),
@@ -122,7 +116,6 @@ LISTINGS: dict[str, Listing] = {
         ("queued", "packed", "trained", "discarded"),
     ),
     "checkpoints": Listing(
-        read.CHECKPOINTS,
         "committed steps and their folders",
         {
             "checkpoint": lambda row: f"{row['run']}@{row['step']}",
@@ -137,7 +130,6 @@ LISTINGS: dict[str, Listing] = {
         ("committed", "retired"),
     ),
     "workers": Listing(
-        read.WORKERS,
         "trainer, engine, gateway",
         {
             "name": _of("name"),
@@ -152,7 +144,6 @@ LISTINGS: dict[str, Listing] = {
         by_run=False,
     ),
     "pushes": Listing(
-        read.PUSHES,
         "checkpoints brought into engines: from where, by which way, how long",
         {
             "id": _of("id"),
@@ -180,11 +171,27 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         parser.add_argument("-n", "--limit", type=at_least(1), default=50, help="rows at most (default 50)")
         if listing.by_run:
             parser.add_argument("--run", dest="of_run", default="", metavar="RUN", help="of this run alone")
+            parser.add_argument("--before", type=at_least(0), metavar="ID", help="only those with a smaller id")
+            parser.add_argument(
+                "--after", type=at_least(0), metavar="ID", help="only those with a larger id, oldest first"
+            )
         if listing.states:
             parser.add_argument("--state", choices=listing.states, default="", help="in this state alone")
         if verb == "trajectories":
             parser.add_argument("--group", default="", help="of this group alone")
         parser.set_defaults(run=run)
+
+
+def _read(database: read.Database, args: argparse.Namespace, run: str) -> list[Row]:
+    if args.verb == "runs":
+        return database.rows(read.RUNS, limit=args.limit)
+    if args.verb == "workers":
+        return database.rows(read.WORKERS)
+    states = (args.state,) if args.state else ()
+    group = getattr(args, "group", "")
+    return database.page(
+        args.verb, run=run, states=states, group=group, before=args.before, after=args.after, limit=args.limit
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -193,8 +200,7 @@ def run(args: argparse.Namespace) -> int:
     database = read.Database(data)
     try:
         wanted = database.checked_run(getattr(args, "of_run", ""))
-        filters = {"run": wanted, "state": getattr(args, "state", ""), "group": getattr(args, "group", "")}
-        rows = database.rows(listing.sql, **filters, **listing.extra, limit=args.limit)
+        rows = _read(database, args, wanted)
     finally:
         database.close()
     if args.verb == "runs" and not probe.daemon(data).running:
@@ -206,7 +212,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         show.document(args.verb, data, **{args.verb: [show.stamped(row) for row in rows]})
     elif not rows:
-        print(f"no {args.verb}" + (" that match" if any(filters.values()) else " yet"))
+        filtered = wanted or any(getattr(args, name, None) for name in ("state", "group", "before", "after"))
+        print(f"no {args.verb}" + (" that match" if filtered else " yet"))
     else:
         shown = {
             name: cell for name, cell in listing.columns.items() if any(cell(row) not in ("", None) for row in rows)

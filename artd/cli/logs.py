@@ -128,4 +128,4 @@ def _print(source: str, line: str, prefixed: bool, as_json: bool) -> None:
         show.line({"schema": "artctl.logline/1", "source": source, "line": line})
     else:
         label = "server" if source == SERVER else source
-        print((show.paint(f"{label:7}| ", "dim") if prefixed else "") + line, flush=True)
+        print((show.paint(f"{label:7}| ", "dim") if prefixed else "") + show.plain(line.expandtabs()), flush=True)

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import check, doctor, replay_job, restore, runtime, start, stop
+from . import check, doctor, model, replay_job, restore, runtime, start, stop, systemd
 from .outcome import OK, Parser, arguments, guarded, parsed, shared
 
-VERBS = (start, stop, check, restore, replay_job, runtime, doctor)
+VERBS = (start, stop, systemd, check, restore, replay_job, model, runtime, doctor)
 EPILOG = """Look at a daemon and steer it with artctl. Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 5 not found,
 6 conflict, 7 timed out, 130 interrupted"""
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
+
+from .show import plain
 
 OK = 0
 FAILED = 1
@@ -100,6 +103,17 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def seconds(text: str) -> float:
+    """A number of seconds on the command line: finite and above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number
+
+
 def shared() -> argparse.ArgumentParser:
     """Parent of every verb: options that may stand before or after the verb."""
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
@@ -132,7 +146,7 @@ def guarded(call: Callable[[], int], data_dir: str | None = None) -> int:
 
 
 def complain(message: str, next: str = "") -> None:
-    print(f"error: {message}", file=sys.stderr)
+    print("\n".join(map(plain, f"error: {message}".split("\n"))), file=sys.stderr)
     if next:
         print(f"next: {next}", file=sys.stderr)
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from artd_schema.paths import DATABASE
 
-from .. import tables
+from .. import pages, tables
 from ..store.readonly import open_readonly
 from .outcome import FAILED, NOT_FOUND, NOT_RUNNING, CliError, near
 from .probe import start_command
+from .remedy import of_database
 
 Row = dict[str, Any]
 
@@ -26,18 +28,21 @@ META = "SELECT key, value FROM meta"
 RUNS = f"{tables.RUNS} ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"
 MODEL = """
 SELECT vocab_size, routes FROM run WHERE name = :run"""
+HELD = """
+SELECT (SELECT count(*) FROM trajectory t WHERE t.run_id = r.id) AS trajectories, count(k.id) AS checkpoints,
+  coalesce(sum(k.bytes), 0) AS bytes
+FROM run r LEFT JOIN checkpoint k ON k.run_id = r.id AND k.state = 'committed' WHERE r.name = :run"""
 GROUP_COUNTS = """
-SELECT g.split, g.state, count(*) AS groups, total(g.size) AS trajectories
-FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE r.name = :run GROUP BY g.split, g.state"""
+SELECT split, state, groups, trajectories FROM group_count WHERE run_id = :run"""
+JOB_COUNTS = """
+SELECT state, count(*) AS count FROM job
+WHERE run_id = :run AND state IN ('queued', 'running', 'succeeded', 'quarantined', 'cancelled') GROUP BY state"""
+RETRYING = """
+SELECT count(*) AS count FROM job WHERE run_id = :run AND state = 'queued' AND attempts > 0"""
+JOB = f"{tables.JOBS} WHERE j.id = :id"
 UNPACKED = """
 SELECT count(*) AS dropped FROM (SELECT run_id, state, reason FROM trajectory ORDER BY id DESC LIMIT :limit) t
-JOIN run r ON r.id = t.run_id WHERE r.name = :run AND t.state = 'discarded' AND t.reason LIKE '%more than row_length%'"""
-JOB_COUNTS = """
-SELECT j.state, count(*) AS count, total(j.state = 'queued' AND j.attempts > 0) AS retrying
-FROM job j JOIN run r ON r.id = j.run_id WHERE :run = '' OR r.name = :run GROUP BY j.state"""
-JOBS = f"""
-SELECT * FROM ({tables.JOBS}) WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state) AND (:id = 0 OR id = :id)
-ORDER BY id DESC LIMIT :limit"""
+WHERE t.run_id = :run AND t.reason LIKE '%more than row_length%'"""
 ATTEMPTS = """
 SELECT fence, worker, spawn, outcome, error, evidence, started, ended FROM attempt WHERE job_id = :id ORDER BY fence"""
 MEMBERS = """
@@ -51,25 +56,13 @@ SELECT j.id, j.kind, j.step, j.epoch, j.fence, r.name AS run, r.spec, r.base_dig
 FROM job j JOIN run r ON r.id = j.run_id JOIN checkpoint k ON k.job_id = j.id
   LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
 WHERE j.state = 'succeeded' AND (:id = 0 OR j.id = :id) ORDER BY j.id DESC LIMIT :limit"""
-TRAJECTORIES = f"""
-SELECT * FROM ({tables.TRAJECTORIES})
-WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state) AND (:group = '' OR "group" = :group)
-ORDER BY id DESC LIMIT :limit"""
-CHECKPOINTS = f"""
-SELECT * FROM ({tables.CHECKPOINTS}) WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state)
-ORDER BY id DESC LIMIT :limit"""
 WORKERS = f"{tables.WORKERS} ORDER BY {tables.WORKERS_FIRST}"
-PUSHES = f"""
-SELECT * FROM ({tables.PUSHES}) WHERE (:run = '' OR run = :run) AND (:state = '' OR state = :state)
-ORDER BY id DESC LIMIT :limit"""
 SERVING = """
 SELECT s.engine, s.name, c.step, s.state, s.created FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
-WHERE s.state <> 'gone' ORDER BY s.id"""
-EVENTS_NEWEST = f"{tables.EVENTS} WHERE :run = '' OR run = :run ORDER BY id DESC LIMIT :limit"
+WHERE s.state IN ('live', 'draining') ORDER BY s.id"""
 EVENTS_TOLD = """
 SELECT id, at, run, kind, ref, data FROM (SELECT * FROM event ORDER BY id DESC LIMIT 500)
 WHERE kind NOT IN ('trajectory.submitted', 'job.claimed', 'push.sending') ORDER BY id DESC LIMIT :limit"""
-EVENTS_AFTER = f"{tables.EVENTS} WHERE id > :after AND (:run = '' OR run = :run) ORDER BY id LIMIT :limit"
 
 
 class Database:
@@ -87,19 +80,27 @@ class Database:
             self._connection = open_readonly(path, 1.0)
             self._connection.execute("PRAGMA query_only = 1")
         except sqlite3.DatabaseError as error:
-            raise CliError(FAILED, f"{path} cannot be read: {error}", "run artctl as the daemon's user") from None
+            raise CliError(FAILED, f"{path} cannot be read: {error}", of_database(error)) from None
 
     def rows(self, sql: str, /, **parameters: object) -> list[Row]:
-        """Raises CliError(FAILED) when the file was made by another version."""
-        try:
+        """Raises CliError(FAILED) when the file is damaged, or was made by another version."""
+        with self._explained():
             return [_decoded(row) for row in self._connection.execute(sql, parameters)]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except sqlite3.DatabaseError as error:
-            raise CliError(
-                FAILED, f"{self._path} cannot be read by this artctl: {error}", "use the artd that made it"
-            ) from None
+            raise CliError(FAILED, f"{self._path} cannot be read by this artctl: {error}", of_database(error)) from None
+
+    def page(self, what: str, **asked: Any) -> list[Row]:
+        """One page of a table (pages.Page). Raises CliError(FAILED) as `rows` does."""
+        with self._explained():
+            return [_decoded(row) for row in pages.read(self._connection, pages.Page(what, **asked))]
 
     def run_names(self) -> list[str]:
-        return [name for (name,) in self._connection.execute("SELECT name FROM run ORDER BY id")]
+        return [row["name"] for row in self.rows(f"SELECT name FROM run WHERE {tables.NOT_DELETED} ORDER BY id")]
 
     def checked_run(self, name: str) -> str:
         """`name`, which must exist unless empty. Raises CliError(NOT_FOUND)."""
@@ -118,9 +119,12 @@ def _decoded(row: sqlite3.Row) -> Row:
 
 
 def _value(key: str, value: Any) -> Any:
-    if key in tables.JSON_COLUMNS and isinstance(value, bytes | str):
+    if key not in tables.JSON_COLUMNS or not isinstance(value, bytes | str):
+        return value
+    try:
         return json.loads(value or b"{}")
-    return value
+    except ValueError:
+        return {}  # of a damaged row: artd check names it, and its run is paused by the reason
 
 
 def counts(rows: Sequence[Mapping[str, Any]], states: Sequence[str], column: str) -> dict[str, int]:

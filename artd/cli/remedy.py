@@ -7,12 +7,18 @@ condition that follows from another one is not told twice.
 
 from __future__ import annotations
 
+import ast
+import errno
 import functools
+import json
 import re
+import shlex
+import sqlite3
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..store.fs import is_full
 from ..supervise.postmortem import telling
-from . import show
+from .health import Problem
 from .probe import option, start_command
 from .show import Row
 
@@ -20,15 +26,25 @@ if TYPE_CHECKING:
     from .snapshot import Snapshot
 
 FULL_DISK = 1 << 20
-RETRIED_MS = 60_000
-"""A packer that fails tries again within seconds."""
 
 
-class Problem(NamedTuple):
-    """What keeps artd from working, and the command or act that helps."""
+RESTORE = "artd restore BACKUP --data-dir NEW"
 
-    what: str
-    next: str
+
+def of_database(error: Exception) -> str:
+    """What to do about a database that cannot be read or written."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return RESTORE
+    if code == sqlite3.SQLITE_ERROR:  # no such table, no such column
+        return "use the artd that made it"
+    if code == sqlite3.SQLITE_FULL or is_full(error):
+        return "free space on its disk, and make it writable"
+    if code == sqlite3.SQLITE_IOERR or getattr(error, "errno", 0) == errno.EIO:
+        return "dmesg: its disk fails; then artd check --deep"
+    if code == sqlite3.SQLITE_BUSY:
+        return "try again"
+    return "run this as the daemon's user"
 
 
 class Choice(NamedTuple):
@@ -44,7 +60,8 @@ def problems(shot: Snapshot) -> list[Problem]:
         return [Problem("the daemon does not run", start_command(shot.data))]
     where = option(shot.data)
     quarantined = [job for job in shot.active if job["state"] == "quarantined"]
-    found: list[Problem | None] = [_job(job, where) for job in quarantined]
+    found: list[Problem | None] = [shot.unwell]
+    found += [_job(job, where) for job in quarantined]
     waiting = [worker for worker in shot.workers if worker["state"] == "backoff"]  # starts again by itself: told last
     found += [_worker(worker, shot.run, where) for worker in shot.workers if worker not in waiting]
     found += [
@@ -53,6 +70,7 @@ def problems(shot: Snapshot) -> list[Problem]:
         _push(shot.pushes, shot.run, where),
         _disk(shot),
     ]
+    found += _blamed(shot, where)
     found.append(_retention(shot))
     found += [_worker(worker, shot.run, where) for worker in waiting]
     return [problem for problem in found if problem is not None]
@@ -123,23 +141,53 @@ def choices(job: Row, where: str) -> list[Choice]:
 def _run(run: Row | None, quarantined: bool, where: str) -> Problem | None:
     if run is None or run["state"] != "paused" or run["reason"] == "operator" or quarantined:
         return None
-    return Problem(f"run {run['name']} is paused: {run['reason']}", f"artctl resume {run['name']}{where}")
+    told = f"run {run['name']} is paused: {run['reason']}"
+    if "cannot be read: " in run["reason"] and run["reason"].startswith("the spec of run "):
+        return Problem(
+            told, f"start the artd that wrote it, or artctl finish {run['name']}{where} and make another run"
+        )
+    resume = f"artctl resume {run['name']}{where}"
+    if found := re.search(r"group ('.*?'|\".*?\") cannot be packed: ", run["reason"]):
+        group = shlex.quote(ast.literal_eval(found[1]))
+        return Problem(
+            told,
+            f"put those bytes back from a backup, then {resume}; or artctl discard-group {run['name']} {group}{where}",
+        )
+    return Problem(told, resume)
 
 
 def _pack(shot: Snapshot, where: str) -> Problem | None:
-    """A batch that is tried again and again; one whose bad trajectory was dropped is not."""
-    tries = [event for event in shot.events if event["kind"] == "batch.failed" and not event["data"].get("trajectory")]
-    if len(tries) < 2 or tries[0]["ref"] != tries[1]["ref"] or show.now_ms() - tries[0]["at"] > RETRIED_MS:
+    """A batch that is tried again and again."""
+    told = json.loads(shot.meta.get("packing") or "null")
+    if not told or told["tries"] < 2 or shot.run is None or told["run"] != shot.run["name"]:
         return None
-    error = (tries[0]["data"]["error"].splitlines() or ["no reason given"])[0]
-    return Problem(f"step {tries[0]['ref']} cannot be packed: {error}", f"artctl logs daemon{where}")
+    error = (told["error"].splitlines() or ["no reason given"])[0]
+    return Problem(f"step {told['step']} cannot be packed: {error}", f"artctl logs daemon{where}")
+
+
+def _blamed(shot: Snapshot, where: str) -> list[Problem]:
+    """Groups that were discarded because the packing code fails on them, until somebody has taken note."""
+    run = shot.run
+    if run is None or run["state"] == "finished":
+        return []
+    return [
+        Problem(
+            f"group {one['group']!r} was discarded, for the packer fails on it: {one['error']}",
+            f"report it, then artctl discard-group {run['name']} {shlex.quote(one['group'])}{where} takes note of it",
+        )
+        for one in json.loads(shot.meta.get("packer.blamed") or "[]")
+        if one["run"] == run["name"]
+    ]
 
 
 def _push(pushes: list[Row], run: Row | None, where: str) -> Problem | None:
     """The failure of the newest push; where it paused its run, the pause says so."""
-    if not pushes or pushes[0]["state"] != "failed":
+    push = next((one for one in pushes if one["error"] and one["state"] != "superseded"), None)
+    if push is None:
         return None
-    push = pushes[0]
+    if push["state"] != "failed":  # at the engine's next start
+        what = f"push {push['id']} of step {push['step']} failed {push['attempts']} times and is tried again: {push['error']}"
+        return Problem(what, f"artctl logs engine{where}")
     if run is not None and run["state"] == "paused" and run["reason"].startswith(f"push {push['id']} "):
         return None
     then = f"artctl resume {run['name']}{where}" if run and run["state"] == "paused" else f"artctl pushes{where}"
@@ -172,4 +220,6 @@ def advice(shot: Snapshot) -> str:
         return "create a run with artd.Client().run(NAME, model=FOLDER)"
     if shot.run["state"] == "paused":
         return f"artctl resume {shot.run['name']}{option(shot.data)}"
+    if shot.lacking:
+        return f"submit {shot.lacking} more group{'s' if shot.lacking > 1 else ''} whose rewards differ"
     return "nothing to do"

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from artd_schema.base import BaseModel
 from artd_schema.replay_job import ReplayRequest
 from artd_schema.spec import RunSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 
-from ..base_model import BaseModel, check_pinned
+from ..base_model import check_pinned
 from ..errors import Conflict
 from ..rundir import DataDir
 from . import job, read

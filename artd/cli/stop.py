@@ -1,6 +1,6 @@
 """`artd stop [--drain S]`: end the daemon and wait until it is gone. A second call while it drains forces it.
 
-Owner of: no state. Exit codes: 0 it is gone, 3 none ran, 7 it still runs. Invariants: only the process that holds the
+Owner of: no state. Exit codes: 0 it is gone, or there was none; 3 the folder is not artd's; 7 it still runs. Invariants: only the process that holds the
 lock is signalled, and only while its start time is the recorded one.
 """
 
@@ -15,8 +15,10 @@ from pathlib import Path
 
 from artd_schema.paths import DaemonFile, process_ticks
 
+from .. import folder
 from . import probe
-from .outcome import FAILED, OK, TIMED_OUT, CliError, shared
+from .keep import keeper
+from .outcome import FAILED, NOT_RUNNING, OK, TIMED_OUT, CliError, shared
 
 FORCE_S = 20.0
 _SLACK_S = 20.0
@@ -36,12 +38,15 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     data = probe.data_dir(args)
-    found = probe.need_running(data)
+    found, kept = probe.daemon(data), keeper(data)
+    if not found.running:
+        return _nothing(data, kept)
     told = found.file
     if told is None:
         raise CliError(FAILED, f"a daemon holds {data}, but its lock file cannot be read", f"fuser {data}/artd.lock")
     forced = found.state == "draining"
-    _signal(told)
+    target = kept or told  # a keeper passes the word on, and starts nothing again
+    _signal(target)
     if forced:
         gone = _gone(told, FORCE_S)
     elif args.drain is None:
@@ -51,13 +56,34 @@ def run(args: argparse.Namespace) -> int:
         gone = _gone(told, args.drain)
         if not gone:
             forced = True
-            _signal(told)
+            _signal(target)
             gone = _gone(told, FORCE_S)
-    if gone:
+    if gone and (kept is None or _gone(kept, _SLACK_S)):
         print(f"artd (pid {told.pid}) has ended", file=sys.stderr)
         return OK
+    if gone and kept is not None:
+        raise _keeper_runs(data, kept)
     then = f"kill -9 {told.pid}" if forced else f"artd stop{probe.option(data)}   (forces it)"
     raise CliError(TIMED_OUT, f"the daemon (pid {told.pid}) still runs", then)
+
+
+def _nothing(data: Path, kept: DaemonFile | None) -> int:
+    """There is no daemon; a keeper that is about to start one must not."""
+    if kept is not None:
+        _signal(kept)
+        if not _gone(kept, _SLACK_S):
+            raise _keeper_runs(data, kept)
+    elif not folder.is_free(data):
+        try:
+            folder.require_database(data)
+        except folder.Refused as error:
+            raise CliError(NOT_RUNNING, f"no daemon runs on {data}: {error}", "artd stop --data-dir DATA") from None
+    print(f"no daemon runs on {data}", file=sys.stderr)
+    return OK
+
+
+def _keeper_runs(data: Path, kept: DaemonFile) -> CliError:
+    return CliError(TIMED_OUT, f"the keeper (pid {kept.pid}) of {data} still runs", f"kill -9 {kept.pid}")
 
 
 def _signal(told: DaemonFile) -> None:

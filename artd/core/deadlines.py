@@ -8,6 +8,8 @@ from __future__ import annotations
 
 JUMP_MS = 5_000
 """A wall clock that moved this much more or less than the monotonic one was set, or the machine slept."""
+DRIFT_MS = 250
+"""Stored deadlines follow a wall clock that has drifted this far from the monotonic one, however slowly."""
 LARGE_MS = 3_600_000
 """Nothing is deleted by its age after a jump of more than this until somebody has looked."""
 DOWN_MS = 7 * 86_400_000

@@ -62,6 +62,8 @@ def _rows(turn: Turn, path: str, shape: RouteShape) -> None:
     start, tokens = turn.routes_start, _tokens(turn)
     if start < 0:
         raise InvalidField(f"{path}.routes_start", f"is {start}: must be 0 or more")
+    if told := _other_form(len(turn.routes), (tokens - start, tokens - start - 1), shape):
+        raise InvalidField(f"{path}.routes", told)
     try:
         rows = routes.check_routes(turn.routes, shape)
     except routes.BadRoutes as error:
@@ -72,6 +74,23 @@ def _rows(turn: Turn, path: str, shape: RouteShape) -> None:
             f"{path}.routes",
             f"has {rows} rows from token {start} of {tokens}: the rows must reach to the last token, or end one before it",
         )
+
+
+def _other_form(size: int, wanted: Sequence[int], shape: RouteShape) -> str:
+    """What routes of `size` bytes are that have as many rows as they should, but not of this shape; "" when they are, or when
+    nobody can tell. wanted: numbers of rows that would do."""
+    rows = [count for count in wanted if count > 0]
+    if any(size == count * shape.row_bytes for count in rows):
+        return ""
+    if shape.width == 1 and any(size == 2 * count * shape.row_bytes for count in rows):
+        return (
+            f"has ids of two bytes each, which models of more than 256 experts have; this one has {shape.experts}: give "
+            f"experts={shape.experts}"
+        )
+    each = shape.topk * shape.width
+    if any(size % (count * each) == 0 and size > count * shape.row_bytes for count in rows):
+        return f"has more layers than the {shape.layers} MoE layers of this model: leave out the layers without experts"
+    return ""
 
 
 def _no_gap(turn: Turn, path: str, covered: int) -> None:

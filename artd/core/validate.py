@@ -13,8 +13,12 @@ from collections.abc import Sequence
 
 from artd_schema.trajectory import RouteShape, Sampling, Turn, untrainable
 
+from ..columns import float_sum_and_largest, int_range
 from .fields import InvalidField
 from .routes import check_turn_routes, refuse_routes
+
+MOST_EPOCH = (1 << 31) - 1
+"""A packed batch has an int32 for each token."""
 
 
 def check_turns(
@@ -55,20 +59,25 @@ def _check_turn(turn: Turn, path: str, vocab_size: int, trained: bool, next_epoc
 def _ids(column: bytes, path: str, vocab_size: int) -> int:
     if len(column) % 4:
         raise InvalidField(path, f"has {len(column)} bytes, not a whole number of int32")
-    ids = array("i", column)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+    if not column:
+        return 0
+    lowest, highest = int_range(column)
+    if lowest < 0 or highest >= vocab_size:
+        ids = array("i", column)
         position = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise InvalidField(f"{path}[{position}]", f"token id {ids[position]} is outside the vocabulary of {vocab_size}")
-    return len(ids)
+    return len(column) // 4
 
 
 def _logprobs(column: bytes, path: str, count: int) -> None:
     if len(column) != 4 * count:
         raise InvalidField(path, f"has {len(column) // 4} values for {count} token ids")
-    values = array("f", column)
-    if not values or (max(values) <= 0 and math.isfinite(sum(values))):
+    if not column:
         return
-    for position, value in enumerate(values):
+    total, largest = float_sum_and_largest(column)
+    if largest <= 0 and math.isfinite(total):
+        return
+    for position, value in enumerate(array("f", column)):
         if not (math.isfinite(value) and value <= 0):
             raise InvalidField(f"{path}[{position}]", f"logprob {value} is not a finite number <= 0")
 
@@ -88,7 +97,11 @@ def _epochs(
             raise InvalidField(path, "spans must have epochs that never fall")
     if spans[-1][0] >= max(count, 1):
         raise InvalidField(path, f"a span starts at token {spans[-1][0]} of {count}")
-    if next_epoch is not None:
+    if next_epoch is None:
+        odd = [epoch for _, epoch in spans if not 0 <= epoch <= MOST_EPOCH]
+        if odd:
+            raise InvalidField(path, f"policy epoch {odd[0]} is not a number from 0 to {MOST_EPOCH}")
+    else:
         unknown = [epoch for _, epoch in spans if not 0 <= epoch < next_epoch]
         if unknown:
             raise InvalidField(path, f"policy epoch {unknown[0]} was never served by this run")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,15 +24,23 @@ from .tree import Tree, build_tree
 _TURNS = msgspec.msgpack.Decoder(list[Turn])
 
 
+class Answer(NamedTuple):
+    """What of a turn is measured. tokens: sampled ones; finish_reason: "" where nobody told."""
+
+    tokens: int
+    finish_reason: str
+
+
 @dataclass(slots=True)
 class Forest:
     """trees: one a group; by_tokens: the same as if routes did not matter (only with expert replay); sequence_of,
-    trajectory_of: what a place holds, and the index of its trajectory."""
+    trajectory_of: what a place holds, and the index of its trajectory; answers: of every turn that was looked at, packed or not."""
 
     trees: list[Tree] = field(default_factory=list)
     by_tokens: list[Tree] = field(default_factory=list)
     sequence_of: dict[Placed, Sequence] = field(default_factory=dict)
     trajectory_of: dict[Placed, int] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
 
     @property
     def logical_tokens(self) -> int:
@@ -56,7 +65,7 @@ def grow(
         for index in indices:
             if sources[index].id in dropped:
                 continue
-            for sequence in _sequences(spec, sources[index], drops):
+            for sequence in _sequences(spec, sources[index], drops, forest.answers):
                 place = Placed(len(forest.trees), len(kept))
                 forest.sequence_of[place], forest.trajectory_of[place] = sequence, index
                 kept.append(sequence)
@@ -66,25 +75,26 @@ def grow(
     return forest
 
 
-def _sequences(spec: PackSpec, source: Source, drops: list[Drop]) -> list[Sequence]:
+def _sequences(spec: PackSpec, source: Source, drops: list[Drop], answers: list[Answer]) -> list[Sequence]:
     """The sequences of a trajectory that can be packed; the others go to `drops`, whole: nothing is truncated."""
     try:
-        sequences = assemble(_TURNS.decode(source.body), spec.routes)
+        turns = _TURNS.decode(source.body)
+        sequences = assemble(turns, spec.routes)
     except AssemblyError as error:
         raise PackError(f"trajectory {source.id}: {error}", trajectory=source.id, position=error.where) from error
     except UNREADABLE as error:
         message = f"trajectory {source.id}: its body is not a list of turns: {error}"
         raise PackError(message, trajectory=source.id, position="body") from error
+    answers += [Answer(len(turn.token_ids) // 4, turn.finish_reason) for turn in turns]
     kept = []
     for number, sequence in enumerate(sequences):
         if len(sequence) > spec.row_length:
             reason = f"sequence {number} has {len(sequence)} tokens, more than row_length {spec.row_length}"
+            drops.append(Drop(source.id, reason, "too_long", int(sequence.mask.sum(dtype="int64"))))
         elif sequence.first_trainable == len(sequence):
-            reason = f"sequence {number} has no sampled tokens"
+            drops.append(Drop(source.id, f"sequence {number} has no sampled tokens", "no_tokens"))
         else:
             kept.append(sequence)
-            continue
-        drops.append(Drop(source.id, reason))
     if not sequences:
-        drops.append(Drop(source.id, "no turns"))
+        drops.append(Drop(source.id, "no turns", "no_turns"))
     return kept

@@ -15,6 +15,7 @@ from artd_schema.trajectory import RouteShape
 
 from .advantages import group_statistics
 from .forest import Forest, grow
+from .measures import measure
 from .plan import Segment, place, row_segments, shuffled
 from .replay import fill_routes
 from .spec import PackError, PackSpec, Source
@@ -89,6 +90,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
         scale_rewards=spec.scale_rewards,
         replay=digest(to_json(replay.manifest)) if replay else "",
         unshared_tokens=forest.unshared(placed),
+        metrics=measure(sources, [bool(rows) for rows in rows_of], forest, drops),
     )
     return Packed(tensors, manifest, replay)
 
@@ -121,7 +123,7 @@ def _advantages(
         for index, advantage in zip(indices, found.advantages, strict=True):
             advantages[index] = advantage
             if found.outcome != "trainable":
-                drops.append(Drop(sources[index].id, f"group {group}: {found.outcome}"))
+                drops.append(Drop(sources[index].id, f"group {group}: {found.outcome}", "group"))
     return advantages, groups, drops
 
 

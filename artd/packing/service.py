@@ -1,18 +1,16 @@
 """The packer service: sees that a batch is due, has a child pack it, and commits batch and train job together.
 
 Owner of: batch rows until trained, the state `packed` of trajectories. Invariants: files first, rows second; the
-child's word is not enough: its files are hashed again here; one transaction makes {blobs, batch, trajectories and
+child's word is not enough: its files are hashed again here; a failure is settled by `failures`; one transaction makes {blobs, batch, trajectories and
 groups packed, train job, event}; the replay bundle belongs to its batch from that transaction on.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
 import sqlite3
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,22 +18,24 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from artd_schema.codec import UNREADABLE, digest
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import BatchManifest
-from artd_schema.spec import RunSpec
 
 from ..core.decide import Group, batch_to_pack
 from ..rundir import DataDir
 from ..store import fs
 from ..store.blobs import Blobs, add_row
 from ..store.store import Store, emit, move
-from ..supervise.spawn import death_pipe, guarded
-from ..views import active_run, load_run, route_shape
+from ..views import active_run, load_run, route_shape, stored_spec
+from . import failures
 from .child import MANIFEST, REPLAY, REPLAY_MANIFEST, TENSORS, PackFailure, PackRequest, PackResult, WrittenFile
+from .process import STALL_S, run_child
 
 log = logging.getLogger(__name__)
 RETRY_S = 5.0
+EQUAL = 3
+"""Failures of the packing code itself, of one batch by one exception, after which the guilty group is looked for."""
+_serial = itertools.count()
 
 
 class Blob(NamedTuple):
@@ -46,12 +46,30 @@ class Blob(NamedTuple):
     bytes: int
 
 
+class Equal:
+    """Counts failures of the same batch by the same error."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, ...] = ()
+        self._count = 0
+
+    def seen(self, *what: object) -> int:
+        """How often this came in a row, now included."""
+        self._count = self._count + 1 if what == self._last else 1
+        self._last = what
+        return self._count
+
+
 class Packer:
     """One batch at a time, in an exec'ed child, so that packing never holds the event loop. lacks(bytes): why there is no
-    room to write so much; "" when there is."""
+    room to write so much; "" when there is. stall_s: a child that does nothing for so long is ended."""
 
-    def __init__(self, store: Store, blobs: Blobs, data: DataDir, lacks: Callable[[int], str]) -> None:
+    def __init__(
+        self, store: Store, blobs: Blobs, data: DataDir, lacks: Callable[[int], str], stall_s: float = STALL_S
+    ) -> None:
         self._lacks = lacks
+        self._stall_s = stall_s
+        self._equal = Equal()
         self._store = store
         self._blobs = blobs
         self._data = data
@@ -68,19 +86,22 @@ class Packer:
                 await anyio.sleep(RETRY_S)
             elif await self._pack(request, groups):
                 failed = 0
-            elif (failed := failed + 1) > 1:  # a first failure may be a child's chance death: again at once
-                await anyio.sleep(RETRY_S)
+            else:
+                failed += 1
+                await anyio.sleep(failures.delay_s(failed))
 
     def _due(self, c: sqlite3.Connection) -> tuple[PackRequest | None, tuple[Group, ...]]:
         row = active_run(c)
         groups = batch_to_pack(load_run(c, row["id"])) if row else ()
+        if not groups:
+            failures.clear(c)
         if row is None:
             return None, ()
         if not groups:
             if row["flush"] and row["state"] == "active" and not load_run(c, row["id"]).job:
                 c.execute("UPDATE run SET flush = 0 WHERE id = ?", (row["id"],))  # there was nothing to flush
             return None, ()
-        spec = msgspec.json.decode(row["spec"], type=RunSpec)
+        spec = stored_spec(row)
         ids: list[int] = []
         for group in groups:
             members = c.execute("SELECT id FROM trajectory WHERE group_id = ? ORDER BY id", (group.id,))
@@ -90,15 +111,15 @@ class Packer:
             run=row["name"],
             step=step,
             seed=spec.seed + step,
-            row_length=spec.row_length,
+            row_length=spec.row_tokens,
             scale_rewards=spec.scale_rewards,
             base_digest=row["base_digest"],
             routes=route_shape(row),
             db=str(self._store.path),
             blobs_dir=str(self._blobs.root),
             trajectory_ids=ids,
-            # A packer that outlived its daemon must not write into the next one's folder.
-            out_dir=str(self._data.tmp / f"pack-s{step}-{os.getpid()}"),
+            # A packer that outlived its daemon, or does not die, must not write into the next one's folder.
+            out_dir=str(self._data.packing(step, next(_serial))),
         )
         return request, groups
 
@@ -107,23 +128,70 @@ class Packer:
         out = Path(request.out_dir)
         await anyio.to_thread.run_sync(fs.remove_tree, out)
         reach("pack.requested")
-        answer = await run_child(request)
+        answer = await run_child(request, self._stall_s)
         if isinstance(answer, PackFailure):
-            log.warning("packing step %d failed: %s", request.step, answer.error)
-            return await self._store.write(lambda c: self._failed(c, request, groups, answer))
+            await anyio.to_thread.run_sync(fs.remove_tree, out)
+            return await self._failed(request, groups, answer)
         try:
             blobs, manifest = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
-        except OSError as error:
-            if not fs.is_full(error):
-                raise
-            log.warning("step %d cannot be packed now: %s", request.step, error)
-            return False
+        except OSError as error:  # fsync is none of these: its errors end the daemon
+            return await self._failed(request, groups, PackFailure(error=f"{type(error).__name__}: {error}"))
         await anyio.to_thread.run_sync(fs.remove_tree, out)
         seconds = self._store.clock.monotonic() - started
         reach("pack.adopted")
         await self._store.write(lambda c: self._commit(c, groups, answer, manifest, blobs, seconds))
         reach("pack.committed")
         return True
+
+    async def _failed(self, request: PackRequest, groups: tuple[Group, ...], answer: PackFailure) -> bool:
+        """True when trying again at once makes sense."""
+        log.warning("packing step %d failed: %s", request.step, answer.error)
+        ids = [group.id for group in groups]
+        times = self._equal.seen(request.step, ids, answer.kind, answer.error)
+        if answer.kind == "code" and times % EQUAL == 0:
+            if len(ids) == 1:
+                now = self._store.clock.now_ms()
+                return await self._store.write(lambda c: failures.suspect(c, now, request, ids[0], answer))
+            guilty = await self._guilty(request, ids)
+            if guilty is not None:
+                log.error("group %d is discarded: the packer fails on it: %s", guilty, answer.error)
+                now = self._store.clock.now_ms()
+                return await self._store.write(lambda c: failures.blame(c, now, guilty, answer.error))
+        now = self._store.clock.now_ms()
+        return await self._store.write(lambda c: failures.settle(c, now, request, ids, answer))
+
+    async def _guilty(self, request: PackRequest, groups: list[int]) -> int | None:
+        """The group on which the packing code fails also without the others, while it packs another one; None when there is none,
+        or it could not be tried."""
+        suspects = groups
+        while len(suspects) > 1:
+            half = len(suspects) // 2
+            for part in (suspects[:half], suspects[half:]):
+                answer = await self._try(request, part)
+                if isinstance(answer, PackFailure) and answer.kind == "code":
+                    suspects = part
+                    break
+                if isinstance(answer, PackFailure) and answer.kind != "data":
+                    return None
+            else:
+                return None  # only together
+        for other in groups:
+            # Tried after the search: code that fails on every group, now or since a moment ago, is no group's fault.
+            if other != suspects[0] and _works(await self._try(request, [other])):
+                return suspects[0]
+        return None
+
+    async def _try(self, request: PackRequest, groups: list[int]) -> PackResult | PackFailure:
+        """Pack some of the groups, for nothing."""
+        marks = ",".join("?" * len(groups))
+        rows = await self._store.read(
+            f"SELECT id FROM trajectory WHERE group_id IN ({marks}) ORDER BY group_id, id", groups
+        )
+        out = self._data.packing(request.step, next(_serial))
+        part = msgspec.structs.replace(request, trajectory_ids=[row["id"] for row in rows], out_dir=str(out))
+        answer = await run_child(part, self._stall_s)
+        await anyio.to_thread.run_sync(fs.remove_tree, out)
+        return answer
 
     def _adopt_all(self, out: Path, answer: PackResult) -> tuple[dict[str, Blob], BatchManifest]:
         """The batch's blobs by column of the batch row, and what its manifest says: of a large batch many megabytes."""
@@ -160,19 +228,23 @@ class Packer:
     ) -> None:
         now = self._store.clock.now_ms()
         run = c.execute("SELECT * FROM run WHERE name = ?", (manifest.run,)).fetchone()
-        if run["step"] + 1 != manifest.step or run["state"] != "active":
-            return  # the run moved on meanwhile; the next look at the rows decides again
+        if run["step"] + 1 != manifest.step or run["state"] != "active" or not _all_sealed(c, groups):
+            return  # the run moved on meanwhile, or a group was discarded; the next look at the rows decides again
+        failures.clear(c)
         if self._blobs.missing(blob.sha for blob in blobs.values()):
             return  # collected before its row came: packed again
         for blob in blobs.values():
             add_row(c, blob.sha, blob.bytes, blob.kind, now)
         batch = _insert_batch(c, now, run["id"], manifest, result, {name: blob.sha for name, blob in blobs.items()})
-        reasons = {drop.trajectory: drop.reason for drop in manifest.drops}
+        reasons = _reasons(manifest)
         for packed in manifest.trajectories:
+            reason = reasons.get(packed.id, "" if packed.rows else "dropped")
             if packed.rows:
-                move(c, "trajectory", packed.id, "packed", start="queued", batch_id=batch)
+                if reason:
+                    reason = f"trained without a part of it: {reason}"
+                move(c, "trajectory", packed.id, "packed", start="queued", batch_id=batch, reason=reason)
             elif c.execute("SELECT 1 FROM trajectory WHERE id = ? AND state = 'queued'", (packed.id,)).fetchone():
-                move(c, "trajectory", packed.id, "discarded", start="queued", reason=reasons.get(packed.id, "dropped"))
+                move(c, "trajectory", packed.id, "discarded", start="queued", reason=reason)
             # Else it was dropped before, from a batch that was cancelled; its reward still counts for its group.
         kept = {packed.group for packed in manifest.trajectories if packed.rows}
         for group in groups:
@@ -182,11 +254,11 @@ class Packer:
                 move(
                     c, "trajectory_group", group.id, "discarded", start="sealed", reason="no trajectory could be packed"
                 )
-        spent = msgspec.json.encode({"pack": seconds})
+        spent, measured = msgspec.json.encode({"pack": seconds}), msgspec.json.encode(manifest.metrics)
         c.execute(
-            "INSERT INTO job (run_id, kind, step, epoch, batch_id, parent_id, state, seconds, created)"
-            " VALUES (?, 'train', ?, ?, ?, ?, 'queued', ?, ?)",
-            (run["id"], manifest.step, run["next_epoch"], batch, run["checkpoint_id"], spent, now),
+            "INSERT INTO job (run_id, kind, step, epoch, batch_id, parent_id, state, metrics, seconds, created)"
+            " VALUES (?, 'train', ?, ?, ?, ?, 'queued', ?, ?, ?)",
+            (run["id"], manifest.step, run["next_epoch"], batch, run["checkpoint_id"], measured, spent, now),
         )
         c.execute("UPDATE run SET next_epoch = next_epoch + 1, flush = 0 WHERE id = ?", (run["id"],))
         emit(
@@ -196,27 +268,25 @@ class Packer:
             **({"covered": result.covered, "unshared_tokens": result.unshared_tokens} if result.replay else {}),
         )  # fmt: skip
 
-    def _failed(
-        self, c: sqlite3.Connection, request: PackRequest, groups: tuple[Group, ...], answer: PackFailure
-    ) -> bool:
-        """Discard what can never be packed; True when trying again at once makes sense."""
-        now = self._store.clock.now_ms()
-        emit(
-            c, now, request.run, "batch.failed", request.step, error=answer.error, trajectory=answer.trajectory,
-            position=answer.position,
-        )  # fmt: skip
-        if answer.trajectory:
-            row = c.execute("SELECT group_id FROM trajectory WHERE id = ?", (answer.trajectory,)).fetchone()
-            bad = [row["group_id"]] if row else []
-        else:
-            bad = [group.id for group in groups] if answer.drops else []
-        for group in bad:
-            move(c, "trajectory_group", group, "discarded", start="sealed", reason=answer.error)
-            c.execute("UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ?", (answer.error, group))
-        if bad:
-            own = [(drop.reason, drop.trajectory) for drop in answer.drops]
-            c.executemany("UPDATE trajectory SET reason = ? WHERE id = ? AND state = 'discarded'", own)
-        return bool(bad)
+
+def _works(answer: PackResult | PackFailure) -> bool:
+    """Whether the packing code itself came to its end."""
+    return isinstance(answer, PackResult) or answer.kind == "data"
+
+
+def _all_sealed(c: sqlite3.Connection, groups: Sequence[Group]) -> bool:
+    state = "SELECT 1 FROM trajectory_group WHERE id = ? AND state = 'sealed'"
+    return all(c.execute(state, (group.id,)).fetchone() for group in groups)
+
+
+def _reasons(manifest: BatchManifest) -> dict[int, str]:
+    """Of each trajectory that is not packed, or not as a whole, why: in full for the first of its sequences."""
+    found: dict[int, list[str]] = {}
+    for drop in manifest.drops:
+        found.setdefault(drop.trajectory, []).append(drop.reason)
+    return {
+        trajectory: first + (f"; and {len(rest)} more" if rest else "") for trajectory, (first, *rest) in found.items()
+    }
 
 
 def _insert_batch(
@@ -236,25 +306,3 @@ def _insert_batch(
     }
     names = ", ".join(columns)
     return c.execute(f"INSERT INTO batch ({names}) VALUES (:{', :'.join(columns)})", columns).lastrowid
-
-
-async def run_child(request: PackRequest) -> PackResult | PackFailure:
-    """Exec `python -m artd.packing.child` for one batch, under a guardian: it does not outlive the daemon."""
-    try:
-        with (
-            death_pipe() as death,
-            tempfile.TemporaryFile() as question,
-        ):  # a pipe would break when the child dies early
-            question.write(msgspec.json.encode(request))
-            question.seek(0)
-            command = guarded(death, [sys.executable, "-m", "artd.packing.child"])
-            done = await anyio.run_process(
-                command, stdin=question, check=False, start_new_session=True, pass_fds=(death,)
-            )
-    except OSError as error:  # no more processes, memory or descriptors: as with a worker, another time
-        return PackFailure(error=f"no packer could be started: {error}")
-    try:
-        return msgspec.json.decode(done.stdout, type=PackResult | PackFailure)
-    except UNREADABLE:
-        tail = done.stderr.decode(errors="replace").strip()[-2000:]
-        return PackFailure(error=f"the packer ended with status {done.returncode}: {tail or digest(done.stdout)}")

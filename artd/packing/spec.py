@@ -5,7 +5,8 @@ Owner of: no state. Invariants: the same specification and sources give the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -23,6 +24,14 @@ class PackError(Exception):
         self.drops = drops
 
 
+class StoreDamaged(Exception):
+    """The store's bytes of a trajectory are not those that were acknowledged, however often they are read."""
+
+    def __init__(self, message: str, trajectory: int) -> None:
+        super().__init__(message)
+        self.trajectory = trajectory
+
+
 class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What determines a batch beside its trajectories; row_length in tokens. routes: every token must have routes of this
     shape, and the batch gets a replay bundle (None: a dense model, or expert_replay=false)."""
@@ -38,10 +47,12 @@ class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One trajectory of the store. body: msgpack list[Turn]; digest: sha256 hex of the body, already verified."""
+    """One trajectory of the store. body: msgpack list[Turn]; digest: sha256 hex of the body, already verified; metrics: the client's
+    own."""
 
     id: int
     group: int
     reward: float
     digest: str
     body: bytes
+    metrics: Mapping[str, float] = field(default_factory=dict)

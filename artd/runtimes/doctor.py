@@ -5,16 +5,19 @@ Owner: runtimes. Invariants: changes nothing but a probe file that it deletes; `
 """
 
 import os
+import resource
 import shutil
 import sqlite3
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
-from artd.runtimes import diagnose, lockfile, own, paths, registry
+from artd.descriptors import AMPLE, NEEDED, reserve
+from artd.runtimes import diagnose, lockfile, own, paths, pythons, registry
 from artd.runtimes.finding import Finding
 from artd.store.version import BUG, REMEDY, wal_reset_bug
 
@@ -26,30 +29,41 @@ NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lust
 
 def report(data_dir: Path, owns: Sequence[own.Own] = ()) -> list[Finding]:
     """owns: interpreters that the settings name in place of a runtime."""
+    replaced = {each.runtime for each in owns}
+    builder = _builder()
+    runtimes = _runtimes(replaced, builder)
+    lacking = [finding.name for finding in runtimes if finding.state == "missing"]
     checks: list[Callable[[], Finding]] = [
-        _python,
+        lambda: _python(builder, bool(lacking)),
         _sqlite,
         _compiler,
-        _headers,
+        lambda: _headers(builder),
         lambda: _file_system(data_dir),
         lambda: _fsync(data_dir),
         lambda: _disk(data_dir),
         _memory,
         _cores,
+        _files,
     ]
-    replaced = {each.runtime for each in owns}
-    return [check() for check in checks] + own.findings(owns) + _runtimes(replaced)
+    further = [*_room(lacking), *_registry()] if lacking else []
+    return [check() for check in checks] + _gpu(owns) + own.findings(owns) + runtimes + further
 
 
-def _python() -> Finding:
-    minor = paths.minor_of_running()
+def _builder() -> pythons.Found:
+    """The interpreter that runtimes would be made with."""
+    minors = [lock.minor for lock in lockfile.shipped() if lock.stem not in (lockfile.BASE, lockfile.OVERLAY)]
+    return pythons.of(list(dict.fromkeys(minors)))
+
+
+def _python(builder: pythons.Found, lacking: bool) -> Finding:
+    """lacking: whether a runtime is still to be made."""
     value = f"{sys.version.split()[0]} at {sys.executable}"
-    locked = sorted({lock.minor for lock in lockfile.shipped() if lock.stem != lockfile.BASE})
-    if minor in locked:
+    if builder.minor == paths.minor_of_running():
         return Finding("python", "ok", value)
-    known = ", ".join(f"{found[2]}.{found[3:]}" for found in locked)
-    return Finding("python", "warning", f"{value}; runtimes have locks for {known} only",
-                   "artd runtime install NAME --cpu --python python3.11")  # fmt: skip
+    if builder.path:
+        return Finding("python", "ok", f"{value}; runtimes are made with {builder.path}")
+    what, _, cure = builder.why.partition(" Next: ")
+    return Finding("python", "missing" if lacking else "warning", f"{value}; for runtimes, {what.rstrip('.')}", cure)
 
 
 def _sqlite() -> Finding:
@@ -67,8 +81,8 @@ def _compiler() -> Finding:
                    "install one (Debian: apt-get install g++)")  # fmt: skip
 
 
-def _headers() -> Finding:
-    found = diagnose.headers(getattr(sys, "_base_executable", "") or sys.executable)
+def _headers(builder: pythons.Found) -> Finding:
+    found = diagnose.headers(builder.path or sys.executable)
     if found:
         return Finding("headers", "ok", str(found))
     return Finding("headers", "warning", "no Python.h; needed where Megatron-Core comes as source",
@@ -148,8 +162,65 @@ def _cores() -> Finding:
     return Finding("cores", "ok", str(len(os.sched_getaffinity(0))))
 
 
-def _runtimes(replaced: Set[str]) -> list[Finding]:
-    """replaced: those that nobody needs here."""
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    value = f"{hard} ({soft} until the daemon raises it); connections of clients take {max(0, hard - reserve(hard))} at most"
+    more = "raise the hard limit of open files: limits.conf, or LimitNOFILE= of the service"
+    if hard < NEEDED:
+        return Finding("open files", "missing", f"{hard}; artd needs {NEEDED}", more)
+    return Finding("open files", "ok" if hard >= AMPLE else "warning", value, "" if hard >= AMPLE else more)
+
+
+def _gpu(owns: Sequence[own.Own]) -> list[Finding]:
+    """A GPU that nothing here would use."""
+    if owns or not own._NVIDIA.exists():
+        return []
+    what = "an NVIDIA GPU is here; the CPU runtimes do not use it"
+    return [Finding("gpu", "warning", what, "two interpreters of your own: docs/operations.md, Training on a GPU")]
+
+
+def _room(lacking: Sequence[str]) -> list[Finding]:
+    """lacking: folder names of the runtimes that are missing."""
+    root = paths.runtimes_root()
+    needed = sum(diagnose.NEEDED_BYTES.get(name.partition("-py")[0], 0) for name in lacking)
+    free = shutil.disk_usage(existing(root)).free
+    if free >= needed:
+        return []
+    value = f"the missing runtimes take {needed / 1e9:.1f} GB at {root}, and {free / 1e9:.1f} GB are free"
+    return [Finding("room for runtimes", "missing", value, "free space there, or set XDG_DATA_HOME to another disk")]
+
+
+def _registry() -> list[Finding]:
+    """Whether pip, as it is configured, reaches a registry: a small package of the locks is asked for."""
+    base = next(lock for lock in lockfile.shipped() if lock.stem == lockfile.BASE)
+    pin = f"msgspec=={base.versions['msgspec']}"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-input",
+            "--retries",
+            "0",
+            "--timeout",
+            "8",
+        ]
+        done = subprocess.run([*command, "-d", folder, pin], capture_output=True, text=True, check=False)
+    if done.returncode == 0 or "No module named pip" in done.stderr:
+        return []
+    what, _, cure = diagnose.cause(done.stdout + done.stderr).partition(" Next: ")
+    return [
+        Finding(
+            "registry", "missing", f"pip cannot fetch {pin}: {what}", cure or "check the network and pip config list"
+        )
+    ]
+
+
+def _runtimes(replaced: Set[str], builder: pythons.Found) -> list[Finding]:
+    """replaced: those that nobody needs here. builder: what the missing ones would be made with."""
+    cure = "" if builder.path else builder.why.partition(" Next: ")[2] + "; then "
     findings = []
     for row in registry.listed():
         if row.state != "ready" and any(row.name.startswith(lockfile.stem_of(name, "cpu")) for name in replaced):
@@ -159,5 +230,5 @@ def _runtimes(replaced: Set[str]) -> list[Finding]:
         elif row.state == "ready":
             findings.append(Finding(row.name, "ok", f"{row.size_bytes / 1e9:.2f} GB at {row.path}"))
         elif not row.name.startswith(lockfile.OVERLAY):  # tests alone need that: a user without it lacks nothing
-            findings.append(Finding(row.name, "missing", row.state, row.next))
+            findings.append(Finding(row.name, "missing", row.state, cure + row.next))
     return findings

@@ -7,7 +7,6 @@ again; the marker is written after the self-check, so an interrupted install is 
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from artd.runtimes import diagnose, lockfile, paths, pip, plan, registry
+from artd.runtimes import diagnose, lockfile, paths, pip, plan, pythons, registry
 from artd.runtimes.lockfile import Lock
 
 LOG_TAIL_LINES = 15
@@ -43,28 +42,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def minor_of(python: str) -> str:
-    code = "import sys; print(f'py{sys.version_info[0]}{sys.version_info[1]}')"
-    try:
-        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise InstallError(f"interpreter {python} does not start ({error}). Next: --python PATH of another") from None
-    return done.stdout.strip()
-
-
-def base_python(asked: str | None) -> str:
-    """The interpreter to build from: never the virtual environment's own link, which may be deleted any time."""
-    if asked is not None:
-        found = shutil.which(asked)
-        if found is None:
-            raise InstallError(f"interpreter {asked} was not found. Next: --python PATH of one that exists")
-        return found
-    return getattr(sys, "_base_executable", "") or sys.executable
-
-
 def install(name: str, device: str, options: Options) -> registry.Runtime:
-    python = base_python(options.python)
-    lock = lockfile.load(name, device, minor_of(python))
+    found = _interpreter(name, device, options.python)
+    python, lock = found.path, lockfile.load(name, device, found.minor)
     folder = registry.folder_of(lock)
     if shortage := _shortage(lock, folder, options.force):
         raise InstallError(shortage)
@@ -79,6 +59,19 @@ def install(name: str, device: str, options: Options) -> registry.Runtime:
         else:
             say(f"{lock.folder_name}: ready, unchanged")
     return registry.find(name, device)
+
+
+def _interpreter(name: str, device: str, asked: str | None) -> pythons.Found:
+    """What the user named, else one of a version that has a lock."""
+    if asked is not None:
+        found = pythons.asked(asked)
+    elif minors := lockfile.minors(name, device):
+        found = pythons.of(minors, fetch=True)
+    else:
+        found = pythons.Found(sys.executable, paths.minor_of_running())  # for the refusal, which names what there is
+    if not found.path:
+        raise InstallError(f"runtime {name}: {found.why}")
+    return found
 
 
 def _shortage(lock: Lock, folder: Path, force: bool) -> str | None:

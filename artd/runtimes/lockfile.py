@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from artd.runtimes import paths
+from artd.runtimes.pythons import dotted
 
 _PIN = re.compile(r"([a-z0-9][a-z0-9-]*)==([A-Za-z0-9.!+]+)(\s+#\s*build)?")
 _CHECK = re.compile(r"#\s*check:\s*import\s+(.+)")
@@ -89,6 +90,11 @@ def shipped(folder: Path = paths.LOCKS) -> list[Lock]:
     return locks
 
 
+def minors(name: str, device: str) -> list[str]:
+    """The Pythons that a runtime has a lock for."""
+    return [lock.minor for lock in shipped() if lock.stem == stem_of(name, device)]
+
+
 def load(name: str, device: str, minor: str, folder: Path = paths.LOCKS) -> Lock:
     stem = stem_of(name, device)
     path = folder / f"{stem}-{minor}.txt"
@@ -96,17 +102,13 @@ def load(name: str, device: str, minor: str, folder: Path = paths.LOCKS) -> Lock
         return parse(path.read_text(), stem, minor)
     same = [lock.minor for lock in shipped(folder) if lock.stem == stem]
     if same:
-        known = ", ".join(_dotted(found) for found in same)
+        known = ", ".join(dotted(found) for found in same)
         raise LockError(
-            f"no lock for runtime {name} ({device}) on Python {_dotted(minor)}: this artd ships one for {known}. "
-            f"Next: artd runtime install {name} --{device} --python python{_dotted(same[0])}"
+            f"no lock for runtime {name} ({device}) on Python {dotted(minor)}: this artd ships one for {known}. "
+            f"Next: artd runtime install {name} --{device} --python python{dotted(same[0])}"
         )
     known = ", ".join(sorted(lock.stem for lock in shipped(folder) if lock.stem not in (OVERLAY, BASE)))
     raise LockError(
         f"no lock {stem}-{minor}.txt: this artd ships no {device} runtime of {name} (it ships {known}). "
         f"Next: artd runtime install {name} --cpu, or name your own interpreter in artd.toml (`python`, `pythonpath`)"
     )
-
-
-def _dotted(minor: str) -> str:
-    return f"{minor[2]}.{minor[3:]}"

@@ -120,5 +120,5 @@ def listed() -> list[Listed]:
     known = {lock.folder_name for lock in locks}
     for folder in sorted(paths.runtimes_root().glob("[a-z]*-py3*-*")):
         if folder.name not in known:
-            rows.append(Listed(folder.name, "stale", str(folder), 0, {}, f"rm -r {folder}  # of another artd version"))
+            rows.append(Listed(folder.name, "stale", str(folder), 0, {}, "artd runtime prune"))
     return rows

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,6 +32,9 @@ from pathlib import Path
 from . import fs
 
 TRASH = ".trash"
+_NAME = re.compile(r"(?P<folder>[0-9a-f]{2})/\.?(?P<sha>(?P=folder)[0-9a-f]{62})(\.\d+-\d+\.tmp)?")
+"""Names that artd alone makes."""
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 GRACE_S = 600.0
 
 
@@ -40,12 +45,14 @@ def place(sha: str) -> str:
 
 class Blobs:
     """Blocking calls; run them off the event loop. One object serves all of a process, because it knows what is being put.
-    monotonic: seconds."""
+    monotonic: seconds; born: time of this boot in seconds since the epoch, None for now."""
 
-    def __init__(self, root: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, root: Path, monotonic: Callable[[], float] = time.monotonic, born: float | None = None) -> None:
         self.root = root
         self._monotonic = monotonic
+        self._born = time.time() if born is None else born
         self._put_at: dict[str, float] = {}
+        self._over: set[str] = set()
         fs.make_dir(root)
 
     def path(self, sha: str) -> Path:
@@ -77,21 +84,32 @@ class Blobs:
     def folders(self) -> list[str]:
         """Names of the folders of files, without the trash."""
         found = _entries(self.root)
-        return sorted(entry.name for entry in found if entry.name != TRASH and entry.is_dir(follow_symlinks=False))
+        return sorted(
+            entry.name for entry in found if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        )
 
-    def files(self, folder: str) -> Iterator[tuple[str, int]]:
-        """(name below the root, bytes) of every file of a folder, those of dead writers too."""
+    def files(self, folder: str) -> Iterator[tuple[str, int, bool]]:
+        """(name below the root, bytes, old) of every file of a folder that bears a name of artd's, those of dead writers too. old:
+        it is from before this boot, or this process put it and no row came; only then may one that no row ever named go."""
         for entry in _entries(self.root / folder):
+            name = f"{folder}/{entry.name}"
             try:
-                yield f"{folder}/{entry.name}", entry.stat(follow_symlinks=False).st_size
+                found = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # a temporary file that has its name now
+            if _NAME.fullmatch(name) is not None and stat.S_ISREG(found.st_mode):
+                yield name, found.st_size, found.st_mtime < self._born or owner(name) in self._over
 
     def forget_old_puts(self) -> None:
-        """Puts from before the grace are over, with a row or without."""
+        """Puts from before the grace are over, with a row or without: the next pass may collect them."""
         end = self._monotonic() - GRACE_S
         for sha in [sha for sha, at in self._put_at.copy().items() if at <= end]:
             self._put_at.pop(sha, None)
+            self._over.add(sha)
+
+    def end_pass(self) -> None:
+        """Puts that were over have been looked at: those that are still there have a row."""
+        self._over.clear()
 
     def being_put(self, name: str) -> bool:
         """Whether a file (or its temporary name) was put so lately that its row may still come."""
@@ -114,7 +132,10 @@ class Blobs:
 
     def trashed(self) -> list[tuple[Path, int]]:
         """What lies in the trash, with bytes."""
-        return [(Path(entry.path), entry.stat().st_size) for entry in _entries(self.root / TRASH)]
+        found = [
+            entry for entry in _entries(self.root / TRASH) if _NAME.fullmatch(f"{owner(entry.name)[:2]}/{entry.name}")
+        ]
+        return [(Path(entry.path), entry.stat().st_size) for entry in found if entry.is_file(follow_symlinks=False)]
 
 
 def owner(name: str) -> str:

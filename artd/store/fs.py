@@ -21,7 +21,13 @@ from artd_schema.crashpoint import reach
 
 log = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+PROBE, PROBE_BYTES = ".probe", 64 << 10
+CHUNK_BYTES = 8 << 20
 _serial = itertools.count()
+_left: set[Path] = set()
+"""Folders that nobody needs, and that a full disk keeps."""
+_later: dict[str, Callable[[], None]] = {}
+"""Writes that found no room, by the name of their file."""
 _durable: set[Path] = set()
 """Folders whose names this process made durable. One that it finds may have been made by a process that was killed
 before its fsync, so finding it says nothing about the next power loss."""
@@ -63,6 +69,26 @@ def fsync_tree(folder: Path) -> None:
         fsync_dir(Path(root))
 
 
+def write_again(folder: Path) -> None:
+    """Write every file below `folder` again, byte for byte and in place, and fsync it all. After an fsync that failed in another
+    process the kernel keeps pages that are right in memory, wrong on the disk, and clean: no later fsync writes them, and
+    none fails. Only pages that were written again are."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            _write_again(Path(root) / name)
+    fsync_tree(folder)
+
+
+def _write_again(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        at = 0
+        while data := os.pread(fd, CHUNK_BYTES, at):
+            at += os.pwrite(fd, data, at)
+    finally:
+        os.close(fd)
+
+
 def make_dir(path: Path) -> None:
     """Create `path` and its parents, 0700, durably; the name of one that is there already is made durable too."""
     found = path.is_dir()
@@ -97,6 +123,18 @@ def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
     fsync_dir(path.parent)
 
 
+def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """The first file of a folder: durable, and never half there under another name. One that is there already is kept."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        if os.fstat(fd).st_size == 0:
+            os.write(fd, data)
+        _fsync(fd)
+    finally:
+        os.close(fd)
+    fsync_dir(path.parent)
+
+
 def publish(source: Path, target: Path) -> None:
     """Rename a durable file or folder to its final name, durably on both sides."""
     make_dir(target.parent)
@@ -108,7 +146,7 @@ def publish(source: Path, target: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a folder that nobody needs, if it is there, whoever else removes it meanwhile. A disk that is too full even for that
-    keeps it until the next start."""
+    keeps it until `remove_left`, or until the next start."""
     try:
         while path.exists():
             with contextlib.suppress(FileNotFoundError):
@@ -116,4 +154,53 @@ def remove_tree(path: Path) -> None:
     except OSError as error:
         if not is_full(error):
             raise
-        log.warning("%s stays until the next start: %s", path, error)
+        if path not in _left:
+            log.warning("%s stays until there is room to remove it: %s", path, error)
+        _left.add(path)
+    else:
+        _left.discard(path)
+
+
+def remove_left() -> None:
+    """Try again to remove what a full disk has kept."""
+    for path in _left.copy():
+        remove_tree(path)
+
+
+def write_or_later(name: str, write: Callable[[], None]) -> None:
+    """Write a small file that nothing durable rests on; one that finds no room is written by `catch_up`. name: of the file; a
+    newer write of it takes the place of an older one."""
+    try:
+        write()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        if name not in _later:
+            log.warning("%s cannot be written before there is room: %s", name, error)
+        _later[name] = write
+    else:
+        _later.pop(name, None)
+
+
+def catch_up() -> None:
+    """Write what found no room before. Called where `write_or_later` is: in the event loop."""
+    for name, write in list(_later.items()):
+        write_or_later(name, write)
+
+
+def refusal(folder: Path) -> OSError | None:
+    """Why no small file can be written in `folder` for want of space, quota or inodes; None when it can."""
+    probe = folder / PROBE
+    try:
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, bytes(PROBE_BYTES))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None

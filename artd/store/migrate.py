@@ -2,7 +2,8 @@
 
 Owner of: the schema, and the copy of the database that is made before an older one is migrated. Invariants: a database is of
 exactly the first so many scripts (`meta.schema_draft` is their digest), and is changed only after its copy is durable; a
-newer one is refused. Until the first release there is one file, 0001, edited in place: a database of another
+newer one is refused. `meta.stored_form` is the digest of the Structs in its JSON and msgpack columns; one that this artd does
+not read is refused, too. Until the first release there is one file, 0001, edited in place: a database of another
 draft is refused, not guessed at.
 """
 
@@ -16,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from artd_schema.crashpoint import reach
+from artd_schema.stored import READABLE, form
 
 from . import fs
 
@@ -50,13 +52,15 @@ def migrate(connection: sqlite3.Connection) -> None:
     for number, sql in steps:
         _step(connection, number, sql, _draft(_up_to(known, number)))
         reach("migrate.done")
+    if _form_of(connection) != form():
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'stored_form'", (form(),))
 
 
 def require_known(connection: sqlite3.Connection) -> None:
     """Errors: SchemaMismatch unless the database is of this very schema; nothing is changed."""
     known, found = scripts(), _version(connection)
     if found == 0:
-        raise SchemaMismatch("the database holds no schema of artd")
+        raise SchemaMismatch("the database holds no schema of artd: give a data folder of artd's with --data-dir")
     _require_draft(connection, found, known)
     if found < known[-1][0]:
         raise SchemaMismatch(
@@ -77,6 +81,21 @@ def _require_draft(connection: sqlite3.Connection, found: int, known: Scripts) -
             "the database was made by another unreleased draft of artd (until 1.0 there are no migrations between drafts): "
             "start with an empty --data-dir, or with the artd that made it"
         )
+    _require_form(connection)
+
+
+def _require_form(connection: sqlite3.Connection) -> None:
+    """Errors: SchemaMismatch unless this artd reads the Structs that the rows and files hold."""
+    if _form_of(connection) not in {form(), *READABLE}:
+        raise SchemaMismatch(
+            "the specs, trajectories and manifests of this database were written by another version of artd, and this one may not "
+            "read them: start the artd that wrote them, or start with an empty --data-dir"
+        )
+
+
+def _form_of(connection: sqlite3.Connection) -> str:
+    row = connection.execute("SELECT value FROM meta WHERE key = 'stored_form'").fetchone()
+    return str(row[0]) if row else ""
 
 
 def backup_path(database: Path, version: int) -> Path:
@@ -143,6 +162,6 @@ def _create(connection: sqlite3.Connection, known: Scripts, draft: str) -> None:
     body = "".join(sql for _, sql in known)
     connection.executescript(
         f"BEGIN IMMEDIATE;\n{body}\n"
-        f"INSERT INTO meta (key, value) VALUES ('schema_draft', '{draft}');\n"
+        f"INSERT INTO meta (key, value) VALUES ('schema_draft', '{draft}'), ('stored_form', '{form()}');\n"
         f"PRAGMA application_id = {APPLICATION_ID};\nPRAGMA user_version = {known[-1][0]};\nCOMMIT;"
     )

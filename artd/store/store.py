@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,17 +19,33 @@ import msgspec
 
 from ..clock import Clock
 from ..core.states import IllegalTransition, sources
+from . import fs, origin
 from .migrate import migrate
+from .readers import Readers
 from .writer import FULL_RETRY_S, HURRIED_TRIES, StoreFull, Writer, connect, fold
 
 T = TypeVar("T")
 WAKE_S = 0.02
+READER_S = 30.0
+CLIENTS = 4
+"""Questions of clients at the same time, and how long each may take."""
+DEADLINE_S = 5.0
 
 
 class Reader(Protocol):
     """A read-only connection."""
 
     async def execute_fetchall(self, sql: str, parameters: Sequence[Any]) -> Iterable[sqlite3.Row]: ...
+
+    async def close(self) -> None: ...
+
+
+class Asked(Protocol):
+    """Read-only connections for whole questions: see readers.Readers."""
+
+    async def run(self, fn: Callable[[sqlite3.Connection], T]) -> T: ...
+
+    def hold(self, wanted: bool) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -41,14 +58,33 @@ async def open_reader(path: Path) -> Reader:
     return reader
 
 
+class DatabaseRead(Exception):
+    """Another process reads the database, so that its write-ahead log cannot be folded in."""
+
+
+def _fold_whole(connection: sqlite3.Connection, path: Path) -> bool:
+    """Bring the whole log into the database before anything is built on it: where an fsync failed in an older life, the log may
+    be right in the page cache alone. A reader of the newest rows is in nobody's way. False: there is no room for it. Errors:
+    DatabaseRead."""
+    end = time.monotonic() + READER_S
+    while not fold(connection, "TRUNCATE", path.parent) and not fold(connection, "PASSIVE", path.parent):
+        if fs.refusal(path.parent):
+            return False
+        if time.monotonic() > end:
+            raise DatabaseRead(f"another process has been reading {path} for {READER_S:.0f} s. Next: fuser {path}")
+    return True
+
+
 class Store:
-    """`await write(fn)` for everything that changes rows, `await read(sql)` for the rest. writer, open_reader: tests with
+    """`await write(fn)` for everything that changes rows, `await read(sql)` for what services look up by a key, `await ask(fn)`
+    for what clients want to see, `await scan(sql)` for what takes long. writer, open_reader, open_readers: tests with
     simulated time have some without threads."""
 
     def __init__(
         self, path: Path, clock: Clock, on_fatal: Callable[[BaseException], None],
         writer: Callable[[Path, Callable[[BaseException], None]], Writer] = Writer,
         open_reader: Callable[[Path], Awaitable[Reader]] = open_reader,
+        open_readers: Callable[[Path, int, float | None], Asked] = Readers,
     ) -> None:  # fmt: skip
         self.path = path
         self.clock = clock
@@ -56,29 +92,38 @@ class Store:
         self._hurried = threading.Event()
         self._make_writer = writer
         self._open_reader = open_reader
+        self._open_readers = open_readers
         self._changed = asyncio.Event()
         self._woken = float("-inf")
         self._waking: asyncio.TimerHandle | None = None
         self._reader: Reader | None = None
 
     async def open(self) -> None:
-        """Create or migrate the file and start the writer. Errors: migrate.SchemaMismatch."""
+        """Create or migrate the file and start the writer. Errors: migrate.SchemaMismatch, origin.ForeignLog, DatabaseRead."""
+        origin.require_own_log(self.path)
         connection = connect(self.path)
         try:
+            fs.fsync_dir(self.path.parent)  # no rollback journal comes back beside the log
             migrate(connection)
-            fold(connection, "TRUNCATE")  # close does it too, but passes over an error
+            if _fold_whole(connection, self.path):  # close does it too, but passes over an error
+                origin.mark(connection, self.path)
         finally:
             connection.close()
         self._writer = self._make_writer(self.path, self._on_fatal)
         self._writer.hurried = self._hurried
         self._writer.start(asyncio.get_running_loop(), self.announce)
         self._reader = await self._open_reader(self.path)
+        self._clients = self._open_readers(self.path, CLIENTS, DEADLINE_S)
+        self._scans = self._open_readers(self.path, 1, None)
+        self._writer.on_crowded = self._clients.hold
 
     async def close(self) -> None:
         if self._waking is not None:
             self._waking.cancel()
         if self._reader is not None:
             await self._reader.close()
+            await self._clients.close()
+            await self._scans.close()
         await asyncio.to_thread(self._writer.stop)
 
     def submit(self, fn: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
@@ -110,6 +155,14 @@ class Store:
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         assert self._reader is not None
         return list(await self._reader.execute_fetchall(sql, parameters))
+
+    async def ask(self, fn: Callable[[sqlite3.Connection], T]) -> T:
+        """What `fn` reads for a client. Errors: readers.TooSlow."""
+        return await self._clients.run(fn)
+
+    async def scan(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Rows that take long to find; whoever asks for some waits for nobody but another scan."""
+        return await self._scans.run(lambda c: c.execute(sql, parameters).fetchall())
 
     def change(self) -> asyncio.Event:
         """An event that is set at the next commit that changes something; take it *before* reading."""
@@ -175,16 +228,6 @@ def emit(connection: sqlite3.Connection, now: int, run: str, kind: str, ref: obj
     connection.execute(
         "INSERT INTO event (at, run, kind, ref, data) VALUES (?, ?, ?, ?, ?)",
         (now, run, kind, str(ref), msgspec.json.encode(data)),
-    )
-
-
-def emit_many(
-    connection: sqlite3.Connection, now: int, run: str, kind: str, events: Sequence[tuple[object, dict[str, Any]]]
-) -> None:
-    """Append one event for each (ref, data)."""
-    connection.executemany(
-        "INSERT INTO event (at, run, kind, ref, data) VALUES (?, ?, ?, ?, ?)",
-        [(now, run, kind, str(ref), msgspec.json.encode(data)) for ref, data in events],
     )
 
 

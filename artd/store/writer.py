@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 from artd_schema.crashpoint import reach
 
+from .room import is_full
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], Any]
@@ -60,6 +62,7 @@ class Writer:
     """Runs functions `fn(connection) -> result` in transactions, many to a commit."""
 
     def __init__(self, path: Path, on_fatal: Callable[[BaseException], None]) -> None:
+        self._folder = path.parent
         self._wal = path.with_name(path.name + "-wal")
         self._connection = connect(path)
         self._on_fatal = on_fatal
@@ -71,6 +74,8 @@ class Writer:
         """Set when the daemon ends: a full disk gets HURRIED_TRIES more tries and is not waited for."""
         self.on_full: Callable[[], None] = lambda: None
         """Called in the writer's thread when there was no room for a commit: may free some."""
+        self.on_crowded: Callable[[bool], None] = lambda crowded: None
+        """Called in the writer's thread: whether the log is large because somebody is always reading."""
 
     def start(self, loop: asyncio.AbstractEventLoop, on_commit: Callable[[], None]) -> None:
         """on_commit is called in the loop after each commit that changed something."""
@@ -95,7 +100,7 @@ class Writer:
             while (group := self._next_group()) is not None:
                 self._commit(group)
                 self._checkpoint()
-            fold(self._connection, "TRUNCATE")
+            fold(self._connection, "TRUNCATE", self._folder)
             self._connection.close()
         except BaseException as error:
             self._on_fatal(error)
@@ -122,7 +127,7 @@ class Writer:
             result, error = self._apply(fn)
             results.append((future, result, error))
             if not connection.in_transaction:  # SQLite itself rolled the whole group back
-                if not _is_full(error):
+                if not is_full(error, self._folder):
                     raise error or sqlite3.OperationalError("the transaction is gone")
                 self._make_room()
                 results = _full(group)
@@ -132,7 +137,7 @@ class Writer:
             try:
                 connection.execute("COMMIT")
             except sqlite3.OperationalError as error:
-                if not _is_full(error):
+                if not is_full(error, self._folder):
                     raise
                 self._disown()
                 results = _full(group)
@@ -143,7 +148,7 @@ class Writer:
 
     def _make_room(self) -> None:
         self.on_full()
-        fold(self._connection, "PASSIVE")  # a log that is in the database begins anew, and need not grow
+        fold(self._connection, "PASSIVE", self._folder)  # a log that is in the database begins anew, and need not grow
 
     def _disown(self) -> None:
         """A COMMIT found no room for its frames, and SQLite took it back. What of it lies in the WAL is overwritten by the next
@@ -163,7 +168,7 @@ class Writer:
                 return
             except sqlite3.OperationalError as error:
                 refused += self.hurried.is_set()
-                if not _is_full(error) or refused >= HURRIED_TRIES:
+                if not is_full(error, self._folder) or refused >= HURRIED_TRIES:
                     raise
             time.sleep(FULL_RETRY_S)
 
@@ -200,23 +205,23 @@ class Writer:
         if size <= (CHECKPOINT_BYTES if self._queue.empty() else CHECKPOINT_BUSY_BYTES):
             return
         reach("wal.checkpoint")
-        fold(self._connection, "PASSIVE")
+        folded = fold(self._connection, "PASSIVE", self._folder)
+        self.on_crowded(not folded and size > 2 * CHECKPOINT_BUSY_BYTES)
 
 
-def fold(connection: sqlite3.Connection, mode: str) -> None:
-    """Checkpoint the WAL; a disk that has no room for it is no error. Errors: sqlite3.OperationalError."""
+def fold(connection: sqlite3.Connection, mode: str, folder: Path) -> bool:
+    """Checkpoint the WAL; whether all of it is in the database now. A disk that has no room for it is no error. Errors:
+    sqlite3.OperationalError."""
     try:
-        connection.execute(f"PRAGMA wal_checkpoint({mode})")
+        busy, frames, folded = connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
     except sqlite3.OperationalError as error:
-        if not _is_full(error):
+        if not is_full(error, folder):
             raise
         log.warning("no room to fold the write-ahead log into the database: free space; artd goes on by itself")
+        return False
+    return not busy and frames == folded
 
 
 def _full(group: Group) -> list[tuple[asyncio.Future[Any], Any, BaseException | None]]:
     error = StoreFull("the disk is full: free space; artd goes on by itself")
     return [(future, None, error) for _, future in group]
-
-
-def _is_full(error: BaseException | None) -> bool:
-    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL

@@ -1,11 +1,12 @@
 """The environment of a managed child.
 
-Owner of: the names of the tags. Invariants: the daemon's own tags, secrets and Python settings never reach a child; the
+Owner of: the names of the tags. Invariants: the daemon's own tags, secrets and Python settings never reach a child, nor do credentials of others unless told; the
 tags do, so that every descendant can be found and attributed (SPT_NOENV keeps setproctitle from blanking them).
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,11 @@ from pathlib import Path
 from . import procfs
 
 SECRETS = ("ARTD_TOKEN", "ARTD_API_KEY")
+DROP = (
+    "*_TOKEN", "*_API_KEY", "*_APIKEY", "*_ACCESS_KEY", "*_ACCESS_KEY_ID", "*_SECRET", "*_SECRET_*", "*_PASSWORD", "*_PASSWD",
+    "*_CREDENTIALS", "*_PRIVATE_KEY", "AWS_*", "AZURE_*", "GOOGLE_APPLICATION_*", "SSH_AUTH_SOCK", "SSH_AGENT_PID",
+)  # fmt: skip
+"""Credentials that workers have no use for: trainer and engine read local folders and speak to the daemon alone."""
 _PYTHON = (
     "PYTHONPATH",
     "PYTHONHOME",
@@ -54,10 +60,15 @@ class Tags:
         }
 
 
-def inherited(base: Mapping[str, str]) -> dict[str, str]:
-    """What a process in another interpreter may have of the daemon's own environment."""
+def inherited(base: Mapping[str, str], drop: Sequence[str] = DROP, keep: Sequence[str] = ()) -> dict[str, str]:
+    """What a process in another interpreter may have of the daemon's own environment. drop, keep: names or patterns with `*`; what
+    `keep` names stays, but for artd's own secrets."""
     dropped = {*SECRETS, *_PYTHON, *_SERVICE}
-    return {key: value for key, value in base.items() if key not in dropped}
+    return {key: value for key, value in base.items() if key not in dropped and (_is(key, keep) or not _is(key, drop))}
+
+
+def _is(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def child_environment(
@@ -68,8 +79,10 @@ def child_environment(
     tmpdir: Path,
     site_paths: Sequence[str] = (),
     extra: Mapping[str, str] | None = None,
+    drop: Sequence[str] = DROP,
+    keep: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Environment of one spawn. base: the daemon's own; code: folder that holds artd_schema and artd_workers;
+    """Environment of one spawn. base: the daemon's own; drop, keep: see `inherited`; code: folder that holds artd_schema and artd_workers;
     site_paths: further folders for PYTHONPATH, after `code`; extra: what this kind of worker needs besides.
 
     Raises ValueError when `extra` would change a tag: reaping and fencing rest on them.
@@ -79,7 +92,7 @@ def child_environment(
     if clash := sorted(added.keys() & (fixed.keys() | set(SECRETS))):
         raise ValueError(f"environment of worker {tags.worker!r}: {', '.join(clash)} is set by artd; leave it out")
     return {
-        **inherited(base),
+        **inherited(base, drop, keep),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "PYTHONUNBUFFERED": "1",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from artd_schema.crashpoint import reach
 
+from ..descriptors import is_scarce
 from . import procfs
 from .guardian import ORDER
 from .postmortem import TAIL_LINES, read_tail
@@ -27,6 +28,8 @@ from .postmortem import TAIL_LINES, read_tail
 GUARDIAN = Path(__file__).with_name("guardian.py")
 TAGS = ("ARTD_INSTANCE", "ARTD_BOOT", "ARTD_WORKER", "ARTD_SPAWN")
 PROOF_S = 15.0
+LOOK_S = (0.005, 0.1)
+"""Between two looks at who is left: the first, and the longest."""
 """How long a killed subtree may take to be gone before it is reported as not dying: giving back tens of gigabytes, or a
 GPU's context, takes seconds on a busy machine."""
 
@@ -156,11 +159,24 @@ def _lives(stat: procfs.Stat) -> bool:
 
 async def _prove(name: str, survivors: Callable[[], Iterable[procfs.Stat]], within_s: float) -> None:
     deadline = time.monotonic() + within_s
-    while left := list(survivors()):
+    pause = LOOK_S[0]
+    while left := await _seen(survivors):
         procfs.strike(left, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise Undead(name, left[0].pid, left[0].state)
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LOOK_S[1])
+
+
+async def _seen(survivors: Callable[[], Iterable[procfs.Stat]]) -> list[procfs.Stat]:
+    """Who lives. Without a file descriptor left nobody can tell, which passes."""
+    while True:
+        try:
+            return await asyncio.to_thread(lambda: list(survivors()))  # each look reads all of /proc
+        except OSError as error:
+            if not is_scarce(error):
+                raise
+        await asyncio.sleep(0.2)
 
 
 def guarded(death: int, argv: Sequence[str]) -> list[str]:
@@ -186,11 +202,12 @@ def spawn(
     log: Path,
     *,
     cwd: Path = Path("/"),
+    fds: Sequence[int] = (),
     woken: Callable[[], None] | None = None,
 ) -> Child:
     """Start argv under a guardian; call it in the event loop's thread.
 
-    log: output is appended (0600). cwd: never the user's, so that `-m` finds no stray module there. woken: called in the
+    log: output is appended (0600). fds: inherited, by the guardian too. cwd: never the user's, so that `-m` finds no stray module there. woken: called in the
     loop when the guardian has ended. Raises OSError when no process can be made or the log cannot be opened.
     """
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -207,7 +224,7 @@ def spawn(
                 env=dict(env),
                 cwd=cwd,
                 close_fds=True,
-                pass_fds=(reading,),
+                pass_fds=(reading, *fds),
                 start_new_session=True,
             )
         except BaseException:

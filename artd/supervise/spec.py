@@ -19,12 +19,14 @@ from .states import State
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How to make one process. tmpdir: made (0700) before it and removed after its proven death; also its cwd."""
+    """How to make one process. tmpdir: made (0700) before it and removed after its proven death; also its cwd. fds: descriptors
+    that it inherits, under the same numbers."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     log: Path
     tmpdir: Path
+    fds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shutil
 import time
 from collections.abc import Callable
 
 import anyio
+import anyio.to_thread
 
+from ..awake import Awake
 from . import postmortem, procfs
 from .backoff import Backoff
 from .reap import strike_again
@@ -26,6 +29,8 @@ from .states import State, follow
 ERROR_LINES = 10
 TRACE_S = 1.0
 """How long a process that is to be killed may take to tell where it is."""
+START_LOOK_S = 5.0
+"""How often a worker that starts is looked at: time in which the daemon was stopped is none of its start's."""
 LOOK_S = 2.0
 """How often a broken worker looks whether the process that does not die is gone."""
 
@@ -189,7 +194,7 @@ class Worker:
         if self._child is not None:
             async with self._lock:
                 await self._tell("starting")
-            self._why, self._ordered = await self._watch(self._child, started)
+            self._why, self._ordered = await self._watch(self._child)
             buried = await self._bury()
         else:
             buried = self._ordered or await self._record(None)
@@ -217,15 +222,16 @@ class Worker:
                 self._launch.env,
                 self._launch.log,
                 cwd=self._launch.tmpdir,
+                fds=self._launch.fds,
                 woken=self._wake.set,
             )
         except OSError as error:
             return f"worker {self.spec.name!r} could not be started: {error}", False
         return "", False
 
-    async def _watch(self, child: Child, started: float) -> tuple[str, bool]:
+    async def _watch(self, child: Child) -> tuple[str, bool]:
         """Until the process ended or has to: (what the supervisor itself knows of the reason, whether it is ordered)."""
-        deadline = started + self.spec.start_timeout_s
+        awake = Awake(self._clock, 2 * START_LOOK_S)
         while not child.exited:
             if self._grace is not None:
                 if self._grace > 0 or not self._wanted:
@@ -234,10 +240,10 @@ class Worker:
                 elif self._traced:
                     await self._trace(child)
                 return self._reason, True
-            left = deadline - self._clock() if self.state == "starting" else None
+            left = self.spec.start_timeout_s - awake.now() if self.state == "starting" else None
             if left is not None and left <= 0:
                 return f"worker {self.spec.name!r} was not ready {self.spec.start_timeout_s:g} s after its start", False
-            await self._sleep(left)
+            await self._sleep(None if left is None else min(left, START_LOOK_S))
         return "", False
 
     async def _drain(self, child: Child) -> None:
@@ -266,7 +272,8 @@ class Worker:
         await self._record(code)
         self._child = None
         # Sockets and scratch files of a dead process; what cannot be removed stays in a folder that nobody uses again.
-        shutil.rmtree(self._launch.tmpdir, ignore_errors=True)
+        remove = functools.partial(shutil.rmtree, self._launch.tmpdir, ignore_errors=True)
+        await anyio.to_thread.run_sync(remove)
         return True
 
     async def _record(self, code: int | None) -> bool:

@@ -1,7 +1,6 @@
 """The asynchronous client.
 
-Owner of: one connection, the OpenAI clients that it handed out, and which samples a body stands for. Invariants:
-everything that it returns is durable in the daemon.
+Owner of: one connection, and the OpenAI clients that it handed out. Invariants: everything that it returns is durable in the daemon.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from artd_schema import client_api as api
 from artd_schema import paths
 from artd_schema.spec import RunSpec
 
-from .connection import Connection
+from .connection import Connection, expect
 from .errors import Closed, Invalid
+from .progress import Progress, Tell, to_stderr
 from .remote import Remote
 from .run import Row, Run
-from .samples import Samples
 from .specs import make_spec, reading_s
 
 Table = Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
@@ -31,7 +30,8 @@ class Client:
 
     data_dir: the daemon's data folder; None = $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data. timeout: seconds that a
     request may take, time without a daemon included: when the daemon stops or dies and another is started within it,
-    nothing is noticed but the delay. remote: a daemon on another machine, in place of data_dir.
+    nothing is noticed but the delay. remote: a daemon on another machine, in place of data_dir. progress: gets a line now and
+    then while `run` or `wait` takes longer than 5 s (default: to stderr; None = silence).
 
     Opening raises DaemonNotRunning at once when no daemon lives. Every call raises ArtdError: TimedOut, DaemonNotRunning or
     Draining when its time is over, Closed when the client is. A call may be cancelled at any moment; what was asked for may
@@ -39,8 +39,9 @@ class Client:
     """
 
     def __init__(
-        self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0, remote: Remote | None = None
-    ) -> None:
+        self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0, remote: Remote | None = None,
+        progress: Tell | None = to_stderr,
+    ) -> None:  # fmt: skip
         if remote is not None and data_dir is not None:
             raise Invalid("give either data_dir or remote, not both", "remote")
         if not timeout > 0:
@@ -50,9 +51,9 @@ class Client:
         self.data_dir = paths.data_dir(data_dir)
         self._where = remote or self.data_dir
         self._timeout = timeout
+        self.progress = Progress(progress)
         self._connection: Connection | None = None
         self._closing: list[Callable[[], Awaitable[object]]] = []
-        self._samples: dict[str, Samples] = {}
 
     async def __aenter__(self) -> Self:
         if self._connection is not None:
@@ -79,10 +80,6 @@ class Client:
         """Have `close` awaited when this client closes."""
         self._closing.append(close)
 
-    def samples(self, run: str) -> Samples:
-        """Which samples the bodies are that were submitted to this run by value, without a key."""
-        return self._samples.setdefault(run, Samples())
-
     @property
     def daemon(self) -> api.Welcome:
         """What the daemon said of itself: instance, version, max_message."""
@@ -103,31 +100,48 @@ class Client:
     ) -> Run:
         """Create a run or attach to it.
 
-        Either `spec`, or `model` (folder of a Hugging Face checkpoint) and any field of RunSpec: `lora={"rank": 8}`,
-        `group_size=8` ... Neither attaches only: NotFound when there is no such run. A run that exists with another spec is a
-        Conflict that names the field, and so is another run that is not finished. Raises Invalid with the bad field.
-        The daemon hashes the model's folder first, so this may take longer than `timeout`: 10 s more for each GB of it.
+        Either `spec`, or `model` and any field of RunSpec: `lora={"rank": 8}`, `group_size=8` ... Neither attaches only:
+        NotFound when there is no such run. `model` is the folder of a Hugging Face checkpoint, `ORG/NAME[@COMMIT]` of the Hub or
+        a name that `artd model fetch` knows: the daemon fetches those, which takes as long as it takes. A run that exists with
+        another spec is a Conflict that names the field, and so is another run that is not finished. Raises Invalid with the bad
+        field. The daemon hashes the model's folder first, so this may take longer than `timeout`: 10 s more for each GB of it.
         """
         connection = self._open
         wanted = make_spec(model, spec, fields)
         timeout = self._timeout + (reading_s(wanted.model) if wanted else 0)  # the daemon hashes the model's folder
-        info = await connection.ask(api.CreateRun(name=name, spec=wanted), api.RunInfo, timeout=timeout)
-        return Run(self, connection, info)
+        op, waiter = api.CreateRun(name=name, spec=wanted), object()
+        try:
+            while isinstance(answer := await connection.call(op, (), timeout), api.Pending):
+                self.progress.poll_s(waiter, 0.0)
+                self.progress.say(waiter, answer.doing)
+        finally:
+            self.progress.leave(waiter)
+        return Run(self, connection, expect(op, answer, api.RunInfo))
 
     # ---- looking ------------------------------------------------------------------------------------------------------------
 
     async def rows(
-        self, what: Table, *, run: str = "", states: Sequence[str] = (), after: int = 0, limit: int = 100
-    ) -> list[Row]:
-        """Rows of a table, newest first, with the columns of docs/cli-json.md; times are milliseconds since the epoch.
+        self, what: Table, *, run: str = "", states: Sequence[str] = (), before: int | None = None,
+        after: int | None = None, limit: int = 100,
+    ) -> list[Row]:  # fmt: skip
+        """Rows of a table, with the columns of docs/cli-json.md; times are milliseconds since the epoch.
 
-        states: () = all; after: rows with a greater id; limit: rows at most, up to 10,000. Workers are all there are: they
-        have no run and no id. Raises NotFound for an unknown run, Invalid for a state that no row can have.
+        Newest first, below id `before`; with `after` oldest first, above that id (0 = from the first row). The last id of a
+        page is the bound of the next one, so rows that come meanwhile move nothing. states: () = all; limit: rows at most,
+        up to 10,000. Workers are all there are: they have no run and no id. Raises NotFound for an unknown run, Invalid for
+        a state that no row can have.
         """
         if what not in get_args(Table):
             raise Invalid(f"nothing is listed as {what!r}; {', '.join(get_args(Table))} are", "what")
-        op = api.List(what=what, run=run, states=tuple(states), after=after, limit=limit)
-        return (await self._open.ask(op, api.Rows)).rows
+        rows: list[Row] = []
+        while True:
+            op = api.List(what=what, run=run, states=tuple(states), before=before, after=after, limit=limit - len(rows))
+            answer = await self._open.ask(op, api.Rows)
+            rows += answer.rows
+            if not answer.more:
+                return rows
+            last = int(rows[-1]["id"])  # one answer was not enough for so many large rows
+            before, after = (last, None) if after is None else (before, last)
 
     async def runs(self) -> list[Row]:
         return await self.rows("runs")
@@ -160,8 +174,7 @@ class Client:
         await self._open.ask(api.DiscardJob(job=job), api.Done)
 
     async def retry(self, job: int) -> None:
-        """Queue a quarantined job again on the same batch. Raises NotFound, Conflict, and Disconnected when the daemon went
-        away before it answered: look before you repeat it."""
+        """Queue a quarantined job again on the same batch. Raises NotFound, Conflict."""
         await self._open.ask(api.RetryJob(job=job), api.Done)
 
     async def collect(self, dry: bool = False, resume: bool = False) -> api.Collected:

@@ -2,9 +2,8 @@
 
 Owner of: the link of the moment and the calls in flight. Invariants: a call ends exactly once, with its answer, an error
 or its time-out; a call that is cancelled leaves nothing behind, and a late or second answer to it is ignored; after a
-reconnect every unanswered call that is safe to repeat is sent again under the same number and key, the others end with
-`Disconnected`; what a daemon that is stopping did not take is sent to the next one; nothing over the daemon's `max_message`
-is sent.
+reconnect every unanswered call is sent again, under the same number and the same key or request id; what a daemon that is
+stopping did not take is sent to the next one; nothing over the daemon's `max_message` is sent.
 """
 
 from __future__ import annotations
@@ -12,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import uuid
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from artd_schema import PROTOCOL
@@ -28,9 +30,9 @@ from artd_schema.crashpoint import reach
 from . import locate
 from .errors import (
     ArtdError,
+    Busy,
     Closed,
     DaemonNotRunning,
-    Disconnected,
     Draining,
     Failed,
     Invalid,
@@ -46,8 +48,10 @@ from .remote import Remote
 log = logging.getLogger(__name__)
 A = TypeVar("A", bound=api.Answer)
 
-ONCE = (api.RetryJob, api.Shutdown)
-"""Requests that must not be repeated blindly: a second one would meet a state that the first has changed."""
+SMALL = 64 * 1024
+"""Bytes of a message that never waits for the window: it passes the large ones."""
+BUSY_S = 0.25
+"""The least time before a daemon that was busy is asked again."""
 HELLO_S = 5.0
 QUIET_S = 5.0
 DEAD_S = 15.0
@@ -61,8 +65,10 @@ class _Call:
     frames: list[bytes]
     deadline: float
     future: asyncio.Future[api.Answer]
+    size: int
     sent: bool = False
-    refused: ArtdError | None = None  # by a daemon that is stopping
+    counted: bool = False  # among the bytes under way
+    refused: ArtdError | None = None  # for now: by a daemon that is stopping or busy
 
 
 class Connection:
@@ -76,6 +82,8 @@ class Connection:
         self._codec = Codec[api.Reply](api.Reply)
         self._numbers = count(1)
         self._calls: dict[int, _Call] = {}
+        self._under_way = 0  # bytes of large messages that were sent and not answered
+        self._held: deque[_Call] = deque()  # large ones that wait for the window
         self._link: Link | None = None
         self._greeting = 0  # number of the Hello that the link of the moment waits for
         self._ready = False
@@ -127,10 +135,7 @@ class Connection:
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> A:
         """The answer to `op`, which must be of this kind. Raises ArtdError."""
-        answer = await self.call(op, bulk, timeout)
-        if not isinstance(answer, kind):
-            raise WrongProtocol(f"{type(op).__name__} was answered by {type(answer).__name__}, not by {kind.__name__}")
-        return answer
+        return expect(op, await self.call(op, bulk, timeout), kind)
 
     async def call(
         self,
@@ -141,12 +146,14 @@ class Connection:
         """The answer to `op` within `timeout` seconds. Raises ArtdError. Cancelling it is safe at any moment."""
         if self._end is not None:
             raise self._end
+        if isinstance(op, api.Order) and not op.request:
+            op = msgspec.structs.replace(op, request=uuid.uuid4().hex)
         number = next(self._numbers)
         frames = self._encode(number, op, bulk)
         self._check_size(frames)
         now = self._loop.time()
         deadline = now + (self.timeout if timeout is None else timeout)
-        entry = _Call(op, frames, deadline, self._loop.create_future())
+        entry = _Call(op, frames, deadline, self._loop.create_future(), sum(map(len, frames)))
         if not self._calls:
             self._heard = self._pinged = now  # silence counts from the first question on
         self._calls[number] = entry
@@ -158,6 +165,7 @@ class Connection:
             return await entry.future
         finally:
             self._calls.pop(number, None)
+            self._release(entry)
 
     # ---- the connection -------------------------------------------------------------------------------------------------
 
@@ -207,8 +215,8 @@ class Connection:
             raise NotAllowed(f"{endpoint} does not know this client's key; `artctl key add` there allows it")
         self._why = locate.not_running(self.data, "no daemon answers")
         for entry in list(self._calls.values()):
-            if entry.sent and isinstance(entry.op, ONCE):
-                self._lost(entry)
+            if entry.sent and isinstance(entry.op, api.Shutdown) and not entry.future.done():
+                entry.future.set_result(api.Done())  # the daemon is gone, which is what was asked for
         return welcomed
 
     def _hello(self) -> None:
@@ -222,6 +230,8 @@ class Connection:
 
     def _put(self, frames: Sequence[bytes]) -> None:
         assert self._link is not None
+        if self._link.closed:  # the session is about to see it; every call is sent again, or ended, then
+            return
         try:
             self._link.send(frames)
             reach("client.sent")
@@ -247,12 +257,30 @@ class Connection:
             return
         refusal = from_answer(reply.answer)
         if isinstance(refusal, Draining):  # it took nothing; the next daemon is asked, if there is one in time
-            entry.sent, entry.refused = False, refusal
+            self._put_off(entry, refusal)
+        elif isinstance(refusal, Busy) and (wait := max(refusal.retry_after, BUSY_S)) < entry.deadline - self._heard:
+            self._put_off(entry, refusal)
+            self._loop.call_later(wait, self._again, reply.id)
         else:
             entry.future.set_exception(refusal)
 
+    def _put_off(self, entry: _Call, refusal: ArtdError) -> None:
+        entry.sent, entry.refused = False, refusal
+        self._release(entry)
+
+    def _again(self, number: int) -> None:
+        """Ask a daemon that was busy once more."""
+        entry = self._calls.get(number)
+        if entry is None or entry.sent or entry.future.done():
+            return
+        if self._ready and entry not in self._held:  # after a restart it may wait for the window already
+            self._transmit(entry)
+
     def _greeted(self, answer: api.Answer) -> None:
         if isinstance(answer, api.Error) and answer.code in ("busy", "draining"):
+            self._gone.set()
+        elif isinstance(answer, api.Error) and answer.code == "not_allowed":
+            self._refusal = from_answer(answer)
             self._gone.set()
         elif isinstance(answer, api.Error):
             self._refuse(answer.message)
@@ -261,7 +289,10 @@ class Connection:
         elif not self._ready:
             self.welcome = answer
             self._ready = True
+            self._under_way = 0
+            self._held.clear()
             for entry in list(self._calls.values()):
+                entry.counted = False
                 self._transmit(entry)
             if not self._first.done():
                 self._first.set_result(None)
@@ -273,13 +304,40 @@ class Connection:
     # ---- calls ------------------------------------------------------------------------------------------------------------
 
     def _transmit(self, entry: _Call) -> None:
+        if entry.counted:  # it is under way
+            return
         try:
             self._check_size(entry.frames)  # another daemon may have another limit
         except TooLarge as error:
             _fail(entry, error)
             return
+        if entry.size > SMALL:
+            if not self._fits(entry):
+                self._held.append(entry)
+                return
+            entry.counted = True
+            self._under_way += entry.size
         entry.sent = True
         self._put(entry.frames)
+
+    def _fits(self, entry: _Call) -> bool:
+        """Whether the daemon's window has room for a large message; one alone always has."""
+        assert self.welcome is not None
+        window = self.welcome.window
+        return not window or not self._under_way or self._under_way + entry.size <= window
+
+    def _release(self, entry: _Call) -> None:
+        """What this call had under way is answered, or given up: the next ones that wait are sent."""
+        if not entry.counted:
+            return
+        entry.counted = False
+        self._under_way -= entry.size
+        while self._held and self._ready:
+            if not self._held[0].future.done():
+                if not self._fits(self._held[0]):
+                    return
+                self._transmit(self._held[0])
+            self._held.popleft()
 
     def _encode(self, number: int, op: api.Op, bulk: Sequence[bytes]) -> list[bytes]:
         try:
@@ -319,19 +377,16 @@ class Connection:
             return self._why
         return refused or TimedOut(f"the daemon on {self.data} did not answer in time; see `artctl status`")
 
-    def _lost(self, entry: _Call) -> None:
-        if isinstance(entry.op, api.Shutdown):
-            if not entry.future.done():
-                entry.future.set_result(api.Done())  # it is gone, which is what was asked for
-            return
-        what = type(entry.op).__name__
-        _fail(
-            entry, Disconnected(f"the daemon went away before it answered {what}: look with `artctl jobs`, then repeat")
-        )
-
     def _fail_all(self, error: ArtdError) -> None:
         for entry in list(self._calls.values()):
             _fail(entry, error)
+
+
+def expect(op: api.Op, answer: api.Answer, kind: type[A]) -> A:
+    """The answer, which must be of this kind. Raises WrongProtocol."""
+    if not isinstance(answer, kind):
+        raise WrongProtocol(f"{type(op).__name__} was answered by {type(answer).__name__}, not by {kind.__name__}")
+    return answer
 
 
 def _fail(entry: _Call, error: ArtdError) -> None:

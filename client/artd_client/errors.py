@@ -5,16 +5,20 @@ Owner of: no state. Invariants: every code of `artd_schema.client_api.CODES` has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from artd_schema import client_api as api
 
 
 class ArtdError(Exception):
-    """message: for people; field: path of a bad field, "" when none is to blame."""
+    """message: for people; field: path of a bad field, "" when none is to blame; key: of the submit that failed, "" of any
+    other call. `submit` again with this key counts once, whether or not the first call was stored."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.field = field
+        self.key = ""
 
 
 class Invalid(ArtdError):
@@ -31,7 +35,7 @@ class Conflict(ArtdError):
 
 
 class Busy(ArtdError):
-    """The daemon cannot take this now (its disk is full). retry_after: seconds."""
+    """The daemon cannot take this now (its disk is full), and could not within the call's time-out. retry_after: seconds."""
 
     def __init__(self, message: str, field: str = "", retry_after: float = 0.0) -> None:
         super().__init__(message, field)
@@ -58,14 +62,20 @@ class Failed(ArtdError):
 class Stalled(ArtdError):
     """No rollout is open and fewer than `needed` sealed groups are trainable: submit more groups, or flush.
 
-    step: newest committed; sealed, trainable: groups waiting.
+    step: newest committed; sealed, trainable: groups waiting; discarded: of the newest discarded groups, how many for which
+    reason.
     """
 
-    def __init__(self, step: int, sealed: int, trainable: int, needed: int) -> None:
+    def __init__(
+        self, step: int, sealed: int, trainable: int, needed: int, discarded: Mapping[str, int] | None = None
+    ) -> None:
+        why = ", ".join(f"{count} × {reason}" for reason, count in (discarded or {}).items())
         super().__init__(
             f"step {step + 1} has {trainable} of {needed} trainable groups ({sealed} sealed) and no group is open: "
             "submit more groups, or `await run.flush()` to train on fewer"
+            + (f". The newest discarded groups: {why}" if why else "")
         )
+        self.discarded = dict(discarded or {})
         self.step = step
         self.sealed = sealed
         self.trainable = trainable
@@ -83,15 +93,11 @@ class DaemonNotRunning(ArtdError):
 
 class TimedOut(ArtdError, TimeoutError):
     """The daemon is connected but did not answer in time: the request may or may not have been done, or may still be. A
-    submit may be repeated: its key makes it count once."""
-
-
-class Disconnected(ArtdError):
-    """The connection ended before the answer to a request that is not safe to repeat: it may or may not have been done."""
+    submit may be repeated with `key=error.key`: then it counts once."""
 
 
 class NotAllowed(ArtdError):
-    """A daemon on another machine does not know this client's key."""
+    """A daemon on another machine does not know this client's key, or no longer."""
 
 
 class WrongProtocol(ArtdError):
@@ -115,6 +121,8 @@ def from_answer(error: api.Error) -> ArtdError:
             return Busy(error.message, error.field, error.retry_after_s)
         case "too_large":
             return TooLarge(error.message, error.field)
+        case "not_allowed":
+            return NotAllowed(error.message, error.field)
         case "draining":
             return Draining(error.message, error.field)
         case _:

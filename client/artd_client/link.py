@@ -61,6 +61,11 @@ class Link:
         self._socket.connect(endpoint)
         self._loop.call_soon(self._look)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is gone."""
+        return self._closed
+
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue one message. Raises zmq.ZMQError when the socket cannot take it."""
         *first, last = frames

@@ -1,15 +1,16 @@
 """One run as a client sees it.
 
-Owner of: the last `RunInfo`. Invariants: the key of a submit is fixed before it is sent, so that the connection may repeat it;
-equal samples of one group count as often as this client submitted them.
+Owner of: the last `RunInfo`. Invariants: the key of a submit is fixed before it is sent, so that the connection may repeat
+it, and whatever goes wrong carries that key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import msgspec
 
@@ -19,7 +20,7 @@ from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Split, Turn
 
 from .connection import Connection
-from .errors import Invalid, Stalled, TimedOut
+from .errors import ArtdError, Failed, Invalid, Stalled, TimedOut
 from .openai_client import async_openai
 from .turns import reference
 
@@ -63,6 +64,9 @@ class Run:
 
     @property
     def spec(self) -> RunSpec:
+        """Raises Failed when the daemon cannot read it."""
+        if self.info.spec is None:
+            raise Failed(f"run {self.name!r} is {self.state}: {self.info.reason}", "spec")
         return self.info.spec
 
     @property
@@ -116,40 +120,33 @@ class Run:
         anything that JSON can say.
 
         key: up to 256 characters; the same key with the same content counts once, with other content it is a Conflict. None
-        makes one: from the responses' ids, or from group and turns, where an equal body again is a further sample
-        (docs/trajectories.md says what that means for several programs). What was cancelled, or ended in TimedOut,
-        DaemonNotRunning or Closed, may have been stored: the same call again counts it once.
+        makes one: by reference from the responses' ids; by value a new one for each call, so that every call is a sample of
+        its own. An ArtdError carries it: after TimedOut, DaemonNotRunning or Closed the trajectory may have been stored, and
+        `submit(..., key=error.key)` counts it once. A program that may be started again in the middle gives keys.
 
         Raises Invalid, NotFound (a response), Conflict (the group is closed, the run finished), TooLarge, Busy (wait
         `retry_after` seconds), and what every call raises: TimedOut, DaemonNotRunning, Draining, Closed.
         """
-        _check_forms(group, responses, turns)
+        _check_forms(group, responses, turns, split)
         refs = tuple(reference(response) for response in responses)
         if bool(refs) == bool(turns):
             raise Invalid("a trajectory is either `responses` or `turns`: give one of them", "responses")
         op = api.Submit(
             run=self.name,
             group=group,
-            reward=float(reward),
-            key=key or (digest(to_json(refs)) if refs else ""),
+            reward=_number("reward", reward),
+            key=key or (digest(to_json(refs)) if refs else uuid.uuid4().hex),
             refs=refs,
             split=split,
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            metrics={str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()},
             metadata=metadata or {},
         )
-        if refs:
-            return await self._connection.ask(op, api.Submitted)
-        body = msgspec.msgpack.encode(list(turns))
-        if key:
-            return await self._connection.ask(op, api.Submitted, (body,))
-        return await self._submit_numbered(op, body)
-
-    async def _submit_numbered(self, op: api.Submit, body: bytes) -> api.Submitted:
-        """Submit by value under a key of (group, body, how many equal ones went before)."""
-        sha = digest(op.group.encode() + b"\0" + body)
-        with self._client.samples(self.name).number(sha) as number:
-            op = msgspec.structs.replace(op, key=f"{sha}-{number}" if number else sha)
-            return await self._connection.ask(op, api.Submitted, (body,))
+        bulk = () if refs else (msgspec.msgpack.encode(list(turns)),)
+        try:
+            return await self._connection.ask(op, api.Submitted, bulk)
+        except ArtdError as error:
+            error.key = op.key
+            raise
 
     async def seal(self, group: str) -> api.GroupInfo:
         """Close a group that will get no more trajectories; says whether it can be trained. Closing it again changes nothing.
@@ -166,13 +163,21 @@ class Run:
         A worker that is broken, which artd no longer starts by itself, is logged as a warning: it goes on when somebody has
         mended that. Raises Stalled when it cannot come without more groups, TimedOut (naming what the run was doing), Failed
         when the run is paused or finished, DaemonNotRunning when the daemon stays away: until the time-out, or without one for
-        longer than the client's own.
+        longer than the client's own. After 5 s the client's `progress` is told what it waits for.
         """
+        waiter = object()
+        try:
+            return await self._wait(step, timeout, waiter)
+        finally:
+            self._client.progress.leave(waiter)
+
+    async def _wait(self, step: int, timeout: float | None, waiter: object) -> api.StepInfo:  # noqa: ASYNC109
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         told = ""
         while True:
-            left = POLL_S if end is None else min(POLL_S, max(0.0, end - loop.time()))
+            poll = self._client.progress.poll_s(waiter, POLL_S)
+            left = poll if end is None else min(poll, max(0.0, end - loop.time()))
             grace = self._connection.timeout if end is None else max(end - loop.time() - left, ANSWER_S)
             op = api.WaitStep(run=self.name, step=step, timeout_s=left)
             answer = await self._connection.call(op, timeout=left + min(grace, self._connection.timeout))
@@ -180,16 +185,18 @@ class Run:
                 case api.StepInfo():
                     return answer
                 case api.Stalled():
-                    raise Stalled(answer.step, answer.sealed, answer.trainable, answer.needed)
+                    raise Stalled(answer.step, answer.sealed, answer.trainable, answer.needed, answer.discarded)
                 case api.Pending() if end is not None and not loop.time() < end:  # also when it is no number
                     problem = f"; {answer.problem}" if answer.problem else ""
                     raise TimedOut(
                         f"step {step} of run {self.name!r} did not come within {timeout:g} s: the run is at step "
                         f"{answer.step}, phase {answer.phase}{problem}; see `artctl status`"
                     )
-                case api.Pending(problem=problem) if problem not in ("", told):
-                    log.warning("step %d of run %r waits: %s; see `artctl status`", step, self.name, problem)
-                    told = problem
+                case api.Pending(problem=problem, doing=doing):
+                    self._client.progress.say(waiter, doing)
+                    if problem not in ("", told):
+                        log.warning("step %d of run %r waits: %s; see `artctl status`", step, self.name, problem)
+                        told = problem
 
     # ---- looking and steering -----------------------------------------------------------------------------------------------
 
@@ -223,6 +230,10 @@ class Run:
         """Train again, with workers that had been given up started again. Raises Conflict when it is finished."""
         await self._connection.ask(api.Resume(run=self.name), api.Done)
 
+    async def discard_group(self, group: str) -> None:
+        """Discard an open or sealed group with its trajectories: they are never trained. Raises NotFound, Conflict."""
+        await self._connection.ask(api.DiscardGroup(run=self.name, group=group), api.Done)
+
     async def rollback(self, step: int) -> None:
         """Go on from an older step, in a new lineage: the steps after it are left, and what they trained stays trained. The
         run keeps its state; pause it first, or what waits is trained at once. Raises NotFound, Conflict."""
@@ -234,11 +245,28 @@ class Run:
         """End the run for good; its engine and trainer stop."""
         await self._connection.ask(api.Finish(run=self.name), api.Done)
 
+    async def delete(self) -> None:
+        """Delete this finished run with its trajectories, checkpoints and metrics. Its name is free at once; its files go soon
+        after. Raises Conflict when it is not finished."""
+        await self._connection.ask(api.DeleteRun(run=self.name), api.Done)
 
-def _check_forms(group: object, responses: object, turns: object) -> None:
+
+def _number(what: str, value: object) -> float:
+    """Raises Invalid, with the name of what is no number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise Invalid(f"{what}: {value!r} is not a number", what) from None
+
+
+def _check_forms(group: object, responses: object, turns: object, split: object) -> None:
     """What would be taken for something else later. Raises Invalid."""
     if not isinstance(group, str):
         raise Invalid(f"group: {group!r} is not a name (str)", "group")
+    if not group.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in group):
+        raise Invalid(f"group: {group!r} cannot be written as UTF-8", "group")
+    if split not in get_args(Split):
+        raise Invalid(f"split: {split!r} is none; it is one of {', '.join(map(repr, get_args(Split)))}", "split")
     if isinstance(responses, str) or hasattr(responses, "choices"):
         raise Invalid("responses: is one response; give a list, responses=[response]", "responses")
     if isinstance(turns, Turn):

@@ -33,7 +33,7 @@ def make_spec(model: str | os.PathLike[str] | None, spec: RunSpec | None, fields
             raise Invalid(f"{', '.join(fields)}: fields need `model`; without it `run` attaches only", "model")
         return None
     if unknown := next((name for name in fields if name not in RunSpec.__struct_fields__), ""):
-        raise Invalid(f"run spec: {_unknown(unknown, RunSpec.__struct_fields__)}", unknown)
+        raise Invalid(f"run spec: {_elsewhere(unknown) or _unknown(unknown, RunSpec.__struct_fields__)}", unknown)
     path = Path(model).expanduser()
     text = str(path.absolute()) if path.is_dir() or str(model).startswith((".", "/", "~")) else os.fspath(model)
     try:
@@ -59,6 +59,9 @@ def _explained(error: str) -> Invalid:
     if unknown and isinstance(found, inspect.StructType):
         return Invalid(f"run spec: {path}: {_unknown(unknown[1], [one.name for one in found.fields])}", path)
     values = f"; it is one of {', '.join(map(repr, found.values))}" if isinstance(found, inspect.LiteralType) else ""
+    if isinstance(found, inspect.StructType) and not unknown:
+        first = found.fields[0]
+        values = f"; give a dict such as {{{first.name!r}: {first.default!r}}}"
     field = re.search(r"field `([^`]*)`", error)
     return Invalid(f"run spec: {error}{values}", path or (field[1] if field else ""))
 
@@ -70,6 +73,26 @@ def _at(path: str) -> inspect.Type | None:
         fields = found.fields if isinstance(found, inspect.StructType) else ()
         found = next((field.type for field in fields if field.name == name), None)
     return found
+
+
+OTHERWISE = {
+    "learning_rate": 'give optimizer={"lr": ...}',
+    "kl_coef": "artd's loss has no KL term (it tells kl_k3 in the metrics)",
+    "temperature": "it belongs to each request, as in OpenAI's interface",
+    "max_tokens": 'it belongs to each request, as in OpenAI\'s interface; engine={"max_model_len": ...} bounds prompt and answer',
+    "batch_size": "a step trains groups_per_step groups of group_size trajectories",
+}
+"""Names that other tools have for what a run says in another way, or not at all."""
+
+
+def _elsewhere(name: str) -> str:
+    """Where a field stands that is no field of the run itself; "" when nobody knows it."""
+    if name in OTHERWISE:
+        return f"there is no field {name!r}: {OTHERWISE[name]}"
+    for field in inspect.type_info(RunSpec).fields:  # type: ignore[attr-defined]
+        if isinstance(field.type, inspect.StructType) and name in {one.name for one in field.type.fields}:
+            return f'there is no field {name!r}: give {field.name}={{"{name}": ...}}'
+    return ""
 
 
 def _unknown(name: str, names: Any) -> str:

@@ -21,6 +21,7 @@ from artd_schema.trajectory import Split, Turn
 from .client import Client, Table
 from .errors import Closed
 from .openai_client import sync_openai
+from .progress import Tell, to_stderr
 from .remote import Remote
 from .run import Row, Run
 
@@ -79,9 +80,10 @@ class SyncClient:
     event loop runs (it blocks that loop), and not in a process forked while it was open."""
 
     def __init__(
-        self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0, remote: Remote | None = None
-    ) -> None:
-        self._client = Client(data_dir, timeout=timeout, remote=remote)
+        self, data_dir: str | os.PathLike[str] | None = None, *, timeout: float = 60.0, remote: Remote | None = None,
+        progress: Tell | None = to_stderr,
+    ) -> None:  # fmt: skip
+        self._client = Client(data_dir, timeout=timeout, remote=remote, progress=progress)
         self._running: _Loop | None = None
 
     def __enter__(self) -> Self:
@@ -125,9 +127,10 @@ class SyncClient:
         return SyncRun(self, self._call(self._client.run(name, model, spec=spec, **fields)))
 
     def rows(
-        self, what: Table, *, run: str = "", states: Sequence[str] = (), after: int = 0, limit: int = 100
-    ) -> list[Row]:
-        return self._call(self._client.rows(what, run=run, states=states, after=after, limit=limit))
+        self, what: Table, *, run: str = "", states: Sequence[str] = (), before: int | None = None,
+        after: int | None = None, limit: int = 100,
+    ) -> list[Row]:  # fmt: skip
+        return self._call(self._client.rows(what, run=run, states=states, before=before, after=after, limit=limit))
 
     def runs(self) -> list[Row]:
         return self._call(self._client.runs())
@@ -283,8 +286,14 @@ class SyncRun:
     def resume(self) -> None:
         self._client._call(self._run.resume())
 
+    def discard_group(self, group: str) -> None:
+        self._client._call(self._run.discard_group(group))
+
     def rollback(self, step: int) -> None:
         self._client._call(self._run.rollback(step))
 
     def finish(self) -> None:
         self._client._call(self._run.finish())
+
+    def delete(self) -> None:
+        self._client._call(self._run.delete())

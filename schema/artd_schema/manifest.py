@@ -5,7 +5,7 @@ A checkpoint's sha is the sha256 of its `manifest.json`; a batch's is the sha256
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -42,11 +42,20 @@ class GroupAdvantage(Struct, frozen=True, kw_only=True):
     std: float
 
 
+DropKind = Literal["", "too_long", "no_tokens", "no_turns", "group"]
+
+
 class Drop(Struct, frozen=True):
-    """A trajectory, or part of one, that was left out, and why."""
+    """A trajectory, or a sequence of one, that was left out, and why.
+
+    kind: too_long and no_tokens are of one sequence, no_turns and group of a whole trajectory ("" in manifests of before);
+    tokens: sampled ones that are not trained for it, 0 of a whole trajectory's.
+    """
 
     trajectory: int
     reason: str
+    kind: DropKind = ""
+    tokens: int = 0
 
 
 class BatchManifest(Struct, frozen=True, kw_only=True):
@@ -58,7 +67,8 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     where not sampled), policy_epochs I32 (-1 where unknown), trajectory_index I32 (index into `trajectories`; -1 in
     shared or padded positions). token_digest: sha256 of the tokens tensor. logical_tokens: without sharing; physical:
     as packed. replay: sha256 of the batch's `ReplayManifest` file ("" = no expert replay). unshared_tokens: tokens of
-    common prefixes that were not shared because the siblings' routes differ.
+    common prefixes that were not shared because the siblings' routes differ. metrics: what was measured of the trajectories
+    (docs/metrics.md), with which the step's metrics begin.
     """
 
     version: int = 1
@@ -80,6 +90,7 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     scale_rewards: bool
     replay: str = ""
     unshared_tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class ReplayManifest(Struct, frozen=True, kw_only=True):
@@ -132,23 +143,30 @@ class WeightEntry(Struct, frozen=True):
 
 
 class WeightTable(Struct, frozen=True, kw_only=True):
-    """`weights.json`: the ordered tensors of a push. merged: the full weights W + (alpha/r) B A; lora: the adapter."""
+    """`weights.json`: the ordered tensors of a push. merged: the full weights W + (alpha/r) B A; lora: the adapter.
+
+    held: lora only: the same tensors as the engine must hold them, in its dtype and with alpha/r in B, by their sum64.
+    """
 
     mode: str
     tensors: tuple[WeightEntry, ...]
+    held: tuple[WeightEntry, ...] = ()
 
 
 class Canary(Struct, frozen=True, kw_only=True):
     """Fixed prompts (token ids) and the trainer's logprobs of tokens 1..n-1 given what precedes them (temperature 1).
 
     max_abs: largest |difference| allowed to an engine that serves the same weights in `dtype`; mean_abs: bound on the
-    mean.
+    mean. lora only: base: the same logprobs without the adapter; rounding: root mean square, in nats, of what rounding alone may
+    change in one of these scores.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
     max_abs: float
     mean_abs: float
+    base: tuple[tuple[float, ...], ...] = ()
+    rounding: float = 0.0
 
 
 class CheckpointManifest(Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 DATABASE = "artd.db"
 LOCK = "artd.lock"
+MARKER = "artd.folder"
 DAEMON_JSON = "daemon.json"
 LOGS = "logs"
 KEYS = "keys"
@@ -71,10 +72,13 @@ def runtime_dir(data: str | os.PathLike[str], create: bool = True) -> Path:
 
 def _check_private(folder: Path) -> None:
     found = folder.lstat()
+    if found.st_uid != os.getuid():
+        raise UnsafeDir(
+            f"{folder} belongs to uid {found.st_uid}, not to {os.getuid()}. Next: set XDG_RUNTIME_DIR to a folder of your own (0700), for "
+            "artd and for its clients"
+        )
     if not stat.S_ISDIR(found.st_mode):
         raise UnsafeDir(f"{folder} is not a folder. Next: remove it")
-    if found.st_uid != os.getuid():
-        raise UnsafeDir(f"{folder} belongs to uid {found.st_uid}, not to {os.getuid()}. Next: remove it")
     if found.st_mode & 0o077:
         raise UnsafeDir(f"{folder} is open to others (mode {found.st_mode & 0o777:o}). Next: chmod 700 {folder}")
 

@@ -1,6 +1,7 @@
 """The run spec: what a user decides about a run, fixed when the run is created.
 
-Immutable: attaching to a run with another spec is a `Conflict` that names the first field that differs.
+Immutable: attaching to a run with another spec is a `Conflict` that names the first field that differs. Every number has
+bounds at both ends, so it is finite, and JSON and SQLite hold it as it is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from msgspec import Meta, Struct
 
 from .codec import prepare
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+Processes = Annotated[int, Meta(ge=1, le=1 << 10)]
+Rate = Annotated[float, Meta(ge=0, le=1e3)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+Clip = Annotated[float, Meta(gt=0, le=1e9)]
+YEAR_S = 366 * 86400.0
+Seconds = Annotated[float, Meta(ge=0, le=YEAR_S)]
 Mode = Literal["merged", "lora"]
 MAX_SERVED_RANK = 512
 """Of an adapter that vLLM can add to its activations (0.25 to 0.32: the largest of `--max-lora-rank`)."""
@@ -24,19 +31,19 @@ InFlight = Literal["drain", "keep", "recompute"]
 class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Low-rank adapters on every linear (arXiv:2106.09685); the product is scaled by alpha / rank."""
 
-    rank: Positive = 16
-    alpha: Positive = 32
+    rank: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
+    alpha: Count = 32
 
 
 class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """AdamW (arXiv:1711.05101) with a global gradient-norm clip."""
 
-    lr: NonNegative = 1e-5
-    beta1: NonNegative = 0.9
-    beta2: NonNegative = 0.999
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    clip_grad_norm: NonNegative = 1.0
+    lr: Rate = 1e-5
+    beta1: Beta = 0.9
+    beta2: Beta = 0.999
+    eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
+    weight_decay: Rate = 0.0
+    clip_grad_norm: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
 
 
 class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +51,7 @@ class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens and divided by their number in the whole batch (`token`) or averaged per sequence first (`sequence`)."""
 
     kind: Literal["cispo"] = "cispo"
-    clip_high: NonNegative = 5.0
+    clip_high: Clip = 5.0
     normalise: Literal["token", "sequence"] = "token"
 
 
@@ -66,9 +73,9 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     transfer: Literal["auto", "staged", "in_place", "nccl", "stock"] = "auto"
     in_flight: InFlight = "drain"
-    max_model_len: Positive = 1024
-    max_num_seqs: Positive = 64
-    kv_cache_mib: Positive = 256
+    max_model_len: Tokens = 1024
+    max_num_seqs: Count = 64
+    kv_cache_mib: Annotated[int, Meta(ge=1, le=1 << 28)] = 256
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,10 +95,10 @@ class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
-    tensor_parallel: Positive = 1
-    expert_parallel: Positive = 1
-    pipeline_parallel: Positive = 1
-    context_parallel: Positive = 1
+    tensor_parallel: Processes = 1
+    expert_parallel: Processes = 1
+    pipeline_parallel: Processes = 1
+    context_parallel: Processes = 1
 
     @property
     def near(self) -> int:
@@ -113,31 +120,37 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     with `parameters` lora). expert_replay: train a mixture-of-experts model through the experts that the engine routed
     each token to, and refuse a batch that lacks them; no effect on a dense model.
     group_size: trajectories per group, at least 2; groups_per_step: trainable groups per batch; group_timeout_s: an open
-    group seals after this many seconds. row_length: tokens per packed row; a longer sequence is never trained, so at least
-    engine.max_model_len unless requests ask for less (max_tokens). scale_rewards: divide advantages by the population
+    group seals after this many seconds (at most a year). row_length: tokens per packed row, 0 = engine.max_model_len (`row_tokens` says which);
+    a longer sequence is never trained, so less than that is refused unless drop_longer is true. scale_rewards: divide advantages by the population
     standard deviation (+1e-6). trainer: where the trainer computes, and in what numbers. push_drain_s: how long a merged
     push waits for requests in flight. threads: OpenMP threads of the CPU trainer (0 = all cores of the machine).
     keep_checkpoints: newest ones kept.
     """
 
-    model: str
+    model: Annotated[str, Meta(min_length=1, max_length=4096)]
     parameters: Parameters = "lora"
     rollout_weights_mode: Mode = "merged"
     expert_replay: bool = True
-    seed: int = 0
-    group_size: Positive = 8
-    groups_per_step: Positive = 8
-    group_timeout_s: NonNegative = 600.0
-    row_length: Positive = 1024
+    seed: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
+    group_size: Count = 8
+    groups_per_step: Count = 8
+    group_timeout_s: Annotated[float, Meta(ge=0.001, le=YEAR_S)] = 600.0
+    row_length: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    drop_longer: bool = False
     scale_rewards: bool = True
     lora: LoraSpec = LoraSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     engine: EngineSpec = EngineSpec()
     trainer: TrainerSpec = TrainerSpec()
-    push_drain_s: NonNegative = 30.0
-    threads: Annotated[int, Meta(ge=0)] = 0
-    keep_checkpoints: Positive = 3
+    push_drain_s: Seconds = 30.0
+    threads: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
+    keep_checkpoints: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 3
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a packed row."""
+        return self.row_length or self.engine.max_model_len
 
 
 def layout_error(spec: RunSpec) -> str:
@@ -154,6 +167,17 @@ def layout_error(spec: RunSpec) -> str:
             "expert_parallel and pipeline_parallel at 1 (context_parallel may be more), or use parameters='lora'"
         )
     return ""
+
+
+def length_error(spec: RunSpec) -> str:
+    """Why answers that the engine may give could never be trained; "" = they all can, or that was asked for."""
+    longest = spec.engine.max_model_len
+    if spec.row_tokens >= longest or spec.drop_longer:
+        return ""
+    return (
+        f"row_length={spec.row_length} is less than engine.max_model_len={longest}, and sequences in between would be sampled and "
+        f"never trained: leave row_length out (it is then {longest}), lower engine.max_model_len, or say drop_longer=True"
+    )
 
 
 def in_flight_error(spec: RunSpec) -> str:

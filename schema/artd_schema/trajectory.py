@@ -63,11 +63,20 @@ _shape = attrgetter(*_SHAPING)
 _PLAIN = _shape(Sampling())
 
 
+HEAT = (0.01, 100.0)
+"""Temperatures of samples that can be trained on: vLLM samples at 0.01 what is asked for below, and far above nothing but noise
+comes."""
+
+
 def untrainable(sampling: Sampling) -> list[Untrainable]:
     """What the trainer, which scores softmax(logits / temperature) over the whole vocabulary, cannot score; [] = it can."""
     found = []
-    if not sampling.temperature > 0:
-        why, wanted = "greedy samples have no policy gradient", "a temperature above 0"
+    low, high = HEAT
+    if not low <= sampling.temperature <= high:
+        why = f"artd trains on temperatures from {low:g} to {high:g}"
+        if not sampling.temperature > 0:
+            why = "greedy samples have no policy gradient"
+        wanted = f"a temperature from {low:g} to {high:g}"
         found.append(Untrainable(name="temperature", value=sampling.temperature, why=why, wanted=wanted))
     shape = _shape(sampling)
     if shape != _PLAIN:
@@ -113,4 +122,4 @@ class ExchangeRef(Struct, frozen=True):
     """One choice of a response that artd's gateway served and wrote to its ledger."""
 
     response_id: str
-    choice: int = 0
+    choice: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0

@@ -10,9 +10,12 @@ from typing import Literal
 
 from msgspec import Struct, field
 
+from .base import BaseModel
 from .spec import Mode, RunSpec
 from .trajectory import RouteShape, Sampling, Split
 
+LISTENER = "ARTD_LISTENER"
+"""Environment of a gateway: the number of the listening TCP socket that it inherits."""
 WorkerKind = Literal["trainer", "engine", "gateway"]
 FailureClass = Literal["transient", "permanent", "interrupted", "full"]
 """full: there was no space for the result."""
@@ -40,16 +43,20 @@ class CheckpointRef(Struct, frozen=True, kw_only=True):
 
 
 class TrainerConfig(Struct, frozen=True, kw_only=True):
-    """What a trainer process needs to know of its run."""
+    """What a trainer process needs to know of its run. base: the files of the base model, which it checks before it is ready
+    (None: it does not)."""
 
     run: str
     spec: RunSpec
     base_digest: str
+    base: BaseModel | None = None
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """What an engine harness needs. dir: 0700 folder of this spawn (socket, FileStore, TMPDIR); log: the server's
-    output. routes: capture the experts of every token, in this shape (None: a dense model, or expert_replay=false)."""
+    output. routes: capture the experts of every token, in this shape (None: a dense model, or expert_replay=false). stall_s: end an
+    engine that computed nothing for so many seconds while requests ran, 0: never.
+    base: as for the trainer."""
 
     run: str
     spec: RunSpec
@@ -57,13 +64,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     log: str
     python: str
     routes: RouteShape | None = None
+    stall_s: float = 0.0
+    base: BaseModel | None = None
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):
-    """host, port: where to listen (port 0 = any free one); token: bearer token that every request must carry."""
+    """token: bearer token that every request must carry. Where to listen is no word: the process inherits the socket
+    (ARTD_LISTENER)."""
 
-    host: str
-    port: int
     token: str
 
 
@@ -145,7 +153,8 @@ class Push(_Message, frozen=True):
     folder. gloo: the FileStore file in which a group of two meets (trainer rank 0), which then broadcasts the tensors of
     weights.json in order; stock: the same for NCCL; direct: a folder, made by the trainer, in which it writes its `Offer`
     as `offer` for the `EngineTable` that the harness wrote as `table` beside it, before it feeds the push; nccl: the same.
-    A push with a lower fence than one seen is refused.
+    A push with a lower fence than one seen is refused. deadline_s: seconds without a sign of progress (a phase, a tensor loaded)
+    that are the end.
     """
 
     push: int
@@ -280,13 +289,14 @@ class Ready(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """Heartbeat from a thread of its own. progress: marks of (job, fence) so far, of which a job that goes on makes ever more (a row
-    forward or backward, a phase that is over); rss: bytes."""
+    """Heartbeat from a thread of its own. push: of an engine, that of (push, fence) in place of a job; progress: marks so far, of which a job that goes on makes ever more (a row
+    forward or backward, a phase that is over); rss: bytes held now."""
 
     job: int = 0
     fence: int = 0
     progress: int = 0
     rss: int = 0
+    push: int = 0
 
 
 class Accepted(_Message, frozen=True):

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from artd.base_model import BaseModel
 from artd.rundir import DataDir
 from artd.store.migrate import migrate
 from artd_schema import worker as w
+from artd_schema.base import BaseModel
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest, PackedTrajectory
 from artd_schema.spec import RunSpec

@@ -1,15 +1,17 @@
-"""Durable trajectories a second: `python -m tests.bench.ingest [--json] [--seconds S]`.
+"""Durable trajectories a second: `python -m tests.bench.ingest [--json] [--seconds S] [--only rate|flood]`.
 
 A real daemon process, artd_client over ZeroMQ, by value, one trajectory per submit, all ingest rules on; a round is
 counted by its acknowledgements and checked by the rows after kill -9. Load comes from processes of its own. A raw
 fdatasync rate stands beside each round, because it bounds what is possible. fsyncs are counted by strace, where it may
-trace, in a round of their own. Afterwards the daemon rests, and its CPU time and memory are read from /proc.
+trace, in a round of their own. Afterwards the daemon rests, and its CPU time and memory are read from /proc. `flood`: how long
+the small submits of one process take while another one floods with large bodies, and the daemon's peak memory then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
 import statistics
@@ -21,6 +23,7 @@ from array import array
 from pathlib import Path
 
 from artd_client import Client, Turn
+from tests.bench import flood
 from tests.bench.report import Report, parser
 from tests.daemon.rig import ROOT, SPEC, VOCAB, Rig
 from tests.daemon.rig import rig as new_rig
@@ -29,7 +32,9 @@ SIZES = {"512B": 512, "32KiB": 32 * 1024}
 IN_FLIGHT = (1, 64)
 IDLE_S = 20.0
 SETTLE_S = 12.0  # the last WAL checkpoint, and what else the load leaves behind
-RUN = "bench"
+RUN = flood.RUN
+FLOOD_BODY = 8 << 20
+FLOOD_IN_FLIGHT = 64
 QUEUES = Path(__file__).with_name("peers") / "queues.py"
 RATE_S = 3.0  # as there
 PEER_ROUNDS = 3
@@ -176,6 +181,36 @@ def beside(report: Report, python: Path, seconds: float) -> None:
         report.add(f"in turns, 512B, median of {PEER_ROUNDS}: {system}", statistics.median(rates), "/s")
 
 
+def peak_mib(pid: int) -> float:
+    """The most memory that a process has had resident."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
+
+
+def flooded(report: Report, seconds: float) -> None:
+    """Small submits alone, and while another process keeps 64 bodies of 8 MiB under way."""
+    with new_rig() as rig:
+        rig.start()
+        asyncio.run(create(rig))
+        alone = flood.spawn("times", rig.data, SIZES["512B"], 1, seconds, "alone").communicate(timeout=seconds + 60)[0]
+        before = rss_mib(rig.pid)
+        flooding = flood.spawn("flood", rig.data, FLOOD_BODY, FLOOD_IN_FLIGHT, seconds + 4, "flood")
+        time.sleep(2.0)
+        beside = flood.spawn("times", rig.data, SIZES["512B"], 1, seconds, "small").communicate(timeout=seconds + 120)[
+            0
+        ]
+        done = int(flooding.communicate(timeout=seconds + 120)[0])
+        for name, found in (("alone", json.loads(alone)), ("beside a flood", json.loads(beside))):
+            report.add(f"small submit {name}: median", statistics.median(found), "ms")
+            report.add(f"small submit {name}: largest of {len(found)}", max(found), "ms")
+        delay = statistics.median(json.loads(beside)) - statistics.median(json.loads(alone))
+        report.add("delay of a small submit by the flood, median", delay, "ms", 50, "<=")
+        report.add("the flood itself, bodies of 8 MiB", done / (seconds + 4), "/s")
+        report.add("daemon: resident before", before, "MiB")
+        report.add("daemon: peak", peak_mib(rig.pid), "MiB")
+        rig.kill()
+
+
 def count_syncs(report: Report, seconds: float) -> None:
     """fsync and fdatasync calls of the whole daemon for each trajectory, at 512 B x 64."""
     strace = shutil.which("strace")
@@ -200,6 +235,7 @@ def main() -> int:
         "--load", nargs=5, help="(internal) be one process of load: DATA SIZE IN_FLIGHT SECONDS NAME"
     )
     arguments.add_argument("--peers", type=Path, help="an interpreter with peers/requirements.txt: measure beside them")
+    arguments.add_argument("--only", choices=("", "rate", "flood"), default="", help="this part alone")
     args = arguments.parse_args()
     if args.load:
         data, size, in_flight, seconds, name = args.load
@@ -209,8 +245,11 @@ def main() -> int:
     if args.peers:
         beside(report, args.peers, RATE_S)
         return report.finish(args.json)
-    measure(report, args.seconds)
-    count_syncs(report, min(args.seconds, 3.0))
+    if args.only in ("", "rate"):
+        measure(report, args.seconds)
+        count_syncs(report, min(args.seconds, 3.0))
+    if args.only in ("", "flood"):
+        flooded(report, args.seconds)
     return report.finish(args.json)
 
 

@@ -107,11 +107,11 @@ def child(spec: PackSpec, sources: list[Source], folder: Path) -> tuple[float, P
     """Seconds and answer of the packer's process on a store with these trajectories."""
     db = folder / "bench.db"
     with sqlite3.connect(db) as connection:
-        connection.execute(
-            "CREATE TABLE trajectory (id INTEGER PRIMARY KEY, group_id, reward, digest, body BLOB, blob TEXT)"
-        )
-        rows = [(s.id, s.group, s.reward, s.digest, s.body) for s in sources]
-        connection.executemany("INSERT INTO trajectory VALUES (?, ?, ?, ?, ?, NULL)", rows)
+        connection.execute("CREATE TABLE trajectory (id INTEGER PRIMARY KEY, group_id, reward, digest, blob TEXT)")
+        connection.execute("CREATE TABLE trajectory_data (trajectory_id INTEGER PRIMARY KEY, body BLOB)")
+        rows = [(s.id, s.group, s.reward, s.digest) for s in sources]
+        connection.executemany("INSERT INTO trajectory VALUES (?, ?, ?, ?, NULL)", rows)
+        connection.executemany("INSERT INTO trajectory_data VALUES (?, ?)", [(s.id, s.body) for s in sources])
     connection.close()
     request = PackRequest(
         **msgspec.structs.asdict(spec),

@@ -7,7 +7,6 @@ Goal: 150 ms, median of 20 (the design, section 11). The database is made by han
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def main() -> int:
             report.add(f"status, {name}, median", statistics.median(times), "ms", GOAL_MS, "<=")
             report.add(f"status, {name}, p95", sorted(times)[int(0.95 * ROUNDS) - 1], "ms")
             if handle is not None:
-                os.close(handle)
+                handle.close()
     return report.finish(args.json)
 
 

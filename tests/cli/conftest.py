@@ -6,7 +6,6 @@ Owner of: the environment that the commands see. Invariants: nothing of the user
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +62,7 @@ class FakeDaemon:
         paths.write_daemon_file(self.data, self.file)
 
     def die(self) -> None:
-        os.close(self.handle)
+        self.handle.close()
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from artd import lock
+from artd import folder, lock
 from artd_schema import paths
 
 
 def main(data: Path, end: str) -> int:
+    folder.take(data)
     handle = lock.acquire(data, "9.9.9", 0.2)
     me = lock.describe("9.9.9", 0.2)
     seen = 0

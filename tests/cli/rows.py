@@ -57,10 +57,14 @@ class Made:
 
     def trajectory(self, run: int, group: int, key: str, **values: Any) -> int:
         given = {
-            "content": "c" * 64, "digest": "d" * 64, "reward": 0.5, "split": "train", "state": "queued", "body": b"\x90",
-            "metrics": {"metrics": {"turns": 1.0}, "metadata": {}}, "tokens": 12, "created": T0 - 50_000,
+            "content": "c" * 64, "digest": "d" * 64, "reward": 0.5, "split": "train", "state": "queued", "tokens": 12,
+            "created": T0 - 50_000,
         }  # fmt: skip
-        return self.row("trajectory", run_id=run, group_id=group, key=key, **(given | values))
+        body = values.pop("body", b"\x90")
+        number = self.row("trajectory", run_id=run, group_id=group, key=key, **(given | values))
+        told = {"metrics": {"turns": 1.0}, "metadata": {}}
+        self.row("trajectory_data", trajectory_id=number, metrics=told, body=body)
+        return number
 
     def blob(self, sha: str) -> str:
         self.row("blob", sha=sha, bytes=10, kind="batch", created=T0)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -81,12 +82,14 @@ def scripted(daemon: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     [
         (("cancel", "4"), api.CancelJob(job=4), "job 4 will not run again"),
         (("discard", "4"), api.DiscardJob(job=4), "job 4 and its batch are discarded"),
+        (("discard-group", "toy", "g"), api.DiscardGroup(run="toy", group="g"), "group g is discarded"),
         (("retry", "4"), api.RetryJob(job=4), "job 4 is queued again"),
         (("rollback", "toy@1"), api.Rollback(run="toy", step=1, lineage=3), "toy@1 is the newest step again"),
         (("pause",), api.Pause(run="toy", reason="operator"), "run toy is paused"),
         (("pause", "toy", "--reason", "lunch"), api.Pause(run="toy", reason="lunch"), "run toy is paused"),
         (("resume", "toy"), api.Resume(run="toy"), "run toy is active"),
         (("finish", "toy"), api.Finish(run="toy"), "run toy is finished"),
+        (("delete", "toy", "--yes"), api.DeleteRun(run="toy"), "run toy is deleted; its files go by themselves"),
     ],
 )
 def test_what_is_sent(
@@ -94,7 +97,8 @@ def test_what_is_sent(
 ) -> None:
     code, out, err = artctl(*words)
     assert (code, out, err) == (0, "", f"{says}\n")
-    assert scripted.seen == [op]
+    seen = [msgspec.structs.replace(op, request="") if isinstance(op, api.Order) else op for op in scripted.seen]
+    assert seen == [op]
 
 
 @pytest.mark.parametrize(("word", "code"), [("conflict", 6), ("not_found", 5), ("failed", 1)])
@@ -124,6 +128,13 @@ def test_names_are_checked_before_anything_is_sent(made: Made, scripted: Scripte
     assert artctl("rollback", "toy")[0] == artctl("rollback", "toy@x")[0] == 2
     assert artctl("finish")[0] == 2, "what cannot be undone is named in full"
     assert scripted.seen == []
+
+
+def test_a_run_is_not_deleted_unless_somebody_said_so(made: Made, scripted: Scripted, artctl: Call) -> None:
+    """A script has nobody to ask."""
+    code, _, err = artctl("delete", "toy")
+    assert code == 2 and "next: artctl delete toy --yes" in err
+    assert artctl("delete")[0] == 2 and scripted.seen == []
 
 
 def test_without_a_daemon(made: Made, artctl: Call) -> None:

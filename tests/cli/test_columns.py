@@ -10,7 +10,7 @@ import pytest
 
 from artd import tables
 from artd.cli.lists import LISTINGS
-from artd.lists import QUERIES
+from artd.pages import QUERIES
 from artd.store.migrate import migrate
 from tests.cli.conftest import Call
 from tests.cli.rows import Made
@@ -21,6 +21,8 @@ SOURCES = {
     "runs": "run", "jobs": "job", "trajectories": "trajectory", "groups": "trajectory_group", "batches": "batch",
     "checkpoints": "checkpoint", "pushes": "push", "workers": "process", "events": "event",
 }  # fmt: skip
+BESIDE = {"trajectories": "trajectory_data"}
+"""Tables that hold the rest of a row."""
 DERIVED = {
     "run", "group",  # names instead of numbers
     "served", "failure", "batch_tokens", "batch_covered", "parent_step", "step",  # of joined rows
@@ -49,7 +51,8 @@ def test_the_command_line_and_clients_have_the_same_columns(
 
 @pytest.mark.parametrize("what", QUERIES)
 def test_a_column_is_called_as_in_the_schema(what: str, schema: sqlite3.Connection) -> None:
-    own = {row[1] for row in schema.execute(f"PRAGMA table_info({SOURCES[what]})")}
+    sources = {SOURCES[what], BESIDE.get(what, SOURCES[what])}
+    own = {row[1] for table in sources for row in schema.execute(f"PRAGMA table_info({table})")}
     found = columns(schema, QUERIES[what])
     assert found - DERIVED <= own, found - own
 
@@ -63,7 +66,7 @@ def test_every_column_is_documented(what: str, schema: sqlite3.Connection) -> No
 def test_json_is_decoded_under_the_same_names(schema: sqlite3.Connection) -> None:
     blobs = {
         row[1]
-        for table in SOURCES.values()
+        for table in (*SOURCES.values(), *BESIDE.values())
         for row in schema.execute(f"PRAGMA table_info({table})")
         if row[2] == "BLOB"
     }

@@ -49,7 +49,18 @@ def test_every_field_of_a_run_stands_with_its_default() -> None:
 
 def test_every_verb_with_json_has_its_schema_documented() -> None:
     text = (ROOT / "docs/cli-json.md").read_text()
-    steering = {"cancel", "discard", "retry", "pause", "resume", "finish", "rollback", "export"}
+    steering = {
+        "cancel",
+        "discard",
+        "discard-group",
+        "retry",
+        "pause",
+        "resume",
+        "finish",
+        "delete",
+        "rollback",
+        "export",
+    }
     for verb in ctl.VERBS.keys() - steering:
         assert f"artctl.{verb}/1" in text, verb
 

@@ -24,6 +24,20 @@ def test_peft(name: str, made: Made, artctl: Call, tmp_path: Path) -> None:
     assert (out / "adapter_model.safetensors").read_bytes() == ADAPTER["adapter_model.safetensors"]
 
 
+@pytest.fixture
+def with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints made from now on have adapters of experts."""
+    header = json.dumps({"base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight": {}}).encode()
+    monkeypatch.setitem(ADAPTER, "adapter_model.safetensors", len(header).to_bytes(8, "little") + header)
+
+
+@pytest.mark.usefixtures("with_experts")
+def test_an_adapter_of_experts_says_what_peft_it_needs(made: Made, artctl: Call, tmp_path: Path) -> None:
+    code, out, err = artctl("export", "toy", str(tmp_path / "out"))
+    assert (code, out) == (0, f"{tmp_path / 'out'}\n")
+    assert "peft 0.21 with transformers 5" in err and "--format merged" in err
+
+
 @pytest.mark.parametrize(
     ("name", "code", "says"),
     [

@@ -6,13 +6,17 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from artd.check import check
+from artd.cli import show
 from artd.store.blobs import TRASH
+from artd.store.writer import connect
+from artd.times import SEEN
 from artd_schema.paths import LOCK
 from tests.cli.conftest import Call
 from tests.fakes.world import template
@@ -20,8 +24,15 @@ from tests.fakes.world import template
 
 @pytest.fixture
 def folder(data: Path) -> Path:
-    """artctl's data folder, whose newest row is from 2023, so that everything has had its time."""
-    return Path(shutil.copytree(template(), data, dirs_exist_ok=True))
+    """artctl's data folder, whose rows are from 2023, so that everything has had its time; a daemon ran there just now."""
+    shutil.copytree(template(), data, dirs_exist_ok=True)
+    seen(data, show.now_ms())
+    return data
+
+
+def seen(data: Path, at: int) -> None:
+    with closing(connect(data / "artd.db")) as c:
+        c.execute("INSERT INTO meta (key, value) VALUES (?, ?)", (SEEN, str(at)))
 
 
 def rows(out: str) -> dict[tuple[str, str], int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sqlite3
@@ -115,11 +114,11 @@ def test_check_beside_a_daemon(world: Path, call: Call) -> None:
         assert code == 0 and "beside a running daemon" in out
         assert json.loads(call("artd", "check", "--json")[1])["live"] is True
     finally:
-        os.close(handle)
+        handle.close()
 
 
 def test_no_daemon_starts_while_a_folder_is_checked(world: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.close(lock.acquire(world, "9", 1.0))
+    lock.acquire(world, "9", 1.0).close()
     seen = []
     real = verb.looked_at
 
@@ -133,7 +132,7 @@ def test_no_daemon_starts_while_a_folder_is_checked(world: Path, call: Call, mon
 
     monkeypatch.setattr(verb, "looked_at", look)
     assert call("artd", "check")[0] == 0 and seen == [False, True]
-    os.close(lock.acquire(world, "9", 1.0))
+    lock.acquire(world, "9", 1.0).close()
 
 
 @pytest.mark.parametrize("what", ["no folder", "no database", "another version", "no database at all"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from artd import daemon as real_daemon
-from artd.cli import main, start, stop
+from artd.cli import keep, main, start, stop
+from artd.lock import describe
 from artd_schema import paths
 from tests.awake import SOON_S
 
@@ -44,8 +46,8 @@ def call(*words: str) -> int:
 
 
 def test_stop_without_a_daemon(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("stop", "--data-dir", str(data)) == 3
-    assert f"next: artd start --detach --data-dir {data}" in capsys.readouterr().err
+    assert call("stop", "--data-dir", str(data)) == 0
+    assert f"no daemon runs on {data}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fake", ["polite"], indirect=True)
@@ -83,6 +85,69 @@ def test_a_daemon_that_does_not_end(
     assert f"next: kill -9 {fake.pid}" in capsys.readouterr().err, "it drains already: this call forces"
 
 
+@pytest.fixture
+def kept(data: Path, fake: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A keeper that does not end, and passes nothing on."""
+    with subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        (data / "logs").mkdir()
+        (data / "logs" / keep.FILE).write_text(_file_of(process.pid))
+        yield process
+        process.kill()
+
+
+def _file_of(pid: int) -> str:
+    told = dataclasses.replace(describe("9", 0.0), pid=pid, ticks=paths.process_ticks(pid))
+    return json.dumps(dataclasses.asdict(told))
+
+
+@pytest.mark.parametrize("fake", ["deaf"], indirect=True)
+def test_a_stop_that_fails_names_the_daemon_and_not_its_keeper(
+    fake: subprocess.Popen[bytes], kept: subprocess.Popen[bytes], data: Path, short: None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(stop, "_SEEN_S", 0.1)
+    assert call("stop", "--drain", "0", "--data-dir", str(data)) == 7
+    assert f"next: kill -9 {fake.pid}\n" in capsys.readouterr().err
+    monkeypatch.setattr(stop, "_signal", lambda told: fake.kill())
+    assert call("stop", "--drain", "0", "--data-dir", str(data)) == 7
+    err = capsys.readouterr().err
+    assert f"the keeper (pid {kept.pid})" in err and f"next: kill -9 {kept.pid}\n" in err
+
+
+@pytest.mark.parametrize("fake", ["polite"], indirect=True)
+@pytest.mark.parametrize("who", ["the keeper", "the daemon"])
+def test_a_second_keeper_is_refused(
+    fake: subprocess.Popen[bytes], kept: subprocess.Popen[bytes], data: Path, who: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(start, "keep", lambda *_: 0)
+    lives, ends = (kept, fake) if who == "the keeper" else (fake, kept)
+    ends.kill()
+    ends.wait()
+    assert call("start", "--restart", "--data-dir", str(data)) == 6
+    assert "next: artctl status" in capsys.readouterr().err and lives.poll() is None
+
+
+def test_a_keeper_removes_no_file_of_another_one(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Overwritten:
+        def __init__(self, command: object, data: Path) -> None:
+            self.file = data / "logs" / keep.FILE
+
+        def run(self) -> int:
+            assert json.loads(self.file.read_text())["pid"] == os.getpid()
+            if others:
+                self.file.write_text(_file_of(os.getppid()))
+            return 0
+
+    (data / "logs").mkdir(parents=True)
+    monkeypatch.setattr(keep, "_Keeper", Overwritten)
+    for others in (False, True):
+        assert keep.keep([], data) == 0
+        found = keep.keeper(data)
+        assert (found.pid if found else None) == (os.getppid() if others else None)
+
+
 @pytest.mark.parametrize("fake", ["polite"], indirect=True)
 def test_another_process_with_the_same_pid_is_left_alone(fake: subprocess.Popen[bytes], data: Path) -> None:
     told = paths.read_daemon_file(data)
@@ -92,14 +157,11 @@ def test_another_process_with_the_same_pid_is_left_alone(fake: subprocess.Popen[
     assert fake.poll() is None
 
 
-@pytest.mark.parametrize("detach", [["--detach"], []])
 @pytest.mark.parametrize("fake", ["polite"], indirect=True)
-def test_a_second_daemon_is_refused(
-    fake: subprocess.Popen[bytes], data: Path, detach: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    command = [sys.executable, "-m", "artd.cli.main", "start", *detach, "--data-dir", str(data)]
+def test_a_second_daemon_is_refused(fake: subprocess.Popen[bytes], data: Path) -> None:
+    command = [sys.executable, "-m", "artd.cli.main", "start", "--data-dir", str(data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 6
     assert "a daemon already runs on" in done.stderr and f"pid {fake.pid}" in done.stderr
     assert fake.poll() is None
 
@@ -109,7 +171,7 @@ def test_a_death_at_start_shows_the_logs_end(
 ) -> None:
     (data / "logs").mkdir(parents=True)
     (data / "logs/daemon.log").write_text("words of an older daemon\n")
-    (data / "artd.db").write_bytes(b"x" * 8192)
+    (data / "artd.db").write_bytes(b"SQLite format 3\0" + b"x" * 52 + b"artd" + b"x" * 8120)
     gone = paths.DaemonFile(pid=1, ticks=1, boot_id="gone", version="1", state="ready")
     paths.write_daemon_file(data, gone)  # of a daemon that was killed
     monkeypatch.setattr(start, "TAIL", 1000)

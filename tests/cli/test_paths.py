@@ -47,11 +47,11 @@ def test_runtime_dir_is_private_and_one_per_folder(tmp_path: Path, monkeypatch: 
         subprocess.run(["rm", "-r", str(short)], check=True)
 
 
-def test_wrong_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_somebody_else_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
     monkeypatch.setattr(paths.os, "getuid", lambda: 4_242_424)
     try:
-        with pytest.raises(paths.UnsafeDir, match="belongs to uid"):
+        with pytest.raises(paths.UnsafeDir, match="belongs to uid .* set XDG_RUNTIME_DIR to a folder of your own"):
             paths.runtime_dir(tmp_path)
     finally:
         Path("/tmp/artd-4242424").rmdir()
@@ -106,9 +106,9 @@ def test_one_daemon_per_folder(tmp_path: Path) -> None:
     assert lock.held(tmp_path)
     with pytest.raises(lock.Owned, match=rf"pid {os.getpid()}, version 1\.2\.3"):
         lock.acquire(tmp_path, "1", 60.0)
-    os.close(handle)
+    handle.close()
     assert not lock.held(tmp_path)
-    os.close(lock.acquire(tmp_path, "1", 60.0))
+    lock.acquire(tmp_path, "1", 60.0).close()
 
 
 def test_the_lock_dies_with_its_holder_and_is_not_inherited(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_lock_dies_with_its_holder_and_is_not_inherited(tmp_path: Path) -> N
 
 
 def test_looking_at_the_lock_keeps_no_daemon_out(tmp_path: Path) -> None:
-    os.close(lock.acquire(tmp_path, "1", 60.0))
+    lock.acquire(tmp_path, "1", 60.0).close()
     stop = threading.Event()
 
     def look() -> None:
@@ -138,7 +138,7 @@ def test_looking_at_the_lock_keeps_no_daemon_out(tmp_path: Path) -> None:
     try:
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
-            os.close(lock.acquire(tmp_path, "1", 60.0))
+            lock.acquire(tmp_path, "1", 60.0).close()
     finally:
         stop.set()
         for thread in threads:

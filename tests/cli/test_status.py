@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from artd import lock
 from artd.cli import snapshot
 from tests.cli.conftest import Call, FakeDaemon
 from tests.cli.rows import SPEC, T0, Made
@@ -32,7 +33,7 @@ def test_up_and_healthy(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
 
 def test_down_says_how_to_start_and_claims_nothing(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
     daemon.die()
-    daemon.handle = os.open(os.devnull, os.O_RDONLY)
+    daemon.handle = lock.Lock(())
     code, out, err = artctl("status")
     first = out.splitlines()[0]
     assert (code, err) == (3, "")
@@ -101,16 +102,44 @@ def test_a_push_that_paused_its_run_is_told_once(made: Made, daemon: FakeDaemon,
     assert "push 2 failed 5 times" in told["problems"][0]["what"]
 
 
+def test_a_push_that_is_tried_again_is_told(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    """It fails at every start of the engine, and may do so for minutes before the run is paused."""
+    made.connection.execute("UPDATE push SET state = 'prepared', attempts = 2, error = 'verify: canary' WHERE id = 2")
+    told = json.loads(artctl("status", "--json")[1])
+    assert told["health"] == "degraded"
+    (problem,) = told["problems"]
+    assert problem["what"] == "push 2 of step 2 failed 2 times and is tried again: verify: canary"
+    assert problem["next"].startswith("artctl logs engine")
+    made.connection.execute("UPDATE push SET state = 'live', error = '' WHERE id = 2")
+    assert json.loads(artctl("status", "--json")[1])["problems"] == []
+
+
 def test_a_batch_that_cannot_be_packed_is_told(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
     def problems() -> list[str]:
         return [problem["what"] for problem in json.loads(artctl("status", "--json")[1])["problems"]]
 
-    made.event("batch.failed", "4", error="the packer ended with status -9: \nmore", trajectory=0)
+    def failing(**told: object) -> None:
+        value = json.dumps({"step": 4, "error": "the packer ended with status -9: \nmore", "at": 0} | told)
+        made.connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('packing', ?)", (value,))
+
+    name = json.loads(artctl("status", "--json")[1])["run"]["name"]
+    failing(run=name, tries=1)
     assert problems() == []
-    made.event("batch.failed", "4", error="the packer ended with status -9: \nmore", trajectory=0)
+    failing(run=name, tries=2)
     assert problems() == ["step 4 cannot be packed: the packer ended with status -9: "]
-    made.connection.execute("UPDATE event SET at = at - 70000 WHERE kind = 'batch.failed'")
-    assert problems() == [], "it was long ago"
+    failing(run="another", tries=2)
+    assert problems() == []
+
+
+def test_a_group_that_the_packer_fails_on_is_told_until_somebody_takes_note(
+    made: Made, daemon: FakeDaemon, artctl: Call
+) -> None:
+    name = json.loads(artctl("status", "--json")[1])["run"]["name"]
+    told = [{"run": name, "group": "it's", "error": "ValueError: x"}, {"run": "another", "group": "g", "error": "y"}]
+    made.connection.execute("INSERT INTO meta (key, value) VALUES ('packer.blamed', ?)", (json.dumps(told),))
+    (problem,) = json.loads(artctl("status", "--json")[1])["problems"]
+    assert problem["what"] == 'group "it\'s" was discarded, for the packer fails on it: ValueError: x'
+    assert f"artctl discard-group {name} 'it'\"'\"'s'" in problem["next"]
 
 
 @pytest.mark.parametrize(
@@ -215,17 +244,21 @@ def test_trajectories_that_fit_no_row_are_counted(made: Made, daemon: FakeDaemon
     for number, reason in enumerate([too_long, too_long, "zero_variance", "an operator's"]):
         made.trajectory(2, 6, f"long{number}", state="discarded", reason=reason)
     made.trajectory(1, 6, "elsewhere", state="discarded", reason=too_long)
+    made.trajectory(2, 6, "shortened", state="queued", reason=f"trained without a part of it: {too_long}")
     spec = {**SPEC, "row_length": 64, "engine": {"max_model_len": 256}}
     made.connection.execute("UPDATE run SET spec = ? WHERE id = 2", (json.dumps(spec).encode(),))
     code, out, _ = artctl("status", "--json")
     (warning,) = json.loads(out)["warnings"]
-    assert code == 0 and warning.startswith("of the newest 2000 trajectories 2 of run toy were not trained: ")
+    assert code == 0 and warning.startswith(
+        "of the newest 2000 trajectories 3 of run toy were not trained, or not as a whole: "
+    )
     assert "row_length 64" in warning and "another run with a row_length of 256 (engine.max_model_len)" in warning
     assert f"artctl trajectories --state discarded --data-dir {made.data}" in warning
     code, out, _ = artctl("status")
     assert (
         code == 0
-        and "  warning  2 trajectories do not fit row_length 64 and were not trained: shorter answers, or" in out
+        and "  warning  3 trajectories do not fit row_length 64 and were not trained as a whole: shorter answers, or"
+        in out
     )
     spec["row_length"] = 256
     made.connection.execute("UPDATE run SET spec = ? WHERE id = 2", (json.dumps(spec).encode(),))
@@ -280,6 +313,18 @@ def test_doing(sql: str, doing: str, made: Made, daemon: FakeDaemon, artctl: Cal
     made.connection.executescript(sql)
     _, out, _ = artctl("status", "--json")
     assert json.loads(out)["doing"] == doing
+
+
+def test_next_says_how_many_groups_a_run_waits_for(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
+    made.connection.execute(
+        "UPDATE job SET state = 'succeeded', ended = 1, worker = NULL WHERE state IN ('running', 'queued')"
+    )
+    made.connection.execute("UPDATE push SET state = 'live' WHERE state = 'sending'")
+    told = json.loads(artctl("status", "--json")[1])
+    assert told["doing"].startswith("waiting for rollouts: ")
+    sealed, need = told["doing"].split()[3], told["doing"].split()[5]
+    left = int(need) - int(sealed)
+    assert left > 0 and told["next"] == f"submit {left} more group{'s' if left > 1 else ''} whose rewards differ"
 
 
 def test_a_live_worker_of_a_dead_daemon_is_told(made: Made, artctl: Call) -> None:

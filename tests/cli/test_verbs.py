@@ -150,10 +150,10 @@ def test_without_shared_memory_an_idle_database_is_read_as_it_is(
     assert not (made.data / "artd.db-wal").exists()
     opened = readonly._opened
 
-    def without_shm(uri: str, timeout_s: float) -> sqlite3.Connection:
+    def without_shm(uri: str, timeout_s: float, shared: bool) -> sqlite3.Connection:
         if "immutable" not in uri:
             raise sqlite3.OperationalError("unable to open database file")
-        return opened(uri, timeout_s)
+        return opened(uri, timeout_s, shared)
 
     monkeypatch.setattr(readonly, "_opened", without_shm)
     assert artctl("runs")[0] == 0

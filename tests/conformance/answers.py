@@ -40,6 +40,10 @@ METHODS: dict[str, tuple[tuple[str, ...], Callable[[Adapter, Bench, Deadline], A
         lambda a, b, d: a.finish("toy@0", d),
     ),
     "load_adapter": (("/v1/load_lora_adapter",), lambda a, b, d: a.load_adapter("x", Path("/x"), d)),
+    "check_adapter": (
+        ("artd_check_adapter",),
+        lambda a, b, d: a.check_adapter(Path("/x"), b.weights(0).tensors, d),
+    ),
     "unload_adapter": (("/v1/unload_lora_adapter",), lambda a, b, d: a.unload_adapter("x", d)),
     "in_flight": (("/metrics",), lambda a, b, d: a.in_flight("x", d)),
     "score": (("/v1/completions",), lambda a, b, d: a.score("toy", [[1, 2, 3]], d)),

@@ -398,6 +398,23 @@ def adapters_come_and_go(bench: Bench) -> None:
         adapter.unload_adapter("other", soon(bench))
 
 
+def adapters_are_held_as_committed(bench: Bench) -> None:
+    """Of the kinds that there are, the one of step 3 included; and another one's sums are refused."""
+    spawn = ready(bench)
+    for step in (1, 3, 0):
+        bench.live(spawn, bench.order(step))
+        assert spawn.serves(step)
+    adapter, folder, held = spawn.adapter(), bench.kind.checkpoint(2), bench.weights(2).held
+    with refused():
+        adapter.check_adapter(folder, held, soon(bench))
+    adapter.load_adapter("other", folder, soon(bench))
+    assert adapter.check_adapter(folder, held, soon(bench))["tensors"] == len(held) > 0
+    with refused():
+        adapter.check_adapter(folder, bench.weights(1).held, soon(bench))
+    adapter.unload_adapter("other", soon(bench))
+    bench.drop()  # it holds every step, and a push that is to fail needs one that it never had
+
+
 COMMON: tuple[Case, ...] = (
     is_healthy, scores_are_the_trainers, pause_waits_for_requests, pause_aborts_what_does_not_end,
     pause_without_drain_aborts_at_once, abort_all_ends_requests, routes_of_another_shape_are_refused,
@@ -408,4 +425,4 @@ MERGED: tuple[Case, ...] = (
     an_unknown_version_never_gets_ready, an_update_that_failed_keeps_the_gate_shut,
 )  # fmt: skip
 GLOO: tuple[Case, ...] = (join_happens_once_for_each_file,)
-LORA: tuple[Case, ...] = (*COMMON, adapters_come_and_go)
+LORA: tuple[Case, ...] = (*COMMON, adapters_come_and_go, adapters_are_held_as_committed)

@@ -60,7 +60,7 @@ CALLS: dict[str, dict[str, tuple[str, ...]]] = {
         "stage": ("artd_direct_staged", "artd_direct_stage"),
         "transfer": ("artd_direct_swap",),
     },
-    "lora": {"load": ("/v1/load_lora_adapter",), "verify": ("/v1/completions",)},
+    "lora": {"load": ("/v1/load_lora_adapter",), "verify": ("artd_check_adapter", "/v1/completions")},
 }  # fmt: skip
 """What a push calls, by way and phase: the last one of a phase is where its weights move, if they move in it. What a live way
 has in common with a push from disk stands there."""
@@ -92,6 +92,8 @@ def failures(way: str, every: bool = False) -> Iterator[Failure]:
         yield Failure(way, "verify", "/v1/completions", "wrong")
         yield from (Failure(way, "fence", damage=damage) for damage in ("manifest", "table"))
         yield from (Failure(way, "transfer", damage=damage) for damage in ("tensor", "short table"))
+        if way == "lora":
+            yield Failure(way, "transfer", damage="config")
     else:
         moved = "stage" if way == "staged" else "transfer"
         met = "open" if "open" in CALLS[way] else "transfer"
@@ -231,6 +233,8 @@ def damaged(bench: Bench, step: int, damage: str) -> Iterator[w.CheckpointRef]:
                 raw = bytearray(file.read_bytes())
                 raw[-2] ^= 0x40
                 file.write_bytes(raw)
+            case "config":
+                spoil(copy / "adapter_config.json", b"{", b"{ ")  # still what it says, but not what was committed
             case "short table":
                 ref = reference(shortened(copy), step)
         yield ref

@@ -1,7 +1,7 @@
 """vLLM as a `Kind`, on a CPU: a toy model, checkpoints scored by Hugging Face, and the trainer's side of gloo pushes.
 
 Owner of: the folder of the toy and its checkpoints. The toy of `merged` is a dense Qwen3; that of `lora` a mixture of experts
-whose routes are captured, with adapters on every expert.
+whose routes are captured, with adapters on every linear and every expert, at step 3 on experts alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ STEPS = range(4)
 AT = 7
 """Tensors that a trainer's side with a flaw sends before it shows."""
 LEFT_OUT = "model.layers.1.mlp.up_proj.weight"
+
+
+def made_as(mode: Mode, step: int) -> str:
+    """How `make_checkpoint.py` makes the checkpoint of a step."""
+    return "experts" if mode == "lora" and step == STEPS[-1] else mode
 
 
 class Sender:
@@ -83,7 +88,7 @@ class Vllm:
         self.routes = RouteShape(layers=2, topk=2, experts=8) if mode == "lora" else None
         family, changes = ("qwen3_moe", {"mlp_only_layers": [1]}) if mode == "lora" else ("qwen3", {})
         tool(str(HERE / "make_toy.py"), str(folder / "toy"), family, json.dumps(changes))
-        wanted = [f"{self.checkpoint(step)}:{mode}:{step + 1}:{step}" for step in STEPS]
+        wanted = [f"{self.checkpoint(step)}:{made_as(mode, step)}:{step + 1}:{step}" for step in STEPS]
         tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), *wanted)
         engine = EngineSpec(max_model_len=1024, max_num_seqs=16, kv_cache_mib=64)
         self.spec = RunSpec(

@@ -108,7 +108,7 @@ class Failing:
         self._arm(False)
 
 
-async def pack_here(request: child.PackRequest) -> child.PackResult | child.PackFailure:
+async def pack_here(request: child.PackRequest, stall_s: float = 0.0) -> child.PackResult | child.PackFailure:
     """What the packing child does, without its start: an error of its own disk ends it and not the daemon."""
     fs.on_sync_error = None
     try:

@@ -15,7 +15,9 @@ as zeros; the last one that survives may be torn at a sector of 512 bytes. Of la
   everything before the last one that an fsync of a folder made durable. Contents still are not ordered with names: a
   rename may be there without what was written (ext4's zero-length files).
 
-SQLite's own writes are treated like everybody's.
+An fsync of a file that failed drops what was to be written: the running system sees it as before, and no later fsync makes it
+durable; only what is written again is (ext4, XFS and Btrfs keep such pages, clean). SQLite's own writes are treated like
+everybody's.
 """
 
 from __future__ import annotations
@@ -50,8 +52,24 @@ def apply(content: bytearray, change: Write) -> None:
 
 @dataclass(eq=False)
 class File:
+    """seen: the content as the running system has it, where some of it was dropped."""
+
     durable: bytearray = field(default_factory=bytearray)
     pending: list[Write] = field(default_factory=list)
+    seen: bytearray | None = None
+
+    def add(self, change: Write) -> None:
+        self.pending.append(change)
+        if self.seen is not None:
+            apply(self.seen, change)
+
+    def drop(self) -> None:
+        """An fsync failed."""
+        self.seen = self.running()
+        self.pending = []
+
+    def running(self) -> bytearray:
+        return bytearray(self.seen) if self.seen is not None else self.content(self.pending)
 
     def sync(self) -> None:
         for change in self.pending:
@@ -143,7 +161,7 @@ class Disk:
                 node = self._nodes[record.inode]
                 assert isinstance(node, File)
                 if record.data or record.op is Op.TRUNCATE:
-                    node.pending.append(Write(record.offset, record.data if record.op is Op.WRITE else None))
+                    node.add(Write(record.offset, record.data if record.op is Op.WRITE else None))
             case Op.RENAME:
                 self._name({record.path2: self._nodes[record.inode], record.path: None})
             case Op.LINK:
@@ -152,6 +170,9 @@ class Disk:
                 self._name({record.path: None})
             case Op.FSYNC:
                 self._sync(self._nodes[record.inode])
+            case Op.LOST:
+                if isinstance(node := self._nodes[record.inode], File):
+                    node.drop()
 
     def _name(self, names: dict[str, Node | None]) -> None:
         changes: dict[Folder, Change] = {}
@@ -229,7 +250,7 @@ class Disk:
                 if isinstance(node, Folder):
                     compare(node, path / name)
                 else:
-                    assert (path / name).read_bytes() == node.content(node.pending), path / name
+                    assert (path / name).read_bytes() == node.running(), path / name
 
         compare(self.root, root)
 

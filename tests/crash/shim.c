@@ -45,7 +45,7 @@ struct shared {
     pthread_mutex_t lock;
 };
 
-enum { CREATE = 1, MKDIR, WRITE, TRUNCATE, RENAME, UNLINK, RMDIR, LINK, FSYNC, UNKNOWN };
+enum { CREATE = 1, MKDIR, WRITE, TRUNCATE, RENAME, UNLINK, RMDIR, LINK, FSYNC, UNKNOWN, LOST };
 
 struct header { /* little-endian; paths and data follow */
     uint64_t sequence, inode;
@@ -314,7 +314,13 @@ static int sync_any(const char *name, int fd) {
     char path[PATH_MAX];
     struct stat info;
     if (!opened(fd, path, &info, 1)) return go(fd);
-    if (begin("fsync", path)) return -1;
+    if (begin("fsync", path)) {
+        int error = errno;
+        if (pthread_mutex_lock(&set.shared->lock) == EOWNERDEAD) pthread_mutex_consistent(&set.shared->lock);
+        end(0, LOST, info.st_ino, 0, path, "", NULL, 0);
+        errno = error;
+        return -1;
+    }
     return end(go(fd), FSYNC, info.st_ino, 0, path, "", NULL, 0);
 }
 EXPORT int fsync(int fd) { return sync_any("fsync", fd); }

@@ -25,6 +25,8 @@ SKIPPED = ("/logs/", "-shm", "/daemon.log", "/script.json", "/script.tmp")
 
 
 class Op(IntEnum):
+    """LOST: an fsync of a file failed by order, and the kernel drops what it was to write."""
+
     CREATE = 1
     MKDIR = 2
     WRITE = 3
@@ -35,6 +37,7 @@ class Op(IntEnum):
     LINK = 8
     FSYNC = 9
     UNKNOWN = 10
+    LOST = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,15 @@ class Shim:
 
     def fail_next(self) -> None:
         """The next operation that a `Failure` of number 0 fits fails."""
+        self._fail_at(self._words()[1] + 1)
+
+    def heal(self) -> None:
+        """Nothing that a `Failure` of number 0 fits fails any more."""
+        self._fail_at(0)
+
+    def _fail_at(self, number: int) -> None:
         with self._shared.open("r+b") as file, mmap.mmap(file.fileno(), SHARED_BYTES) as mapped:
-            struct.pack_into("<Q", mapped, 24, self._words()[1] + 1)
+            struct.pack_into("<Q", mapped, 24, number)
 
     @property
     def sequence(self) -> int:

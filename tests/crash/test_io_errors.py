@@ -33,7 +33,7 @@ FIRST = {
     "rename": (1, 2, 3, 4, 5, 6, 7), "unlink": (1, 2, 3, 4, 5, 6, 7),
 }  # fmt: skip
 """Of `make test`, with those of a worker 40 in all: closer together at the beginning, as the first ones are the boot's."""
-FULL, BROKEN = errno.ENOSPC, errno.EIO
+FULL, BROKEN, QUOTA = errno.ENOSPC, errno.EIO, errno.EDQUOT
 SPACE = "Next: free space, then artd start"
 
 
@@ -103,7 +103,7 @@ def _assert_end(case: Case, ended: Ended, victim: str) -> None:
     what = f"{case}, {victim}: {ended}"
     assert ended.code in (0, 1, 70), what
     assert ended.code == 0 or "Next: " in ended.said, what
-    if case.failure.error == FULL:
+    if case.failure.error in (FULL, QUOTA):
         assert "quarantined" not in ended.answers and set(ended.answers) <= {"busy"}, what
         lives_on = not ended.booted or ended.code == 0 or case.failure.op == "fsync"
         assert lives_on or _stopped_without_room(case, ended), f"a full disk ended the daemon: {what}"
@@ -172,6 +172,13 @@ def test_the_first_failures_of_every_kind(tmp_path):
     ]  # fmt: skip
     assert len(cases) == 40
     assert each(tmp_path, hit, cases) >= 34
+
+
+def test_a_quota_that_is_used_up_is_a_full_disk(tmp_path):
+    """SQLite calls it an I/O error, in whatever call it meets it."""
+    cases = [Case(Failure("write", number, QUOTA, stays=True), False) for number in (3, 13, 34, 55)]
+    cases.append(Case(Failure("write", 2, QUOTA), True))
+    assert each(tmp_path, hit, cases) >= 4
 
 
 @pytest.mark.slow
@@ -253,3 +260,22 @@ async def test_a_stop_on_a_disk_that_stays_full_ends_and_the_next_boot_has_what_
         await run.submit("g", 1.0, turns=[turn(2)], key="second")
         await run.wait(1, timeout=60)
     rig.check(2)
+
+
+@pytest.mark.asyncio
+async def test_a_daemon_that_starts_on_a_full_disk_is_reached_when_there_is_room(rig, tmp_path):
+    """Killed, and started again where neither its own file nor the gateway's can be made: nobody has to restart it."""
+    rig.start()
+    rig.kill()
+    (rig.data / "gateway.json").unlink()
+    with failing(tmp_path, rig, Failure("create", 0, FULL, stays=True, kind="daemon", part=".json")) as shim:
+        shim.fail_next()
+        rig.start(wait=False)
+        rig.until(lambda: "gateway.json cannot be written before there is room" in rig.log(), "the gateway")
+        assert shim.failed >= 2 and rig.state() in ("none", "")
+        shim.heal()
+        rig.until(lambda: rig.state() == "ready", "the daemon to be reachable")
+        rig.until(lambda: (rig.data / "gateway.json").exists(), "the gateway's file")
+        async with rig.run() as (_, run):
+            await run.wait(0, timeout=60)
+    assert rig.stop() == 0

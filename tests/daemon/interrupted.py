@@ -17,7 +17,7 @@ import demo
 
 from artd_client import Client, turn
 
-SPEC = {"group_size": 2, "groups_per_step": 1, "row_length": 64}
+SPEC = {"group_size": 2, "groups_per_step": 1, "row_length": 64, "drop_longer": True}
 
 
 def say(phase: str) -> None:

@@ -59,7 +59,13 @@ MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB, "num_hidden_layers": 2, "num_experts": 4,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-SPEC: dict[str, Any] = {"group_size": 2, "groups_per_step": 1, "row_length": 64, "push_drain_s": 1.0}
+SPEC: dict[str, Any] = {
+    "group_size": 2,
+    "groups_per_step": 1,
+    "row_length": 64,
+    "drop_longer": True,
+    "push_drain_s": 1.0,
+}
 
 
 class Rig:

@@ -80,10 +80,6 @@ async def test_equal_samples_count_until_their_group_is_closed(rig: Rig) -> None
         ]  # fmt: skip
         with pytest.raises(Conflict, match="takes no more"):
             await run.submit("g", 1.0, turns=body)
-    async with rig.run(group_size=3) as (_, run):
-        again = [await run.submit("g", float(n % 2), turns=body) for n in (1, 1, 0)]
-        assert [answer.trajectory for answer in again] == [answer.trajectory for answer in answers]
-        assert all(answer.duplicate for answer in again), "a program that is started again"
 
 
 async def test_the_readmes_example(
@@ -94,8 +90,8 @@ async def test_the_readmes_example(
     rig.start()
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     changes = {
-        '^MODEL = ".*"$': f"MODEL = {rig.model!r}", r"first \+ 10\)": "first + 2)", r"^asyncio\.run\(main\(\)\)$": "",
-        r"1\.0 / len\(": "choice.index / len(", r'\["reward_mean"\]': '["loss"]',
+        r'model="smollm2-135m-instruct"': f"model={rig.model!r}", r"first \+ 10\)": "first + 2)",
+        r"^asyncio\.run\(main\(\)\)$": "", r"1\.0 / max\(": "choice.index / max(", r'\["reward_mean"\]': '["loss"]',
     }  # fmt: skip
     for old, new in changes.items():
         code, count = re.subn(old, new, code, flags=re.M)

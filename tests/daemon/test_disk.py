@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from artd_client import Busy
+from artd_client import Busy, Client
 from artd_client.run import Run
 from tests.daemon.rig import ROOT, Rig, fill, turn
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.mounts]
 MIB = 1 << 20
 SIZE, LOW, RESERVE = 32, 4, 2
 LIMITS = f"min_free_mib = {LOW}\nreserve_mib = {RESERVE}\n"
@@ -82,8 +82,9 @@ async def test_a_full_disk_stops_admission_and_heals(small: Rig) -> None:
         filler.leave(LOW * MIB // 2)  # below the low mark
         (problem,) = small.until(lambda: status(small)["problems"], "status to say so")
         assert "nearly full" in problem["what"] and "artctl gc" in problem["next"]
-        with pytest.raises(Busy, match="free"):
-            await run.submit("late", 1.0, turns=[turn(90)], key="late")
+        async with Client(small.data, timeout=2.0) as hasty:
+            with pytest.raises(Busy, match="free"):
+                await (await hasty.run("r")).submit("late", 1.0, turns=[turn(90)], key="late")
         assert reserve(small)
 
         filler.leave(0)  # nothing is left, all of a sudden
@@ -103,12 +104,13 @@ async def test_no_room_for_a_commit_is_an_answer_not_an_end(small: Rig) -> None:
     small.start()
     filler = Filler(small)
     acknowledged = []
-    async with small.run() as (_, run):
+    async with small.run() as (_, run), Client(small.data, timeout=2.0) as client:
         await first_step(small, run)
+        hasty = await client.run("r")
         filler.leave(256 << 10)
         for number in range(400):
             try:
-                await run.submit("g", 1.0, turns=[turn(number)] * 30, key=f"k{number}", split="eval")
+                await hasty.submit("g", 1.0, turns=[turn(number)] * 30, key=f"k{number}", split="eval")
             except Busy:
                 break
             acknowledged.append(f"k{number}")
@@ -151,10 +153,10 @@ async def test_a_daemon_on_a_full_disk_stops_in_order_and_starts_again(small: Ri
 async def test_a_read_only_disk_is_said_at_the_start(small: Rig) -> None:
     small.start()
     assert small.stop() == 0
-    subprocess.run(["mount", "-o", "remount,ro", str(small.data)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(small.data)], check=True)
     small.start(wait=False)
     assert small.died() == 1 and "Read-only file system" in small.log()
-    subprocess.run(["mount", "-o", "remount,rw", str(small.data)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,rw", str(small.data)], check=True)
     small.start()
     assert small.stop() == 0
 

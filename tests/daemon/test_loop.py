@@ -16,7 +16,8 @@ async def test_three_steps(rig):
         for step in range(1, 4):
             await fill(run, step)
             info = await run.wait(step, timeout=60)
-            assert info.metrics == {"loss": 0.5} and {"pack", "train", "commit"} <= info.seconds.keys()
+            assert info.metrics["loss"] == 0.5 and info.metrics["trained_trajectories"] == 2
+            assert {"pack", "train", "commit"} <= info.seconds.keys()
         await run.refresh()
         assert (run.step, run.served, run.state) == (3, 3, "active")
         assert [row["state"] for row in await run.pushes()] == ["live"] + ["superseded"] * 3

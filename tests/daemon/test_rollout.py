@@ -73,7 +73,7 @@ SHAPE = RouteShape(layers=2, topk=2, experts=8)
 
 
 def turns_of(rig: Rig, trajectory: int) -> list[Turn]:
-    ((body,),) = rig.rows("SELECT body FROM trajectory WHERE id = ?", trajectory)
+    ((body,),) = rig.rows("SELECT body FROM trajectory_data WHERE trajectory_id = ?", trajectory)
     return msgspec.msgpack.decode(body, type=list[Turn])
 
 

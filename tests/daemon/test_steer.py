@@ -85,7 +85,7 @@ async def test_a_second_daemon_is_refused_by_name(rig):
     rig.start()
     command = [sys.executable, "-m", "artd.cli.main", "start", "--data-dir", rig.data, "--config", rig.config]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, text=True)
-    assert done.returncode == 1 and f"pid {rig.process.pid}" in done.stderr and str(rig.data) in done.stderr
+    assert done.returncode == 6 and f"pid {rig.process.pid}" in done.stderr and str(rig.data) in done.stderr
     async with Client(rig.data) as client:
         assert await client.runs() == []
 

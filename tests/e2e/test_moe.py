@@ -62,6 +62,31 @@ async def test_every_weight_is_trained_through_the_experts_that_the_engine_chose
     assert not rig.processes()
 
 
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_the_adapters_of_experts_are_what_the_engine_holds_in_bf16(rig: Rig, tmp_path: Path) -> None:
+    """By the trainer's own sums of what vLLM must make of them; each push is live, whatever rounding does to the scores."""
+    model = make_toy(tmp_path / "toy", "qwen3_moe")
+    changes = {"parameters": "lora", "lora": {"rank": 4, "alpha": 6}, "engine": SPEC["engine"] | {"dtype": "bfloat16"}}
+    async with Client(data_dir=rig.data) as art:
+        run = await art.run("moe", model=model, rollout_weights_mode="lora", **SPEC | changes)
+        await run.wait(0, timeout=600)
+        for step in (1, 2):
+            await one_step(run, step)
+        pushes = await art.rows("pushes")
+    assert [(push["mode"], push["attempts"], push["error"]) for push in pushes] == [("lora", 0, "")] * 3
+    told = [
+        line for line in (rig.data / "logs/engine.log").read_text().splitlines() if "the engine's change is" in line
+    ]
+    assert [line.split()[2] for line in told] == ["moe@0:", "moe@1:", "moe@2:"]
+    for path in (rig.data / "checkpoints/moe").glob("*/weights.json"):
+        table = json.loads(path.read_text())
+        assert {row["dtype"] for row in table["held"]} == {"bfloat16"}
+        assert len(table["held"]) == len(table["tensors"]) == 2 * (4 + 3 * 8) * 3
+    rig.stop()
+    assert not rig.processes()
+
+
 def check_bundle(rig: Rig, step: int) -> None:
     """Every token but the last of each sequence came with the engine's routes, and the step's batch names the bundle."""
     manifests = [path.read_bytes() for path in rig.data.glob("blobs/*/*") if path.stat().st_size < 1 << 20]

@@ -32,7 +32,7 @@ async def submit_step(run: Run, step: int) -> None:
 async def train(rig: Rig, model: Path, steps: range) -> None:
     async with Client(data_dir=rig.data) as art:
         run = await art.run(
-            "toy", model=model, group_size=4, groups_per_step=2, row_length=128, optimizer={"lr": 1e-2}, threads=1,
+            "toy", model=model, group_size=4, groups_per_step=2, optimizer={"lr": 1e-2}, threads=1,
             keep_checkpoints=9,
         )  # fmt: skip
         await run.wait(steps.start - 1, timeout=300)

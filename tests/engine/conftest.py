@@ -51,6 +51,7 @@ class Bench:
     spawn: int = SPAWN
     engine: dict[str, Any] = field(default_factory=dict)
     gpus: int = 1
+    stall_s: float = 0.0
 
     @property
     def shm(self) -> Path:
@@ -72,6 +73,7 @@ class Bench:
             log=str(self.root / "engine.log"),
             python=self.python or str(python),
             routes=self.shape,
+            stall_s=self.stall_s,
         )
 
     def start(self) -> FakeDaemon:

@@ -36,6 +36,7 @@ class FakeDaemon:
     ) -> None:
         self.config = config
         self.received: list[w.FromWorker] = []
+        self.beats: list[w.FromWorker] = []
         self.holds = True
         self._codec: Codec[w.FromWorker] = Codec(w.FromWorker)
         self._context = zmq.Context()
@@ -105,6 +106,5 @@ class FakeDaemon:
             self.send(w.Welcome(worker=message.name, heartbeat_s=0.5, max_message=1 << 26, engine=self.config))
         if isinstance(message, w.Pausing) and self.holds:
             self.send(w.Proceed(push=message.push, fence=message.fence))
-        if not isinstance(message, w.Beat):
-            self.received.append(message)
+        (self.beats if isinstance(message, w.Beat) else self.received).append(message)
         return message

@@ -37,13 +37,13 @@ from artd_workers.engines import checkpoint
 from artd_workers.engines.base import EngineError, Fence
 from artd_workers.engines.fence import FenceError, Gate
 from artd_workers.engines.vllm import guard
-from tests.engine.folders import scores, seed_of_adapter, seed_of_table, tensors_of
+from tests.engine.folders import scores, seed_of_adapter, seed_of_table, sum64, tensors_of
 
 SCRIPT = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
 LOCK = threading.Lock()
 GATE = Gate(os.environ["ARTD_INSTANCE"], int(os.environ["ARTD_SPAWN"]))
 TOKEN_S = 0.01
-ENGINELESS = ("/health", "/metrics", "/version")
+ENGINELESS = ("/health", "/metrics", "/version", guard.IN_FLIGHT)
 WARM = {"forms": 28, "run": 27, "kernels": 41, "seconds": 1.5}
 SERVED = sys.argv[sys.argv.index("--served-model-name") + 1] if "--served-model-name" in sys.argv else "toy"
 
@@ -92,6 +92,7 @@ class ServerState:
     running: dict[threading.Event, str] = field(default_factory=dict)
     cached: set[tuple[int, ...]] = field(default_factory=set)
     hits: int = 0
+    tokens: int = 0
 
 
 STATE = ServerState()
@@ -114,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     def _serve(self, body: dict[str, Any]) -> None:
         url = urlsplit(self.path)
         route = url.path if url.path != "/collective_rpc" else body["method"]
-        if route not in ("/health", "/metrics"):
+        if route not in ("/health", "/metrics", guard.IN_FLIGHT):
             with LOCK, open(SCRIPT["calls"], "a") as calls:
                 calls.write(json.dumps({"route": route, "query": url.query, "body": body}) + "\n")
         fault = SCRIPT.get("faults", {}).get(route)
@@ -205,6 +206,9 @@ class Handler(BaseHTTPRequestHandler):
                     raise FenceError(f"this engine belongs to {guard.own()}")
                 assert STATE.paused
                 return 200, {"results": [{}]}
+            case "artd_check_adapter":
+                check_adapter(**body["kwargs"])
+                return 200, {"results": [{"tensors": len(body["kwargs"]["table"]), "bytes": 64}]}
             case "/v1/load_lora_adapter":
                 STATE.adapters[body["lora_name"]] = seed_of_adapter(Path(body["lora_path"]))
                 return 200, "Success"
@@ -213,6 +217,8 @@ class Handler(BaseHTTPRequestHandler):
                     return 404, {"error": {"message": f"no adapter {body['lora_name']}"}}
             case "/v1/completions":
                 return complete(body)
+            case guard.IN_FLIGHT:
+                return 200, {"requests": len(STATE.running)}
             case "/metrics":
                 return 200, metrics()
         return 200, {}
@@ -291,6 +297,16 @@ def pulled(timeout_s: float) -> list[bytes] | None:
     return list(STATE.wire.read(STATE.expected, timeout_s)) if Path(STATE.wire.path).exists() else None
 
 
+def check_adapter(folder: str, table: list[list[Any]]) -> None:
+    """Raises Unfit when the adapter of this folder, which must be one that is served, is not the table's."""
+    file = Path(folder) / checkpoint.ADAPTER
+    if seed_of_adapter(Path(folder)) not in STATE.adapters.values():
+        raise Unfit(f"no adapter was read from {folder}")
+    found = {name: sum64(sha) for name, sha in checkpoint.tensor_hashes(file)}
+    if found != {row[0]: row[3] for row in table}:
+        raise Unfit("tensors of the adapter are not those committed")
+
+
 def load(table: list[list[Any]], source: Iterator[bytes] | Iterator[str]) -> None:
     """Take tensors for the next weights, see `verify`."""
     assert STATE.paused
@@ -329,7 +345,7 @@ def busy(seconds: float, model: str) -> str:
     done = threading.Event()
     STATE.running[done] = model
     aborted = done.wait(seconds)
-    while STATE.paused and not (aborted := done.is_set()):
+    while (STATE.paused or stopped()) and not (aborted := done.is_set()):
         time.sleep(TOKEN_S / 10)
     del STATE.running[done]
     done.set()
@@ -341,11 +357,29 @@ def abort() -> None:
         request.set()
 
 
+def stopped() -> bool:
+    """Whether the engine is (SIGSTOP): then nobody computes."""
+    assert STATE.engine is not None
+    try:
+        return Path(f"/proc/{STATE.engine.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False
+
+
+def compute() -> None:
+    """Body of a thread: a token for each request that runs, as long as the engine does."""
+    while True:
+        time.sleep(TOKEN_S)
+        if STATE.running and not stopped() and not STATE.paused:
+            STATE.tokens += len(STATE.running)
+
+
 def metrics() -> str:
     names = ",".join(sorted(set(STATE.running.values())))
     old = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="gone@9",waiting_lora_adapters=""} 1.0\n'
     now = f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{names}",waiting_lora_adapters=""}} {time.time()}\n'
     running = f'vllm:num_requests_running{{engine="0"}} {float(len(STATE.running))}\n'
+    running += f'vllm:generation_tokens_total{{engine="0"}} {float(STATE.tokens)}\n'
     return old + now + running + f'vllm:prefix_cache_hits_total{{engine="0"}} {float(STATE.hits)}\n'
 
 
@@ -363,6 +397,7 @@ def main() -> None:
     if SCRIPT.get("term") == "hang":
         signal.signal(signal.SIGTERM, lambda *_: None)
     STATE.engine = subprocess.Popen(["sleep", "3600"])
+    threading.Thread(target=compute, daemon=True).start()
     scratch = os.open(SCRIPT["shm"], os.O_CREAT | os.O_RDWR)
     server = Server(arguments[arguments.index("--uds") + 1], Handler)
     Path(SCRIPT["calls"] + ".env").write_text(json.dumps({"argv": arguments, "env": dict(os.environ)}))

@@ -56,6 +56,25 @@ def merged_seed(step: int) -> str:
     return "".join(hashlib.sha256(raw).hexdigest() for raw in tensors_of("merged", step).values())
 
 
+def held_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fake server holds a tensor as it is in the file."""
+    return [row | {"sha256": "", "sum64": sum64(row["sha256"])} for row in rows]
+
+
+def sum64(sha: str) -> int:
+    """What stands for the sum of a tensor."""
+    return int(sha[:15], 16)
+
+
+def commit(folder: Path, name: str, raw: bytes) -> None:
+    """Put another file into a checkpoint, in all that says what it is."""
+    (folder / name).write_bytes(raw)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (entry,) = (file for file in manifest["files"] if file["name"] == name)
+    entry |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 def write(folder: Path, mode: str, step: int, parameters: str = "lora") -> str:
     """Write a checkpoint folder; returns the sha of its manifest."""
     folder.mkdir(parents=True)
@@ -66,13 +85,17 @@ def write(folder: Path, mode: str, step: int, parameters: str = "lora") -> str:
         {"name": n, "dtype": "float32", "shape": [8], "sha256": hashlib.sha256(r).hexdigest()}
         for n, r in tensors.items()
     ]
-    (folder / "weights.json").write_text(json.dumps({"mode": mode, "tensors": rows}))
+    (folder / "weights.json").write_text(
+        json.dumps({"mode": mode, "tensors": rows, "held": held_rows(rows) if mode == "lora" else []})
+    )
     files = [
         {"name": p.name, "bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
         for p in sorted(folder.iterdir())
     ]
     seed = seed_of_adapter(folder) if mode == "lora" else "".join(row["sha256"] for row in rows)
     canary = {"prompts": PROMPTS, "logprobs": [scores(seed, p) for p in PROMPTS], "max_abs": 1e-4, "mean_abs": 1e-5}
+    if mode == "lora":
+        canary |= {"base": [scores("", p) for p in PROMPTS], "rounding": 1e-6}
     manifest = {"run": "toy", "step": step, "epoch": step, "lineage": 0, "parent": "", "batch": "", "base_digest": "",
                 "spec_digest": "", "instance": "i", "job": 1, "fence": 1, "files": files, "canary": canary,
                 "parameters": parameters}  # fmt: skip

@@ -1,7 +1,8 @@
-"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora|full:SEED:STEP[:gpu] ...`.
+"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora|experts|full:SEED:STEP[:gpu|bf16] ...`.
 
-Stands in for the trainer in the engine's tests: random adapter or, in `full`, every weight off by noise; weight table; canary
-scored with Hugging Face in fp32. gpu: served in bf16, known by sum64, and a canary with the room that takes. Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
+Stands in for the trainer in the engine's tests: random adapter (`experts`: on experts alone) or, in `full`, every weight off by noise; weight table; canary
+scored with Hugging Face in fp32. bf16: served so, and a canary with the room that takes; gpu: the same, merged weights known by
+sum64. Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,11 +24,12 @@ from transformers import AutoModelForCausalLM
 from artd_schema.codec import to_json
 from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightEntry, WeightTable
 from artd_workers.engines.direct.checksum import sum_of
+from artd_workers.trainer import held
 from artd_workers.trainer.merge import PEFT_PREFIX, BaseWeights, merged_tensors
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 4, 8
-FP32, BF16 = (1e-5, 2e-6), (4.0, 0.15)
+FP32, BF16, FP32_ROUNDING = (1e-5, 2e-6), (4.0, 0.15), 1e-6
 """Bounds: a token whose expert is another by rounding is off by up to 1.6; another checkpoint of a toy by 1.3 in the mean."""
 
 
@@ -70,35 +73,60 @@ def hugging_face(base: Path, weights: dict[str, Tensor]) -> Any:
     return model.eval()
 
 
-def canary(base: Path, merged: dict[str, Tensor], bounds: tuple[float, float]) -> Canary:
-    """Logprobs of Hugging Face with the merged weights. bounds: largest and mean difference in nats."""
-    model = hugging_face(base, merged)
+def prompts(base: Path) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(3, model.config.vocab_size, (n,), generator=generator) for n in (24, 17, 32)]
-    logprobs = []
-    with torch.no_grad():
-        for ids in prompts:
-            scores = torch.log_softmax(model(ids[None]).logits[0].double(), -1)
-            logprobs.append(tuple(scores[:-1].gather(1, ids[1:, None])[:, 0].tolist()))
-    rows = tuple(tuple(ids.tolist()) for ids in prompts)
-    return Canary(prompts=rows, logprobs=tuple(logprobs), max_abs=bounds[0], mean_abs=bounds[1])
+    vocab = json.loads((base / "config.json").read_text())["vocab_size"]
+    return [torch.randint(3, vocab, (n,), generator=generator) for n in (24, 17, 32)]
 
 
-def write(base_folder: Path, out: Path, mode: str, seed: int, step: int, gpu: bool = False) -> str:
+@torch.no_grad()
+def logprobs(model: Any, asked: list[Tensor]) -> tuple[tuple[float, ...], ...]:
+    """Of tokens 1.. of each prompt."""
+    found = []
+    for ids in asked:
+        scores = torch.log_softmax(model(ids[None]).logits[0].double(), -1)
+        found.append(tuple(scores[:-1].gather(1, ids[1:, None])[:, 0].tolist()))
+    return tuple(found)
+
+
+def canary(base: Path, merged: dict[str, Tensor], bf16: bool, below: dict[str, Tensor] | None = None) -> Canary:
+    """Logprobs of Hugging Face with the merged weights. below: the base's, for an engine that is served the adapter alone."""
+    model, asked = hugging_face(base, merged), prompts(base)
+    largest, mean = BF16 if bf16 else FP32
+    found = logprobs(model, asked)
+    made = Canary(prompts=tuple(tuple(ids.tolist()) for ids in asked), logprobs=found, max_abs=largest, mean_abs=mean)
+    if below is None:
+        return made
+    rounding = FP32_ROUNDING
+    if bf16:
+        flat = [
+            torch.tensor([one for row in rows for one in row]) for rows in (found, logprobs(model.bfloat16(), asked))
+        ]
+        rounding = float((flat[0] - flat[1]).square().mean().sqrt())
+    return replace(made, base=logprobs(hugging_face(base, below), asked), rounding=rounding)
+
+
+def write(base_folder: Path, out: Path, mode: str, seed: int, step: int, kind: str = "") -> str:
     """Write one checkpoint folder; returns the sha256 of its manifest."""
     out.mkdir(parents=True)
-    base = BaseWeights(base_folder)
+    base, gpu, bf16 = BaseWeights(base_folder), kind == "gpu", bool(kind)
+    below, rows = None, ()
     if mode == "full":
         served = merged = every_weight(base, seed)
         save_file(merged, out / "model.safetensors", metadata={"format": "pt"})
     else:
-        lora = adapter(base, seed)
+        lora = {name: one for name, one in adapter(base, seed).items() if mode != "experts" or ".experts." in name}
+        mode = "merged" if mode == "merged" else "lora"
         write_adapter(base_folder, out, lora)
-        merged = dict(merged_tensors(base, lora, ALPHA / RANK, torch.bfloat16 if gpu else torch.float32))
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        merged = dict(merged_tensors(base, lora, ALPHA / RANK, dtype if mode == "merged" else torch.float32))
         served = merged if mode == "merged" else lora
+        if mode == "lora":
+            below, rows = dict(merged_tensors(base, {}, 1.0, torch.float32)), held.entries(lora, ALPHA / RANK, dtype)
     table = WeightTable(
         mode="lora" if mode == "lora" else "merged",
         tensors=tuple(entry(name, tensor, gpu and mode == "merged") for name, tensor in served.items()),
+        held=rows,
     )
     (out / "weights.json").write_bytes(to_json(table))
     files = tuple(
@@ -107,7 +135,7 @@ def write(base_folder: Path, out: Path, mode: str, seed: int, step: int, gpu: bo
     )
     manifest = CheckpointManifest(
         run="toy", step=step, epoch=step, lineage=0, parent="", batch="", base_digest="", spec_digest="",
-        instance="test", job=1, fence=1, files=files, canary=canary(base_folder, merged, BF16 if gpu else FP32),
+        instance="test", job=1, fence=1, files=files, canary=canary(base_folder, merged, bf16, below),
         parameters="full" if mode == "full" else "lora",
     )  # fmt: skip
     raw = to_json(manifest)
@@ -125,8 +153,8 @@ def write_adapter(base: Path, out: Path, lora: dict[str, Tensor]) -> None:
 def main() -> None:
     base, *wanted = sys.argv[1:]
     for item in wanted:
-        out, mode, seed, step, *gpu = item.split(":")
-        print(write(Path(base), Path(out), mode, int(seed), int(step), bool(gpu)))
+        out, mode, seed, step, *kind = item.split(":")
+        print(write(Path(base), Path(out), mode, int(seed), int(step), *kind))
 
 
 if __name__ == "__main__":

@@ -145,17 +145,19 @@ class Engine:
 
 
 def start(
-    toys: Path, mode: Mode, parameters: Parameters = "lora", routes: RouteShape | None = None, **engine: int
-) -> Iterator[Engine]:
-    """A server of the model `toys/toy`; `engine`: changes of the engine's spec."""
+    toys: Path, mode: Mode, parameters: Parameters = "lora", routes: RouteShape | None = None, stall_s: float = 0.0,
+    **engine: Any,
+) -> Iterator[Engine]:  # fmt: skip
+    """A server of the model `toys/toy`; stall_s: see EngineConfig; `engine`: changes of the engine's spec."""
     python = str(registry.find("vllm").python)
     with tempfile.TemporaryDirectory(prefix="artd-r-") as name:
         settings = {"max_model_len": 512, "max_num_seqs": 16, "kv_cache_mib": 64} | engine
         spec = RunSpec(model=str(toys / "toy"), parameters=parameters, rollout_weights_mode=mode,
                        lora=LoraSpec(rank=4, alpha=8), engine=EngineSpec(**settings))  # fmt: skip
         config = w.EngineConfig(
-            run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python, routes=routes
-        )
+            run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python, routes=routes,
+            stall_s=stall_s,
+        )  # fmt: skip
         with FakeDaemon(config, python) as daemon:
             started = Engine(daemon, toys, mode)
             answer = daemon.expect((w.Ready, w.Down), START_S)

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from artd.supervise import procfs
+from artd_schema import scratch
 from artd_schema.manifest import Canary, WeightEntry
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
@@ -121,6 +122,49 @@ def test_canary_fails(scores: list[list[float]], said: str) -> None:
         canary.verify(CANARY, scores)
 
 
+ADAPTER = msgspec.structs.replace(
+    CANARY, logprobs=((-1.2, -1.7), (-3.1,)), base=((-1.0, -2.0), (-3.0,)), max_abs=9.0, mean_abs=9.0, rounding=0.05
+)
+
+
+def test_the_change_of_an_adapter_is_measured_and_bounded() -> None:
+    noisy = [[-1.21, -1.68], [-3.12]]
+    _, found = canary.verify_adapter(ADAPTER, [[-1.01, -1.99], [-3.0]], noisy)
+    assert found.significant and found.times == pytest.approx(0.216 / 0.05, rel=0.01)
+    assert found.slope == pytest.approx(1.043, abs=0.01) and found.correlation > 0.99
+
+
+@pytest.mark.parametrize(
+    ("base", "step"),
+    [
+        ([[-1.0, -2.0], [-3.0]], [[-1.0, -2.0], [-3.0]]),
+        ([[-1.0, -2.0], [-3.0]], [[-1.01, -1.99], [-2.99]]),
+        ([[-1.0, -2.0], [-3.0]], [[-1.5, -1.2], [-3.3]]),
+        ([[-1.0, -2.0], [-3.0]], [[-0.8, -2.3], [-2.9]]),
+        ([[-1.0, -2.0], [-3.0]], [[-1.9, -1.4], [-2.0]]),
+    ],
+    ids=["the base", "an early step", "twice", "the other way", "another"],
+)
+def test_an_adapter_that_changes_something_else_is_refused(base: list[list[float]], step: list[list[float]]) -> None:
+    with pytest.raises(EngineError, match="the adapter changes the engine's scores by"):
+        canary.verify_adapter(ADAPTER, base, step)
+    faint = msgspec.structs.replace(ADAPTER, rounding=0.08)
+    assert not canary.verify_adapter(faint, base, step)[1].significant, "rounding may explain it"
+
+
+def test_a_wrong_base_and_a_checkpoint_without_one_are_refused() -> None:
+    tight = msgspec.structs.replace(ADAPTER, max_abs=0.01)
+    with pytest.raises(EngineError, match="does not serve the base model"):
+        canary.verify_adapter(tight, [[-1.0, -2.1], [-3.0]], ADAPTER.logprobs)
+    with pytest.raises(EngineError, match="empty"):
+        canary.verify_adapter(msgspec.structs.replace(ADAPTER, base=()), [], ADAPTER.logprobs)
+
+
+def test_an_adapter_that_changes_nothing_is_not_asked_to() -> None:
+    zero = msgspec.structs.replace(ADAPTER, logprobs=ADAPTER.base)
+    assert not canary.verify_adapter(zero, ADAPTER.base, ADAPTER.base)[1].significant
+
+
 def test_an_empty_canary_proves_nothing() -> None:
     empty = Canary(prompts=((1,),), logprobs=((),), max_abs=1.0, mean_abs=1.0)
     with pytest.raises(EngineError, match="empty"):
@@ -207,9 +251,9 @@ sys.stdin.read()
 
 def test_scratch_is_found_and_other_files_of_the_server_are_not(tmp_path: Path) -> None:
     tag = f"artd_{os.getpid()}_{time.monotonic_ns()}"
-    scratch = {Path(f"/dev/shm/psm_{tag}"), Path(f"/dev/shm/sem.mp-{tag}"), Path(f"/tmp/vllm_dist_{tag}")}
+    files = {Path(f"/dev/shm/psm_{tag}"), Path(f"/dev/shm/sem.mp-{tag}"), Path(f"/tmp/vllm_dist_{tag}")}
     others = {Path(f"/tmp/{tag}.log"), tmp_path / "vllm_model.safetensors", Path(f"/dev/shm/{tag}")}
-    paths = sorted(scratch | others)
+    paths = sorted(files | others)
     since = time.time() - 1
     argv = [sys.executable, "-c", HOLDER, *map(str, paths)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
@@ -218,13 +262,27 @@ def test_scratch_is_found_and_other_files_of_the_server_are_not(tmp_path: Path) 
             process.stdout.readline()
             members = group.members(process.pid)
             assert members == [process.pid]
-            assert group.scratch_files(members, since) == scratch
+            assert group.scratch_files(members, since) == files
             assert group.scratch_files(members, time.time() + 60) == set()
             assert group.kill(process.pid, 5.0) == []
             assert group.members(process.pid) == []
         finally:
             process.kill()
-            group.remove(paths)
+            scratch.remove(paths)
+
+
+def test_a_semaphore_is_found_though_it_was_made_under_another_name() -> None:
+    code = "import multiprocessing as m, sys; l = m.get_context('spawn').Lock(); print(l._semlock.name, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, text=True
+    ) as process:
+        assert process.stdout is not None
+        name = Path(f"/dev/shm/sem.{process.stdout.readline().strip().removeprefix('/')}")
+        try:
+            assert name.exists()
+            assert name in group.scratch_files([process.pid], time.time() - 60)
+        finally:
+            process.communicate("")
 
 
 def test_sweep_removes_only_the_files_that_were_recorded(tmp_path: Path) -> None:
@@ -234,21 +292,21 @@ def test_sweep_removes_only_the_files_that_were_recorded(tmp_path: Path) -> None
     try:
         for path in (kept, taken, gone):
             path.touch()
-        group.record([kept, taken, gone], record)
+        scratch.record([kept, taken, gone], record)
         other = Path(f"/dev/shm/{tag}")
         other.touch()
         taken.unlink()
         other.rename(taken)
         gone.unlink()
-        assert group.sweep(record) == [kept]
+        assert scratch.sweep(record) == [kept]
         assert (kept.exists(), taken.exists(), record.exists()) == (False, True, False)
-        assert group.sweep(record) == []
+        assert scratch.sweep(record) == []
         (tmp_path / "x").touch()
         record.write_text(f"{(tmp_path / 'x').stat().st_ino} {tmp_path / 'x'}\n")
-        assert group.sweep(record) == []
+        assert scratch.sweep(record) == []
         assert (tmp_path / "x").exists()
     finally:
-        group.remove([kept, taken, gone])
+        scratch.remove([kept, taken, gone])
 
 
 def test_scratch_is_recorded_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +323,7 @@ def test_scratch_is_recorded_by_one_thread_at_a_time(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(group, "members", lambda _: [])
     monkeypatch.setattr(group, "scratch_files", lambda *_: {tmp_path / str(next(files))})
-    monkeypatch.setattr(group, "record", record)
+    monkeypatch.setattr(scratch, "record", record)
     monkeypatch.setattr(one, "_process", SimpleNamespace(pid=1))
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(one.scan, now=True) for _ in range(2)]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from artd_workers.engines.base import Deadline
+from artd_workers.engines.http import call
 from artd_workers.engines.push import PushError
-from tests.awake import SOON_S
+from tests.awake import SOON_S, wait_until
+from tests.engine import folders
 from tests.engine.conftest import Bench
 
 
@@ -93,6 +98,49 @@ def test_the_harness_does_not_wait_for_an_adapter_that_is_loaded(bench: Bench, m
         monkeypatch.setattr(pusher._adapter, "load_adapter", loaded)
         pusher.run(bench.push(5))
     assert tidied == [[]]
+
+
+def test_an_adapter_is_there_for_as_long_as_a_request_may_need_it(bench: Bench) -> None:
+    """vLLM reads an adapter anew that it has put out of its slots, and ends when it is away."""
+    bench.mode = "lora"
+    with bench.serve() as pusher:
+        pusher.run(bench.push(1, name="toy@4"))
+        adapter, (old,) = pusher._adapter, (bench.root / "adapters").iterdir()
+        body = {"model": "toy@4", "prompt": [[5, 6, 7]], "max_tokens": 200}
+        generate = partial(call, str(bench.root / "s"), "POST", "/v1/completions", body, deadline=Deadline(SOON_S))
+        request = threading.Thread(target=generate)
+        request.start()
+        wait_until(lambda: adapter.in_flight("toy@4", Deadline(SOON_S)), SOON_S, "the request")
+        pusher.run(bench.push(2, name="toy@4"))  # after a rollback: another lineage's step of this number
+        for _ in range(3):
+            pusher.tidy(Deadline(SOON_S))
+        assert request.is_alive() and (old / "adapter_model.safetensors").is_file()
+        request.join()
+        pusher.tidy(Deadline(SOON_S))
+        assert not old.exists() and len(list((bench.root / "adapters").iterdir())) == 1
+
+
+def test_an_adapter_whose_sums_in_the_engine_are_others_is_never_live(bench: Bench) -> None:
+    """Its file has the right hashes, and the engine scores it as the trainer does."""
+    bench.mode = "lora"
+    push = bench.push(4)
+    folder = bench.root / "checkpoint-4"
+    table = json.loads((folder / "weights.json").read_text())
+    table["held"][1]["sum64"] ^= 1
+    folders.commit(folder, "weights.json", json.dumps(table).encode())
+    ref = msgspec.structs.replace(push.checkpoint, sha=folders.sha(folder))
+    with bench.serve() as pusher, pytest.raises(PushError, match="not those committed") as failed:
+        pusher.run(msgspec.structs.replace(push, checkpoint=ref))
+    assert failed.value.phase == "verify"
+
+
+def test_a_damaged_adapter_config_is_refused(bench: Bench) -> None:
+    bench.mode = "lora"
+    push = bench.push(4)
+    (bench.root / "checkpoint-4" / "adapter_config.json").write_text('{"lora_alpha": 0}')
+    with bench.serve() as pusher, pytest.raises(PushError, match="config.json is not the file that was committed"):
+        pusher.run(push)
+    assert "/v1/load_lora_adapter" not in bench.routes()
 
 
 def test_a_step_of_another_lineage_replaces_its_namesake(bench: Bench) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd.base_model import BaseModel
 from artd.clock import Clock
 from artd.errors import RequestError
 from artd.ingest import Ingest
@@ -27,6 +26,7 @@ from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_schema import client_api as api
 from artd_schema import worker as w
+from artd_schema.base import BaseModel
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import ExchangeRef, RouteShape, Sampling, Turn
 
@@ -113,7 +113,10 @@ def data_dir(root: Path) -> DataDir:
 
 
 def spec(**changes: Any) -> RunSpec:
-    return RunSpec(model="/models/toy", **({"group_size": 2, "groups_per_step": 1, "row_length": 64} | changes))
+    return RunSpec(
+        model="/models/toy",
+        **({"group_size": 2, "groups_per_step": 1, "row_length": 64, "drop_longer": True} | changes),
+    )
 
 
 async def add_run(store: Store, name: str = "r", base: BaseModel = BASE, **changes: Any) -> int:
@@ -193,6 +196,10 @@ async def settle(task: asyncio.Task[Any]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+WHOLE = "SELECT t.*, d.metrics, d.body FROM trajectory t JOIN trajectory_data d ON d.trajectory_id = t.id"
+"""Trajectories with their bodies and metrics."""
 
 
 def body_of(row: sqlite3.Row, data: DataDir) -> bytes:

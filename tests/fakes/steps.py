@@ -72,12 +72,12 @@ async def serve(store: Store, spawn: int = 1, data: DataDir | None = None) -> No
     await pusher.live(w.Live(push=message.push, fence=message.fence, max_abs=1e-6, mean_abs=1e-7))
 
 
-async def pack_here(request: child.PackRequest) -> child.PackResult:
+async def pack_here(request: child.PackRequest, stall_s: float = 0.0) -> child.PackResult:
     """What the packing child does, without its start."""
     return child.run(request)
 
 
-async def pack(store: Store, data: DataDir, by: Callable[[child.PackRequest], Awaitable[Any]] = pack_here) -> bool:
+async def pack(store: Store, data: DataDir, by: Callable[..., Awaitable[Any]] = pack_here) -> bool:
     """Pack what is due. by: who packs it; `service.run_child` is the real child. Whether there was something."""
     packer = service.Packer(store, Blobs(data.blobs), data, room)
     request, groups = await store.write(packer._due)

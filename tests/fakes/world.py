@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from artd.base_model import BaseModel
 from artd.dispatch import TRAINER
 from artd.ingest import Ingest
 from artd.jobs import abandon
@@ -29,6 +28,7 @@ from artd.store.store import Store
 from artd_client import turn
 from artd_schema import client_api as api
 from artd_schema import worker as w
+from artd_schema.base import BaseModel
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 from tests.fakes.routes import SHAPE, rows_of
 from tests.fakes.rows import BASE, VOCAB, FakeWire, add_run, add_worker, body, data_dir, open_store

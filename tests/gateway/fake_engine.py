@@ -252,7 +252,7 @@ class FakeEngine:
     async def _derender_chat(self, request: Request, body: Json) -> Any:
         generated = body["generate_response"]
         choices = [
-            {"index": choice["index"], "message": {"role": "assistant", "content": _text(choice), "tool_calls": self.tool_calls},
+            {"index": choice["index"], "message": {"role": "assistant", "content": _text(choice, body["chat_request"]), "tool_calls": self.tool_calls},
              "logprobs": choice["logprobs"] and {"content": [_shown(e) for e in choice["logprobs"]["content"]]},
              "finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
             for choice in generated["choices"]
@@ -262,7 +262,7 @@ class FakeEngine:
     async def _derender_completions(self, request: Request, body: Json) -> Any:
         flat = [choice for generated in body["generate_responses"] for choice in generated["choices"]]
         choices = [
-            {"index": index, "text": _text(choice), "finish_reason": choice["finish_reason"],
+            {"index": index, "text": _text(choice, body["completion_request"]), "finish_reason": choice["finish_reason"],
              "stop_reason": choice.get("stop_reason"),
              "logprobs": choice["logprobs"] and {"token_logprobs": [e["logprob"] for e in choice["logprobs"]["content"]]}}
             for index, choice in enumerate(flat)
@@ -290,9 +290,10 @@ def _shown(entry: Json) -> Json:
     }
 
 
-def _text(choice: Json) -> str:
+def _text(choice: Json, asked: Json) -> str:
     assert choice["token_ids"], "vLLM refuses to derender a choice without tokens"
-    return "".join(chr(token) for token in choice["token_ids"]).replace("$", "")
+    text = "".join(chr(token) for token in choice["token_ids"])
+    return text.replace("$", "") if asked.get("skip_special_tokens", True) else text
 
 
 def _completion(kind: str, request_id: str, model: str, choices: list[Json], prompt_tokens: int) -> Json:

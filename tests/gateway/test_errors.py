@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from artd_schema import worker as w
+from artd_workers.gateway.errors import EngineFailure
+from artd_workers.gateway.flow import Flow
 from tests.awake import SOON_S
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, merged
@@ -106,6 +108,25 @@ async def test_a_reply_that_is_no_json_is_a_502(rig: Rig, engine: FakeEngine) ->
 
     engine.fail["/generate"] = (200, PlainTextResponse("{nope"))
     assert "no JSON" in error(await rig.chat(), 502, "engine_failed")
+
+
+async def test_a_failed_generation_ends_the_others_and_leaves_no_cancel_request() -> None:
+    """With one left, the asyncio.timeout of Python 3.11.2 raises CancelledError: a 500 instead of the 502."""
+    ended = []
+
+    class Client:
+        async def post(self, path: str, body: dict[str, int], unbounded: bool) -> None:
+            try:
+                await asyncio.sleep(0.01 if body["n"] == 1 else 60)
+                raise EngineFailure("e0", "no")
+            finally:
+                ended.append(body["n"])
+
+    flow = Flow(None, None, None, None)
+    with pytest.raises(EngineFailure):
+        await flow._gather(Client(), [{"n": 0}, {"n": 1}])
+    assert asyncio.current_task().cancelling() == 0
+    assert ended == [1, 0]
 
 
 async def in_flight(rig: Rig) -> int:

@@ -273,6 +273,19 @@ async def test_the_message_limit_counts_them(rig: Rig) -> None:
     assert rig.daemon.ledger == [] and engine.captured == {}
 
 
+async def test_what_cannot_fit_the_ledger_is_refused_before_it_is_sampled(rig: Rig) -> None:
+    """As long as the request itself says how long answers may be."""
+    await rig.limits(max_message=5000)
+    engine = await moe(rig)
+    response = await rig.chat(n=4, max_tokens=95)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (413, "ledger_entry_too_large")
+    assert "4 choices of 75 tokens" in error["message"] and "nothing was sampled" in error["message"]
+    assert engine.bodies("/generate") == [] and rig.daemon.ledger == []
+    assert (await rig.chat(n=2)).status_code == 200, "short answers fit"
+    assert (await rig.chat(n=1, max_tokens=95, headers={"x-artd-split": "eval"})).status_code == 200, "no routes"
+
+
 # ---- dropped ------------------------------------------------------------------------------------------------------------
 
 

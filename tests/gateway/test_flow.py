@@ -135,6 +135,21 @@ async def test_token_ids_come_with_the_choice_when_asked_for(rig: Rig, engine: F
     assert bearer["generation_log_probs"] == [logprob(ord(char), 0) for char in "Paris$"]
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "complete"])
+@pytest.mark.parametrize(("text", "shown"), [("Par$", "Par"), ("$", ""), ("Pa$r", "Pa")])
+@pytest.mark.parametrize("told", [True, False])
+async def test_the_eos_is_no_text_although_special_tokens_are(
+    rig: Rig, engine: FakeEngine, endpoint: str, text: str, shown: str, told: bool
+) -> None:
+    """As vLLM's own endpoint. told: whether the engine tells stop reasons, as vLLM 0.32 does and 0.25 does not."""
+    engine.texts = [text]
+    if not told:
+        engine.edit = lambda reply: [choice.pop("stop_reason") for choice in reply["choices"]]
+    choice = (await getattr(rig, endpoint)(skip_special_tokens=False)).json()["choices"][0]
+    assert (choice["message"]["content"] if endpoint == "chat" else choice["text"]) == shown
+    assert ints(rig.daemon.ledger[0][1][0].token_ids)[-1] == ord("$"), "it is trained"
+
+
 async def test_tool_calls_end_with_the_finish_reason_of_openai(rig: Rig, engine: FakeEngine) -> None:
     engine.tool_calls = [{"id": "t", "type": "function"}]
     assert (await rig.chat()).json()["choices"][0]["finish_reason"] == "tool_calls"

@@ -25,7 +25,7 @@ from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
 from tests.conformance import methods, pushes
 from tests.conformance.bench import Bench
-from tests.conformance.real import STEPS, Sender, Vllm
+from tests.conformance.real import STEPS, Sender, Vllm, made_as
 from tests.conformance.spawn import Flaw, Kind, rendezvous
 from tests.engine.real import HERE, ROOT, serving_tool, tool
 from tests.gpu import lines
@@ -65,7 +65,8 @@ class DirectFeed(Sender):
 
 
 class VllmOnGpu:
-    """See `spawn.Kind`. The toy of `lora` is dense."""
+    """See `spawn.Kind`. The toys are mixtures of experts; that of `lora` has a dense layer between sparse ones, and at step 3 an
+    adapter of experts alone."""
 
     deadline_s = 12.0
     patience_s = 60.0
@@ -81,12 +82,10 @@ class VllmOnGpu:
         self.python = self.server = sys.executable
         self.env = ENV
         self._toys, self._prefix = folder, mode[0]
-        changes = SHAPE | ({} if mode == "lora" else {"moe_intermediate_size": 128})
-        family = "qwen3" if mode == "lora" else "qwen3_moe"
-        tool(
-            str(HERE / "make_toy.py"), str(folder / "toy"), family, json.dumps(changes), python=sys.executable, env=ENV
-        )
-        wanted = [f"{self.checkpoint(step)}:{mode}:{step + 1}:{step}:gpu" for step in STEPS]
+        changes = SHAPE | {"moe_intermediate_size": 128} | ({"mlp_only_layers": [1]} if mode == "lora" else {})
+        made = (str(folder / "toy"), "qwen3_moe", json.dumps(changes))
+        tool(str(HERE / "make_toy.py"), *made, python=sys.executable, env=ENV)
+        wanted = [f"{self.checkpoint(step)}:{made_as(mode, step)}:{step + 1}:{step}:gpu" for step in STEPS]
         tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), *wanted, python=sys.executable, env=ENV)
         direct = {} if mode == "lora" else {"transfer": way}
         engine = EngineSpec(

@@ -22,13 +22,14 @@ import msgspec
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from torch import Tensor
 
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
 from artd_workers.trainer.model import Policy
 from artd_workers.trainer.packed import Batch
 from artd_workers.trainer.sharded import ShardedState
-from artd_workers.trainer.step import MOMENTS, Optimizer, train_step
+from artd_workers.trainer.step import MOMENTS, Optimizer, decays, train_step
 from tests.gpu.policies import memory, settle
 
 CASES = {"bfloat16": ("bfloat16", 0.0), "float32": ("float32", 0.0), "float32, clipped": ("float32", 0.5)}
@@ -136,9 +137,13 @@ class Theirs:
         )  # fmt: skip
         with self._shim():
             self._model = DistributedDataParallel(config, buffers, policy.model)
-            # No overrides: norms decay as all else does.
-            self._all = get_megatron_optimizer(settings, [self._model], {}, use_gloo_process_groups=False)
+            spared = ParamWithNamePredicate(name="spared", fn=lambda _, name: not decays(name))
+            overrides = {ParamKey(with_name_predicate=spared): {"wd_mult": 0.0}}
+            self._all = get_megatron_optimizer(settings, [self._model], overrides, use_gloo_process_groups=False)
             (self._own,) = self._all.chained_optimizers
+            # Megatron's scheduler, which there is none of here, would do this before each step.
+            for group in self._own.param_groups:
+                group["weight_decay"] = steps.weight_decay * group["wd_mult"]
         self.adam = type(self._own.optimizer)
         self.step = timed(self._step, self.seconds, tiny)
 

@@ -28,7 +28,7 @@ from artd_schema.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.packed import Batch
 from artd_workers.trainer.placement import CPU
 from artd_workers.trainer.step import Optimizer, train_step
-from tests.gpu import replay, rows
+from tests.gpu import long, replay, rows
 from tests.gpu.jobs import worker
 from tests.gpu.policies import dense, errors, gradient, made, made_like, on, scored, until
 from tests.gpu.timing import Item, profile, sharing, speed
@@ -113,6 +113,9 @@ ITEMS: dict[str, Item] = {
     "speed8": speed(8, [0]),
     "speed48": speed(48, [0]),
     "speed48again": speed(48, [20, 8]),
+    "long48": long.longest,
+    "long4": long.growth,
+    "short48": long.short(48),
     "replay": replay.cost,
     "replaykernels": replay.kernels,
     "profile": profile,

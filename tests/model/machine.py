@@ -115,7 +115,8 @@ class Machine(RuleBasedStateMachine):
 
         async def start() -> None:
             self.store = Store(
-                self.data.database, self.clock, self.fatal, lambda path, fatal: InlineWriter(path, fatal, lambda: 0.0), reader
+                self.data.database, self.clock, self.fatal, lambda path, fatal: InlineWriter(path, fatal, lambda: 0.0), reader,
+                lambda path, count, deadline_s: InlineReader(path, lambda: 0.0),
             )  # fmt: skip
             await self.store.open()
             instance, number = await self.store.write(lambda c: recover.identify(c, self.data, self.clock.ms))
@@ -244,7 +245,7 @@ class Machine(RuleBasedStateMachine):
             self.before[entity] = now
 
 
-def _may_follow(entity: str, before: str, state: str) -> bool:
-    """At once, or by way of one other state: a rule may be two of the daemon's transactions."""
+def _may_follow(entity: str, before: str, state: str, hops: int = 3) -> bool:
+    """By at most `hops` transitions: a rule may be several of the daemon's transactions (`step_comes` seals, packs, trains)."""
     after = FOLLOWS[entity].get(before, "").split()
-    return state in after or any(state in FOLLOWS[entity].get(between, "").split() for between in after)
+    return state in after or (hops > 1 and any(_may_follow(entity, between, state, hops - 1) for between in after))

@@ -57,6 +57,7 @@ class Reference:
     timeout_ms: int
     now: int
     state: str = "active"
+    held: set[str] = field(default_factory=set)  # why it is paused
     flush: bool = False
     lineage: int = 0
     groups: dict[str, Group] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class Reference:
     def flush_all(self) -> None:
         for group in self.groups.values():
             self.seal(group)
-        self.flush = True
+        self.flush = self.flush or bool(self.groups)
 
     # ---- jobs -----------------------------------------------------------------------------------------------------------
 
@@ -158,8 +159,7 @@ class Reference:
         job.deaths += how == "died"
         if how == "permanent" or job.deaths == 2 or job.attempts == 5:
             job.state, job.not_before = "quarantined", self.now
-            if self.state == "active":
-                self.state = "paused"
+            self.hold("quarantine")
         else:
             job.not_before = self.now + (0 if how == "died" else 1000 * min(2**job.attempts, 300))
 
@@ -174,23 +174,32 @@ class Reference:
         was, job.doomed = job.state, how
         if was != "running":
             self._abandon(job, how)
-        if how == "cancel" and self.state == "active":
-            self.state = "paused"
-        if how == "discard" and was == "quarantined" and self.state == "paused":
-            self.state = "active"
+        if how == "cancel":
+            self.hold("cancel")
+        if was == "quarantined":
+            self.lift("quarantine")
         return True
+
+    def hold(self, cause: str) -> None:
+        if self.state != "finished":
+            self.held.add(cause)
+            self.state = "paused"
+
+    def lift(self, cause: str) -> None:
+        self.held.discard(cause)
+        if self.state == "paused" and not self.held:
+            self.state = "active"
 
     def _abandon(self, job: Job, how: str) -> None:
         job.state, job.doomed = "cancelled", how
         for group in job.groups:
-            group.state = "sealed" if how == "cancel" else "discarded"
+            group.state = "sealed" if how == "cancel" and self.state != "finished" else "discarded"
 
     def retry(self, job: Job) -> bool:
         if job.state != "quarantined" or self.state == "finished":
             return False
         job.state, job.attempts, job.deaths, job.not_before = "queued", 0, 0, 0
-        if self.state == "paused":
-            self.state = "active"
+        self.lift("quarantine")
         return True
 
     def reboot(self, seen: int) -> None:
@@ -207,13 +216,17 @@ class Reference:
         """target: active, paused or finished."""
         if self.state == "finished" and target != "finished":
             return False
+        self.state = target
         job = self.unfinished
         if target == "finished" and job:
             if job.state == "running":
                 job.doomed = job.doomed or "cancel"
             else:
                 self._abandon(job, "cancel")
-        self.state = target
+        if target == "finished":
+            for group in self.groups.values():
+                group.state = "discarded" if group.state in ("open", "sealed") else group.state
+        self.held = {"operator"} | self.held if target == "paused" else set()
         return True
 
     def rollback(self, step: int, kept: set[int]) -> bool:

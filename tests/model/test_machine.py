@@ -376,16 +376,20 @@ class Rules(Machine):
 
     @rule(failed=st.booleans())
     def engine_dies(self, failed: bool) -> None:
-        """After a failed push, or by itself."""
+        """After a failed push, or by itself. A push that failed five times pauses the run."""
+        given_up = self.failed_pushes()
         if self.push is not None and failed:
             message = w.PushFailed(push=self.push.push, fence=self.push.fence, phase="verify", error="told to")
             self.do(self.services._pusher.failed(message))
         self.do(self.services._pusher.engine_died("gone"))
         self.push = None
         assert not self.served()
-        if self.rows("SELECT 1 FROM push WHERE state = 'failed'"):
-            self.model.state = self.rows("SELECT state FROM run")[0]["state"]  # five failed pushes pause a run
+        if self.failed_pushes() > given_up:
+            self.model.hold("push")
         self.respawn("engine")
+
+    def failed_pushes(self) -> int:
+        return len(self.rows("SELECT 1 FROM push WHERE state = 'failed'"))
 
     @rule()
     def retire(self) -> None:

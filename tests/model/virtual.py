@@ -138,6 +138,13 @@ class InlineReader:
         self._connection = open_readonly(path)
         self._latency = latency
 
+    async def run(self, fn: Callable[[sqlite3.Connection], Any]) -> Any:
+        await anyio.sleep(self._latency())
+        return fn(self._connection)
+
+    def hold(self, wanted: bool) -> None:
+        pass
+
     async def execute_fetchall(self, sql: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
         await anyio.sleep(self._latency())
         return self._connection.execute(sql, parameters).fetchall()

@@ -87,7 +87,7 @@ class World:
         (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB}))
         (model / "model.safetensors").write_bytes(b"no weights")
         self.spec = RunSpec(
-            model=str(model), group_size=2, groups_per_step=self.rng.choice((1, 1, 2)), row_length=64, group_timeout_s=15.0,
+            model=str(model), group_size=2, groups_per_step=self.rng.choice((1, 1, 2)), row_length=64, drop_longer=True, group_timeout_s=15.0,
             rollout_weights_mode=self.rng.choice(("merged", "lora")), push_drain_s=2.0, keep_checkpoints=self.rng.choice((1, 3)),
         )  # fmt: skip
         self.life = Life()
@@ -119,7 +119,9 @@ class World:
 
     # ---- what the services stand on -----------------------------------------------------------------------------------------
 
-    def spawn(self, name: str, argv: Any, env: dict[str, str], log: Path, *, cwd: Path, woken: Any) -> Process:
+    def spawn(
+        self, name: str, argv: Any, env: dict[str, str], log: Path, *, cwd: Path, fds: Any, woken: Any
+    ) -> Process:
         process = Process(self, env, woken, WORKERS)
         self._processes.append(process)
         self.log(f"process  {name}:{process.spawn} starts")
@@ -134,7 +136,7 @@ class World:
             self.crash(f"at {point}")
             raise Crashed(point)
 
-    async def pack(self, request: child.PackRequest) -> child.PackResult:
+    async def pack(self, request: child.PackRequest, stall_s: float = 0.0) -> child.PackResult:
         """The packing child, without its process."""
         await anyio.sleep(self.rng.uniform(0.01, 0.3))
         return child.run(request)
@@ -144,6 +146,10 @@ class World:
         return life.writers[-1]
 
     async def _open_reader(self, life: Life, path: Path) -> InlineReader:
+        life.readers.append(InlineReader(path, self.latency))
+        return life.readers[-1]
+
+    def _open_readers(self, life: Life, path: Path, count: int, deadline_s: float | None) -> InlineReader:
         life.readers.append(InlineReader(path, self.latency))
         return life.readers[-1]
 
@@ -191,7 +197,7 @@ class World:
     async def _boot(self, life: Life) -> None:
         store = Store(
             self.data.database, self.clock, self._fatal, functools.partial(self._open_writer, life),
-            functools.partial(self._open_reader, life),
+            functools.partial(self._open_reader, life), functools.partial(self._open_readers, life),
         )  # fmt: skip
         await store.open()
         instance, number = await store.write(lambda c: recover.identify(c, self.data, self.clock.now_ms()))
@@ -207,7 +213,7 @@ class World:
         async with anyio.create_task_group() as group:
             services.start(group)
             group.start_soon(self.net.workers.run, services.take)
-            group.start_soon(self.net.clients.run, services.ask)
+            group.start_soon(self.net.clients.run, lambda peer, request, bulk: services.ask(peer, request, bulk, 0))
             await life.stop.wait()
             await services.drain(self.settings.drain_s)
             group.cancel_scope.cancel()

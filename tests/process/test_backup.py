@@ -255,12 +255,14 @@ def test_a_backup_while_rows_are_written(data: Path, target: Path) -> None:
                     " VALUES (2, ?, 'eval', 'open', 1, 0, 0)",
                     (f"more-{number}",),
                 ).lastrowid
-                c.execute(
-                    "INSERT INTO trajectory (run_id, group_id, key, content, digest, reward, split, state, body, metrics,"
-                    " tokens, created) SELECT run_id, ?, ?, content, digest, reward, 'eval', 'queued', body, metrics, tokens,"
-                    " created FROM trajectory WHERE id = 11",
+                added = c.execute(
+                    "INSERT INTO trajectory (run_id, group_id, key, content, digest, reward, split, state, tokens, created)"
+                    " SELECT run_id, ?, ?, content, digest, reward, 'eval', 'queued', tokens, created FROM trajectory"
+                    " WHERE id = 11",
                     (group, f"more-{number}"),
-                )
+                ).lastrowid
+                c.execute("INSERT INTO trajectory_data (trajectory_id, metrics, body) SELECT ?, metrics, body FROM trajectory_data"
+                          " WHERE trajectory_id = 11", (added,))  # fmt: skip
                 c.execute("COMMIT")
                 written.append(number)
 
@@ -292,7 +294,7 @@ def test_a_restored_folder_is_whole_and_shares_nothing(taken: Path, tmp_path: Pa
     assert rows(data, "PRAGMA journal_mode") and sorted(p.name for p in data.iterdir() if p.is_file()) == [
         "artd.db", "artd.lock"
     ]  # fmt: skip
-    os.close(lock.acquire(data, "1", 1.0))
+    lock.acquire(data, "1", 1.0).close()
 
 
 def test_a_restored_folder_is_an_instance_of_its_own(taken: Path, tmp_path: Path) -> None:

@@ -172,3 +172,18 @@ def test_a_copy_that_another_process_makes_is_not_a_leftover(tmp_path: Path, mon
 def test_a_package_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CodeError, match="'no_such_package'"):
         install_code(tmp_path, ["no_such_package"])
+
+
+def test_credentials_do_not_reach_a_child_unless_told(tmp_path: Path) -> None:
+    base = {
+        "AWS_SESSION_TOKEN": "1", "AWS_PROFILE": "1", "WANDB_API_KEY": "1", "HF_TOKEN": "1", "GITHUB_TOKEN": "1",
+        "DB_PASSWORD": "1", "CLIENT_SECRET": "1", "SSH_AUTH_SOCK": "1", "ARTD_TOKEN": "1",
+        "CUDA_HOME": "/c", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": "/h", "PATH": "/bin",
+    }  # fmt: skip
+    usual = {"CUDA_HOME", "NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "HF_HOME", "PATH"}
+    made = child_environment(base, TAGS, code=tmp_path, tmpdir=tmp_path)
+    assert base.keys() & made.keys() == usual
+    made = child_environment(base, TAGS, code=tmp_path, tmpdir=tmp_path, keep=["HF_*", "ARTD_TOKEN"])
+    assert base.keys() & made.keys() == usual | {"HF_TOKEN"}
+    made = child_environment(base, TAGS, code=tmp_path, tmpdir=tmp_path, drop=["HF_HOME"])
+    assert base.keys() - made.keys() == {"HF_HOME", "ARTD_TOKEN"}

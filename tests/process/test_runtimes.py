@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from artd.runtimes import diagnose, doctor, install, lockfile, paths, pip, registry
+from artd.cli.main import main
+from artd.runtimes import diagnose, doctor, install, lockfile, paths, pip, prune, registry
 from artd.store.version import wal_reset_bug
 from tests.awake import SOON_S
 
@@ -113,6 +114,56 @@ def test_found_overlay_brings_its_site_folder(home: Path) -> None:
     assert found.site_paths == [str(folder / "site")] and found.versions["peft"]
     (folder.parent / "vllm-cpu-py311-000000000000").mkdir()
     assert [row.state for row in registry.listed() if "000000" in row.name] == ["stale"]
+
+
+# --- prune
+
+
+def made(name: str, marker: bool = True) -> Path:
+    folder = paths.runtimes_root() / name
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "tool").write_text("#!/bin/sh\nread x\n")
+    (folder / "bin" / "tool").chmod(0o755)
+    if marker:
+        (folder / paths.MARKER).write_text("{}")
+    return folder
+
+
+def test_prune_deletes_what_nothing_uses_and_nothing_else(home: Path) -> None:
+    current = made(lockfile.load("megatron", "cpu", "py311").folder_name)
+    old, half, used, named = (
+        made(f"vllm-cpu-py311-{n}", n != "2" * 12) for n in ("1" * 12, "2" * 12, "3" * 12, "4" * 12)
+    )
+    (paths.runtimes_root() / "notes").mkdir()
+    child = subprocess.Popen(["/bin/sh", used / "bin" / "tool"], stdin=subprocess.PIPE)
+    try:
+        assert all(row.size_bytes for row in prune.prune(False, dry=True, named=[f"{named}/bin/python"]))
+        assert old.exists() and half.exists()
+        rows = {Path(row.path): row.kept for row in prune.prune(False, dry=False, named=[f"{named}/bin/python"])}
+        assert rows == {
+            old: "",
+            half: "",
+            used: f"process {child.pid} runs in it",
+            named: "artd.toml names its interpreter",
+        }
+        with install.exclusive(used):
+            rows = {Path(row.path): row.kept for row in prune.prune(True, dry=False)}
+        assert rows == {current: "", named: "", used: "an install is at it"}
+    finally:
+        child.communicate()
+    assert {path.name for path in paths.runtimes_root().iterdir() if not path.name.startswith(".")} == {
+        used.name,
+        "notes",
+    }
+
+
+def test_the_list_does_not_name_the_projects_own_overlay(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runtime", "list"]) == 0
+    said = capsys.readouterr().out
+    assert "megatron-cpu" in said and "overlay" not in said
+    made("vllm-cpu-py311-000000000000")
+    assert main(["runtime", "list"]) == 0 and "next: artd runtime prune" in capsys.readouterr().out
+    assert main(["runtime", "prune"]) == 0 and capsys.readouterr().out.startswith("deleted  ")
 
 
 # --- causes

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from artd_schema import worker as w
+from artd_schema.base import BaseModel
 from artd_schema.codec import Codec, digest
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import RunSpec
@@ -41,13 +42,14 @@ class FakeDaemon:
         self._peer = b""
         self._kept: list[Any] = []
         self._spawn = 0
+        self.base: BaseModel | None = None
         self.job = 0
         self.beats: list[w.Beat] = []
         self.process: subprocess.Popen[bytes] | None = None
 
     # ---- the worker's process -----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, ready: bool = True) -> None:
         """Start a fresh trainer and take its Hello and Ready."""
         self._spawn += 1
         roots = [str(Path(__file__).parents[2] / name) for name in ("schema", "workers")]
@@ -61,9 +63,10 @@ class FakeDaemon:
             )
         hello = self.expect(w.Hello)
         assert hello.spawn == self._spawn and "megatron-core" in hello.versions
-        config = w.TrainerConfig(run="r", spec=self.spec, base_digest="base")
+        config = w.TrainerConfig(run="r", spec=self.spec, base_digest="base", base=self.base)
         self.send(w.Welcome(worker="trainer", heartbeat_s=0.2, max_message=1 << 26, trainer=config))
-        self.expect(w.Ready)
+        if ready:
+            self.expect(w.Ready)
 
     def kill(self) -> None:
         assert self.process is not None

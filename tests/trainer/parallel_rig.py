@@ -26,6 +26,8 @@ from artd_workers.trainer.trainer import Order, Trainer
 from . import moe_rig, rig, test_replay_train
 
 ALONE = "alone"
+CHUNK = 8
+"""Tokens whose logits a rank has at once: fewer than any row trains."""
 GROUPS = 3
 """Rows of a batch: an odd number, so that two ranks that share rows out have one over."""
 
@@ -87,7 +89,9 @@ class Jobs:
         policy = self.trainer._policy
         assert policy is not None
         asked = canary.row(policy.plan)
-        _largest, room = canary.room(policy, asked, canary.logprobs(policy, asked))
+        _largest, room = canary.room(
+            policy, canary.rounded(policy, asked, canary.logprobs(policy, asked), torch.bfloat16)
+        )
         lost = {} if policy.lora is None else merge_loss.measure(policy, torch.bfloat16, asked)
         return lost | {"room": room}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_scores_are_those_of_the_merged_weights(folder: Path) -> None:
     assert [len(ids) for ids in probe.prompts] == [32] * 4 and [len(row) for row in probe.logprobs] == [31] * 4
     merged = dict(merged_tensors(BaseWeights(folder), policy.lora.state(), policy.lora.scale, torch.float32))
     found = differences(rig.reference(folder), merged, probe)
-    assert found.max() <= probe.max_abs == 1e-5 and found.mean() <= probe.mean_abs
+    assert found.max() <= probe.max_abs and 1e-5 <= probe.max_abs < 3e-5 and found.mean() <= probe.mean_abs == 1e-5
     assert canary.score(rig.make_policy(folder, seed=7), "float32").logprobs != probe.logprobs
 
 
@@ -66,7 +67,7 @@ def test_bounds(toy_folders: dict[str, Path]) -> None:
     assert canary.bounds(large, "float32") == (2e-4, 2e-4)
     assert canary.bounds(toy, "bfloat16") == canary.bounds(toy, "bfloat16", room=(0.2, 0.006)) == (2.0, 0.05)
     assert canary.bounds(toy, "bfloat16", room=(4.1, 0.16)) == (4.1, 0.16)
-    assert canary.bounds(toy, "float32", room=(0.5, 0.02)) == (1e-5, 1e-5)
+    assert canary.bounds(toy, "float32", room=(3e-5, 3e-6)) == (3e-5, 1e-5)
     sparse = plan_for(toys.config("qwen3_moe"))
     assert canary.bounds(sparse, "bfloat16") == (4.0, 0.2)
     assert canary.bounds(sparse, "float32", 1e-3) == (1e-5, 1e-5)
@@ -88,6 +89,40 @@ def test_a_deep_model_may_be_as_far_off_as_bf16_makes_it(tmp_path: Path, family:
     assert differences(hf, merged | {one: merged[other], other: merged[one]}, probe).mean() > probe.mean_abs
 
 
+def test_a_sharp_model_may_be_as_far_off_as_fp32_makes_it(tmp_path: Path) -> None:
+    """Seen: such a model was refused for ever at 1.05e-5 against a fixed 1e-5. Wrong weights are refused still."""
+    folder = toys.make(tmp_path / "sharp", "llama", seed=1, std=0.15)
+    policy = rig.make_policy(folder)
+    probe = canary.score(policy, "float32")
+    merged = dict(merged_tensors(BaseWeights(folder), policy.lora.state(), policy.lora.scale, torch.float32))
+    hf = rig.reference(folder)
+    right = differences(hf, merged, probe)
+    assert right.max() < probe.max_abs < 1e-4 and right.mean() < probe.mean_abs
+    assert probe.max_abs > 2e-5, "Hugging Face's own rounding is 1.2e-5 (against fp64)"
+    name = "model.layers.1.self_attn.o_proj.weight"
+    assert differences(hf, merged | {name: merged[name] * 1.001}, probe).max() > 2 * probe.max_abs
+
+
+def test_the_base_is_scored_without_its_adapter(folder: Path) -> None:
+    policy = rig.make_policy(folder)
+    base = canary.of_base(policy)
+    probe = canary.score(policy, "bfloat16", base=base)
+    plain = canary.score(rig.make_policy(folder, random_b=False), "bfloat16")
+    assert probe.base == plain.logprobs != probe.logprobs and 0 < probe.rounding < probe.max_abs
+    assert canary.score(policy, "bfloat16").logprobs == probe.logprobs, "the adapter is there again"
+    assert canary.score(policy, "bfloat16").base == ()
+
+
+def test_a_near_tie_of_the_base_widens_the_bounds_of_a_step_without_one(toy_folders: dict[str, Path]) -> None:
+    """The engine scores the base, too, and its rounding may choose the other expert there."""
+    policy = rig.make_policy(toy_folders["moe"])
+    base = canary.of_base(policy)
+    assert math.isfinite(base.gap)
+    wide = canary.score(policy, "float32", base=canary.Base(base.logprobs, 1.0))
+    tied = canary.score(policy, "float32", base=canary.Base(base.logprobs, 1e-9))
+    assert tied.max_abs == canary.ROUTED_MAX > wide.max_abs
+
+
 def test_two_experts_that_are_nearly_equal_widen_the_bounds(toy_folders: dict[str, Path]) -> None:
     """With the tie in place an engine's rounding may choose either, and nothing would be wrong with it."""
     policy, logits = rig.make_policy(toy_folders["moe"]), []
@@ -101,7 +136,7 @@ def test_two_experts_that_are_nearly_equal_widen_the_bounds(toy_folders: dict[st
     wanted = [float((one[..., toys.TOPK - 1] - one[..., toys.TOPK]).min()) for one in ordered]
     assert len(wanted) == toys.LAYERS and gaps == pytest.approx(wanted, abs=1e-6)
 
-    assert canary.score(policy, "float32").max_abs == 1e-5
+    assert 1e-5 <= canary.score(policy, "float32").max_abs < 3e-5
     with torch.no_grad():
         for router in routers:
             router.weight.mul_(1e-4)

@@ -19,7 +19,7 @@ from torch import Tensor
 from artd_schema.manifest import Canary
 from artd_schema.worker import CheckpointRef
 from artd_workers.trainer import checkpoint, staging, tensor_file
-from artd_workers.trainer.checkpoint import ADAPTER, OPTIMIZER, STATE, CheckpointError, Staging, State
+from artd_workers.trainer.checkpoint import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE, CheckpointError, Staging, State
 
 pytestmark = pytest.mark.torch
 FIELDS: dict[str, Any] = {
@@ -57,6 +57,7 @@ def staged(folder: Path, tensors: dict[str, Tensor] | None = None) -> Checkpoint
         files.tensors(ADAPTER, found)
         files.tensors(OPTIMIZER, {f"{name}.exp_avg": tensor for name, tensor in found.items()})
         files.json(STATE, State(step=1))
+        files.json(ADAPTER_CONFIG, {"r": 2})
         files.weights("merged", ())
         sha = files.finish(**FIELDS)
     return CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(folder))
@@ -128,7 +129,7 @@ def test_what_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
         files.tensors(ADAPTER, {"odd": torch.zeros(1, dtype=torch.complex64)})
 
 
-@pytest.mark.parametrize("name", [ADAPTER, OPTIMIZER, STATE])
+@pytest.mark.parametrize("name", [ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE])
 def test_a_changed_or_missing_file_is_not_used(tmp_path: Path, name: str) -> None:
     ref, path = staged(tmp_path / "one"), tmp_path / "one" / name
     raw = bytearray(path.read_bytes())
@@ -147,6 +148,7 @@ def test_what_is_no_safetensors_file_is_told(tmp_path: Path, raw: bytes) -> None
         files.add(ADAPTER, raw)
         files.tensors(OPTIMIZER, drawn())
         files.json(STATE, State(step=1))
+        files.json(ADAPTER_CONFIG, {"r": 2})
         sha = files.finish(**FIELDS)
     ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(tmp_path / "one"))
     with pytest.raises(CheckpointError, match="not a trainer's checkpoint"):
@@ -161,6 +163,7 @@ def spread(folder: Path, tensors: dict[str, Tensor]) -> CheckpointRef:
         files.tensors(ADAPTER, {"a": torch.ones(2)})
         files.sharded(OPTIMIZER, tensors)
         files.json(STATE, State(step=1))
+        files.json(ADAPTER_CONFIG, {"r": 2})
         sha = files.finish(**FIELDS)
     return CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(folder))
 
@@ -198,6 +201,7 @@ def test_a_checkpoint_without_moments_is_told(tmp_path: Path) -> None:
         files.tensors(ADAPTER, drawn())
         files.tensors("optimizer-old.safetensors", drawn())
         files.json(STATE, State(step=1))
+        files.json(ADAPTER_CONFIG, {"r": 2})
         sha = files.finish(**FIELDS)
     ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(tmp_path / "one"))
     with pytest.raises(CheckpointError, match=OPTIMIZER):

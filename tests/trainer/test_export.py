@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from artd_schema.codec import to_json
+from artd_schema.families import SEEDED
 from artd_schema.manifest import WeightEntry, WeightTable
 from artd_workers.engines.direct.checksum import sum_of
+from artd_workers.models import seeded
 from artd_workers.trainer.checkpoint import entry_of
 from artd_workers.trainer.export import ExportError, export
-from artd_workers.trainer.merge import BaseWeights, merged_tensors
+from artd_workers.trainer.merge import BaseWeights, merged_tensors, open_base
 from tests import toys
 
 pytestmark = pytest.mark.torch
@@ -66,6 +68,19 @@ def test_weights_and_companions(base: Path, checkpoint: Path, tmp_path: Path) ->
     assert torch.allclose(found["model.layers.0.self_attn.q_proj.weight"], expected, atol=1e-5)
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_an_export_of_a_drawn_base_is_no_drawn_base(checkpoint: Path, tmp_path: Path) -> None:
+    """Read back, its weights are the trained ones."""
+    drawn, out = seeded.make(tmp_path / "drawn", toys.config("qwen3", tied=True)), tmp_path / "out"
+    (checkpoint / "weights.json").unlink()
+    export(drawn, checkpoint, out, torch.float32)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(open_base(out)[name], load_file(out / "model.safetensors")[name])
+    assert not torch.equal(open_base(out)[name], open_base(drawn)[name])
+    (out / SEEDED).write_text((drawn / SEEDED).read_text())
+    with pytest.raises(ValueError, match=r"both seeded\.json and weights"):
+        open_base(out)
 
 
 def test_a_changed_base_is_refused(base: Path, checkpoint: Path, tmp_path: Path) -> None:

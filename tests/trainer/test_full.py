@@ -23,11 +23,11 @@ from artd_workers.trainer.export import export
 from artd_workers.trainer.losses import row_loss, shares
 from artd_workers.trainer.merge import BaseWeights, Stored
 from artd_workers.trainer.parameters import AdapterState, FullState, open_model
-from artd_workers.trainer.step import NonFinite, Optimizer, train_step
+from artd_workers.trainer.step import NonFinite, Optimizer, decays, train_step
 from artd_workers.trainer.trainer import Trainer
 from tests import toys
 
-from . import rig
+from . import rig, test_losses
 from .jobs import files_in, spec_for
 from .rig import Piece
 from .test_parity import TOKENS, all_logits
@@ -137,7 +137,12 @@ def test_a_step_is_transformers_step(toy_folders: dict[str, Path], family: str) 
     policy, state = rig.full_policy(folder)
     spec = OptimizerSpec(lr=0.002, eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
     optimizer, hf = Optimizer.make(state, spec), rig.reference(folder)
-    theirs = torch.optim.AdamW(hf.parameters(), lr=0.002, eps=1e-3, weight_decay=0.1, betas=(spec.beta1, spec.beta2))
+    linears, rest = [], []
+    for name, parameter in hf.named_parameters():
+        plain = any(part in name for part in ("norm", "embed_tokens", "mlp.gate.weight"))
+        (rest if plain else linears).append(parameter)
+    groups = [{"params": linears, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.002, eps=1e-3, betas=(spec.beta1, spec.beta2))
     row, share = batch.rows[0], shares(batch, loss.normalise)
     for _ in range(3):
         metrics = train_step(policy, optimizer, batch, loss, 0)
@@ -279,3 +284,23 @@ def test_the_export_is_the_policy(toy_folders: dict[str, Path], tmp_path: Path, 
         bare = rig.reference(toy_folders[family])(TOKENS[None]).logits[0]
     assert (found - wanted).abs().max() <= 1e-5
     assert (found - bare).abs().max() > 1e-3, "the step changed nothing, so this test tells nothing"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "tied", "moe"])
+def test_weight_decay_leaves_out_norms_biases_embeddings_and_routers(toy_folders: dict[str, Path], family: str) -> None:
+    """Of a batch whose advantages are all zero: there is no gradient, so whatever changes was decayed."""
+    policy, state = rig.full_policy(toy_folders[family])
+    state.initialise(0)
+    before = {name: tensor.clone() for name, tensor in state.state().items()}
+    optimizer = Optimizer.make(state, OptimizerSpec(lr=0.1, weight_decay=0.1))
+    train_step(policy, optimizer, test_losses.make_batch((0.0, 0.0, 0.0)), LossSpec(), 0)
+    changed = {name for name, tensor in state.state().items() if not torch.equal(tensor, before[name])}
+    linears = {name for name in before if "_proj." in name or name == "lm_head.weight"}
+    assert changed == linears and "model.norm.weight" in before and len(linears) < len(before)
+    for name in linears:
+        assert torch.allclose(state.state()[name], 0.99 * before[name], rtol=1e-5)
+
+
+def test_every_matrix_of_an_adapter_decays(toy_folders: dict[str, Path]) -> None:
+    policy = rig.make_policy(toy_folders["moe"])
+    assert policy.lora is not None and all(decays(name) for name, _ in policy.lora.named())

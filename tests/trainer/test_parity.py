@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,12 +93,13 @@ def test_exported_adapter_in_peft(dense_folder: Path, tmp_path: Path) -> None:
     assert max(rig.relative(found[name], wanted_grads[name]) for name in found) <= 1e-5
 
 
-def test_exported_adapter_of_experts_in_peft(toy_folders: dict[str, Path], tmp_path: Path) -> None:
-    """PEFT puts the experts' adapters into transformers' fused ones: equal logits (gradients there are of other tensors).
-
-    Not so where dense layers stand between sparse ones: PEFT 0.21 leaves their gate, up and down projections out.
-    """
-    folder = toy_folders["moe"]
+@pytest.mark.parametrize(
+    "changes", [{}, {"mlp_only_layers": [1]}, {"num_hidden_layers": 6, "decoder_sparse_step": 3}], ids=str
+)
+def test_exported_adapter_of_experts_in_peft(changes: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT puts the experts' adapters into transformers' fused ones, and those of dense layers between sparse ones into their
+    linears: equal logits (gradients there are of other tensors)."""
+    folder = toys.make(tmp_path / "toy", "qwen3_moe", **changes)
     policy = rig.make_policy(folder, seed=4)
     wanted, _ = peft_logits(policy, folder, tmp_path / "adapter")
     with torch.no_grad():

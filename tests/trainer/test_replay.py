@@ -310,14 +310,54 @@ def test_a_backward_that_comes_too_late_is_refused(policies: dict[str, Policy], 
     policy.model.zero_grad(set_to_none=True)
 
 
-def test_missing_and_surplus_calls_are_seen(policies: dict[str, Policy]) -> None:
+def test_missing_calls_are_seen(policies: dict[str, Policy]) -> None:
     policy = policies["full"]
-    for wrong in ((0, 1, 1), (2, 2, 2)):
-        with policy.replaying(True) as step:
-            step.recomputed = wrong
-            loss(policy, 0, FOREIGN[0]).backward()
-            with pytest.raises(ReplayError, match=r"micro-batch 0, MoE layer 0: .* 1 forwards and 1 recomputed ones"):
-                step.finish()
+    with policy.replaying(True) as step:
+        step.recomputed = (2,) * SHAPE.layers
+        loss(policy, 0, FOREIGN[0]).backward()
+        with pytest.raises(ReplayError, match=r"micro-batch 0, MoE layer 0: .* 1 forwards and 1 recomputed ones"):
+            step.finish()
+    policy.model.zero_grad(set_to_none=True)
+
+
+def test_a_surplus_call_gets_no_routes(policies: dict[str, Policy]) -> None:
+    """They are gone by then."""
+    policy = policies["full"]
+    with policy.replaying(True) as step:
+        step.recomputed = (0, 1, 1, 1)
+        value = loss(policy, 0, FOREIGN[0])
+        with pytest.raises(ReplayError, match="micro-batch 0, MoE layer 0: routes were asked for once more"):
+            value.backward()
+    policy.model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("kind", RECOMPUTE)
+def test_routes_leave_the_device_with_their_row(policies: dict[str, Policy], kind: str) -> None:
+    """Whatever else is in flight; and nothing that was used is kept to be compared at the step's end."""
+    policy = policies[kind]
+    with policy.replaying(True) as step:
+        values = [loss(policy, row, FOREIGN[row]) for row in (0, 1)]
+        for number in (1, 0):
+            held = [micro.staged is not None for micro in step._micros]
+            assert held == [False if kind == "none" else row <= number for row in (0, 1)]
+            values[number].backward()
+            assert step._micros[number].staged is None and not step._used
+        with torch.no_grad():
+            loss(policy, 2, FOREIGN[2])
+        assert step._micros[2].staged is None
+        step.finish()
+    policy.model.zero_grad(set_to_none=True)
+
+
+def test_recomputed_layers_keep_routes_in_a_byte(policies: dict[str, Policy]) -> None:
+    policy = policies["full"]
+    with policy.replaying(True) as step:
+        value = loss(policy, 0, FOREIGN[0])
+        staged = step._micros[0].staged
+        assert staged is not None and staged.dtype == torch.uint8
+        del staged
+        value.backward()
+        step.finish()
     policy.model.zero_grad(set_to_none=True)
 
 

@@ -112,7 +112,7 @@ def repeated(report: ReplayReport, committed: Path, replayed: Path) -> None:
             assert found[name] == set(load_file(committed / name))
     assert {"loss", "grad_norm", "entropy", "reward_mean"} <= found["metrics"] == set(manifest.metrics)
     assert found["batch"] == set(rig.DTYPES) and found["state.json"] == {"step", "rng", "batches", "trained_tokens"}
-    assert found["canary"] == {"prompts", "logprobs", "max_abs", "mean_abs"}
+    assert found["canary"] == {"prompts", "logprobs", "base", "max_abs", "mean_abs", "rounding"}
     assert {"parent", "batch", "spec_digest", "fence", "epoch", "parameters"} <= found["manifest"]
     assert "model.layers.0.self_attn.q_proj.weight" in found["weights.json"]
     assert [row.name for row in report.rows if row.equal is None] == ["tokens_per_s"]

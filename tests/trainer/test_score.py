@@ -98,6 +98,7 @@ def commit(folder: Path, file: str, weights: dict[str, Tensor]) -> CheckpointRef
     staging.tensors(file, weights)
     staging.tensors(checkpoint.OPTIMIZER, {"step": torch.tensor(1)})
     staging.json(checkpoint.STATE, checkpoint.State(step=1, rng=""))
+    staging.json(checkpoint.ADAPTER_CONFIG, {"r": 2})
     sha = staging.finish(
         run="r", step=1, epoch=1, lineage=0, parent="", batch="", base_digest="", spec_digest="", instance="", job=1, fence=1,
         canary=Canary(prompts=(), logprobs=(), max_abs=0.0, mean_abs=0.0),

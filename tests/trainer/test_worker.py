@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from artd.base_model import pin
 from artd_schema import crashpoint
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec
@@ -290,3 +292,49 @@ def test_a_push_survives_the_next_job_and_a_dead_engine(daemon: FakeDaemon) -> N
     assert "afresh" in daemon.expect(w.Refused).reason
     daemon.send(push_of(second, daemon.work / "b", 5, 5))
     receive(gloo.join(str(daemon.work / "b"), gloo.ENGINE, 30.0), table_of(second))
+
+
+def test_a_base_model_with_other_bytes_is_refused_by_its_hash(tmp_path: Path, toy_folders: dict[str, Path]) -> None:
+    """Also where size, time and inode say that it is the same."""
+    folder = tmp_path / "base"
+    shutil.copytree(toy_folders["llama"], folder)
+    fake = FakeDaemon(tmp_path / "d", spec_for(folder))
+    fake.base = pin(str(folder))
+    try:
+        fake.start()
+        fake.kill()
+        weights = next(folder.glob("*.safetensors"))
+        before = weights.stat()
+        with weights.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        fake.start(ready=False)
+        assert fake.process is not None and fake.process.wait(120) == 1
+        assert f"trainer worker: base model file {weights} has sha256" in fake.log()
+    finally:
+        fake.close()
+
+
+def test_a_base_model_that_changes_while_it_is_used_ends_the_trainer(
+    tmp_path: Path, toy_folders: dict[str, Path]
+) -> None:
+    """Its weights are read again for what an engine is served. The next process finds the old ones, when they are back."""
+    folder = tmp_path / "base"
+    shutil.copytree(toy_folders["llama"], folder)
+    fake = FakeDaemon(tmp_path / "d", spec_for(folder))
+    fake.base = pin(str(folder))
+    try:
+        fake.start()
+        batch, zero = batches(fake, 1)[0], fake.commit(0, None, None)
+        weights = next(folder.glob("*.safetensors"))
+        os.utime(weights, ns=(0, 0))
+        failed = fake.failed(fake.order(1, zero, batch))
+        assert failed.failure == "transient" and "changed while it was used" in failed.error
+        assert fake.process is not None and fake.process.wait(30) == 1
+        fake.start()
+        fake.commit(1, zero, batch)
+    finally:
+        fake.close()

@@ -47,11 +47,16 @@ def test_a_missing_folder(tmp_path):
 
 def test_a_relative_path(model, monkeypatch):
     monkeypatch.chdir(model.parent)
-    refused("model", "not an absolute path")
+    refused("model", "neither the absolute path")
 
 
 def test_a_file_in_place_of_a_folder(model):
     refused(model / "config.json", "there is no model folder")
+
+
+def test_weights_both_stored_and_drawn(model):
+    (model / "seeded.json").write_text("{}")
+    refused(model, r"holds both \*.safetensors and seeded.json .* remove the one")
 
 
 def test_no_config(model):

@@ -91,9 +91,12 @@ PLANTS = [
     Plant("sqlite.foreign_keys", "trajectory ", f"UPDATE trajectory SET group_id = 99 WHERE id = {QUEUED}"),
     Plant("schema", "index run_one_active", "DROP INDEX run_one_active"),
     Plant("run.spec", "run 2", "UPDATE run SET spec = x'7b7d' WHERE id = 2"),
+    Plant("run.spec", "run 2", "UPDATE run SET spec = x'7b' WHERE id = 2"),
     Plant("run.spec", "run 2", "UPDATE run SET routes = x'7b7d' WHERE id = 2"),
     # work
     Plant("group.size", "trajectory group", "UPDATE trajectory_group SET size = size + 1 WHERE name = 'open'"),
+    Plant("group.count", "run ", "UPDATE group_count SET trajectories = trajectories + 1"),
+    Plant("group.count", "run ", "DELETE FROM group_count"),
     Plant("group.members", "trajectory ", f"UPDATE trajectory SET split = 'eval' WHERE id = {QUEUED}"),
     Plant("group.state", "trajectory ", "UPDATE trajectory_group SET state = 'open' WHERE state = 'trained' AND run_id = 2"),
     Plant("group.state", "trajectory ", f"UPDATE trajectory SET state = 'queued', batch_id = NULL WHERE id = {TRAINED}"),
@@ -102,13 +105,19 @@ PLANTS = [
     Plant("trajectory.batch", "trajectory ", f"UPDATE trajectory SET state = 'trained' WHERE id = {PACKED}"),
     Plant("trajectory.batch", "trajectory ", f"UPDATE trajectory SET batch_id = 1 WHERE id = {QUEUED}"),
     Plant("trajectory.batch", "trajectory ", f"UPDATE trajectory SET batch_id = 1 WHERE id = {TRAINED}"),
+    Plant("trajectory.payload", "trajectory ", f"DELETE FROM trajectory_data WHERE trajectory_id = {QUEUED}"),
+    Plant("trajectory.payload", "trajectory ", f"UPDATE trajectory_data SET body = NULL WHERE trajectory_id = {QUEUED}"),
+    Plant("trajectory.payload", "trajectory ", f"UPDATE trajectory_data SET body = x'90' WHERE trajectory_id = {BLOB}"),
+    Plant("trajectory.payload", "trajectory ", f"UPDATE trajectory SET payload = 'expired' WHERE id = {TRAINED}"),
     Plant("trajectory.epochs", "trajectory ", f"UPDATE trajectory SET epoch_min = epoch_max + 1 WHERE id = {TRAINED}"),
     Plant("trajectory.epochs", "trajectory ", f"UPDATE trajectory SET epoch_min = NULL WHERE id = {TRAINED}"),
     Plant("trajectory.served", "trajectory ", "UPDATE trajectory SET epoch_max = 99 WHERE id = (SELECT max(trajectory_id) FROM exchange)"),
     Plant("trajectory.blob", "trajectory ", f"UPDATE trajectory SET digest = 'x' WHERE id = {BLOB}"),
     Plant("trajectory.blob", "trajectory ", "UPDATE blob SET kind = 'batch' WHERE kind = 'trajectory'"),
+    Plant("trajectory.metadata", "trajectory ", f"UPDATE trajectory_data SET metadata = (SELECT max(sha) FROM blob) WHERE trajectory_id = {QUEUED}"),
     Plant("exchange.use", "exchange ", "UPDATE exchange SET trajectory_id = 1 WHERE trajectory_id IS NOT NULL"),
     Plant("exchange.use", "exchange ", "UPDATE exchange SET split = 'eval' WHERE trajectory_id IS NOT NULL"),
+    Plant("exchange.count", "exchange count", "UPDATE exchange_count SET bytes = bytes + 1"),
     Plant("batch.job", "batch ", f"UPDATE batch SET state = 'packed' WHERE id = {BATCH}"),
     Plant("batch.job", "batch ", f"UPDATE batch SET step = step + 10 WHERE id = {BATCH}"),
     Plant("batch.job", "batch ", "UPDATE job SET batch_id = 1 WHERE kind = 'train'"),
@@ -120,6 +129,8 @@ PLANTS = [
     Plant("run.step", "run 2", "UPDATE checkpoint SET lineage = 1 WHERE run_id = 2"),
     Plant("run.step", "run 2", "UPDATE run SET checkpoint_id = 1 WHERE id = 2"),
     Plant("run.step", "run 2", f"UPDATE checkpoint SET abandoned = 1 WHERE id = {NEWEST}"),
+    Plant("run.pause", "run 2", "UPDATE run SET state = 'paused' WHERE id = 2"),
+    Plant("run.pause", "run 2", "INSERT INTO pause (run_id, cause, reason, created) VALUES (2, 'operator', '', 1)"),
     Plant("checkpoint.chain", "checkpoint ", "UPDATE checkpoint SET abandoned = 1 WHERE run_id = 2 AND step = 1"),
     Plant("run.epochs", "run 2", "UPDATE run SET next_epoch = next_epoch - 1 WHERE id = 2"),
     Plant("run.epochs", "run 2", f"UPDATE job SET epoch = 1 WHERE id = {RUNNING}"),
@@ -167,7 +178,7 @@ PLANTS = [
     Plant("serving.engine", "serving ", "UPDATE process SET spawn = 2 WHERE name = 'engine'"),
     Plant("meta.instance", "instance none", "DELETE FROM meta WHERE key = 'instance'"),
     Plant("json", "row job", f"UPDATE job SET metrics = x'7b' WHERE id = {DONE}"),
-    Plant("json", "row trajectory", f"UPDATE trajectory SET metrics = x'00' WHERE id = {QUEUED}"),
+    Plant("json", "row trajectory", f"UPDATE trajectory_data SET metrics = x'00' WHERE trajectory_id = {QUEUED}"),
     # files
     Plant("blob.file", "blobs/", act=lambda root: blob(root, "batch").unlink()),
     Plant("blob.file", "blobs/", act=lambda root: blob(root, "replay").write_bytes(b"short")),
@@ -190,7 +201,7 @@ PLANTS = [
     Plant("batch.manifest", "batch ", f"UPDATE batch SET covered = covered - 1 WHERE id = {BATCH}"),
     Plant("batch.manifest", "batch ", act=lambda root: flip(blob(root, "manifest"))),
     # contents
-    Plant("trajectory.body", "trajectory ", "UPDATE trajectory SET body = x'90' WHERE body IS NOT NULL", deep=True),
+    Plant("trajectory.body", "trajectory ", "UPDATE trajectory_data SET body = x'90' WHERE body IS NOT NULL", deep=True),
     Plant("trajectory.body", "trajectory ", f"UPDATE trajectory SET tokens = tokens + 1 WHERE id = {QUEUED}", deep=True),
     Plant("trajectory.body", "trajectory ", act=lambda root: flip(blob(root, "trajectory")), deep=True),
     Plant(
@@ -301,7 +312,11 @@ def test_left_overs_are_notes(world: Path) -> None:
 
 
 def test_expired_payloads_are_no_violation(world: Path) -> None:
-    damage(world, f"UPDATE trajectory SET payload = 'expired', body = NULL, blob = NULL WHERE id = {TRAINED}")
+    damage(
+        world,
+        f"UPDATE trajectory SET payload = 'expired', blob = NULL WHERE id = {TRAINED}",
+        f"UPDATE trajectory_data SET body = NULL WHERE trajectory_id = {TRAINED}",
+    )
     report = check(world, deep=True)
     assert report.clean, told(report)
 

@@ -128,41 +128,30 @@ async def test_responses_are_given_in_many_ways(daemon):
 
 
 @pytest.mark.asyncio
-async def test_equal_samples_by_value_count_each_and_a_retry_does_not(daemon):
-    async with Client(daemon.data) as art:
-        run = await art.run("r")
-        await asyncio.gather(*(run.submit("g", 1.0, turns=[ONE]) for _ in range(3)))
-        keys = [op.key for op in daemon.ops(api.Submit)]
-        assert len(set(keys)) == 3
-        daemon.handle = lambda op: api.Error(code="busy", message="full")
-        with pytest.raises(artd_client.Busy):
-            await run.submit("g", 1.0, turns=[ONE])
-        daemon.handle = usual
-        await run.submit("g", 1.0, turns=[ONE])
-        failed, again = [op.key for op in daemon.ops(api.Submit)][3:]
-        assert failed == again and failed not in keys
-        await run.submit("h", 1.0, turns=[ONE])
-        assert daemon.ops(api.Submit)[-1].key not in {*keys, failed}
-        await (await art.run("r")).submit("g", 1.0, turns=[ONE])
-        assert daemon.ops(api.Submit)[-1].key not in {*keys, failed}, "another task of the same program"
-    async with Client(daemon.data) as art:
-        await (await art.run("r")).submit("g", 1.0, turns=[ONE])
-        assert daemon.ops(api.Submit)[-1].key == keys[0], "the same program, started again"
+async def test_every_call_by_value_is_a_sample_of_its_own(daemon):
+    """Equal bodies, in one task or several, in one client or two: nothing that was sampled twice is taken for one."""
+    async with Client(daemon.data) as art, Client(daemon.data) as other:
+        runs = [await art.run("r"), await art.run("r"), await other.run("r")]
+        await asyncio.gather(*(run.submit("g", 1.0, turns=[ONE]) for run in runs for _ in range(3)))
+        await runs[0].submit("g", 1.0, turns=[ONE], key="mine")
+    *drawn, given = [op.key for op in daemon.ops(api.Submit)]
+    assert len(set(drawn)) == 9 and all(drawn) and given == "mine"
 
 
 @pytest.mark.asyncio
-async def test_an_equal_sample_of_a_closed_group_is_a_further_one(daemon):
-    """So the daemon refuses it as it refuses any other, instead of taking it for the first."""
-    daemon.handle = lambda op: (
-        api.Submitted(trajectory=2, duplicate=False, group_state="sealed") if isinstance(op, api.Submit) else usual(op)
-    )
+@pytest.mark.parametrize("arguments", [{"turns": [ONE]}, {"responses": ["x"]}, {"turns": [ONE], "key": "mine"}])
+async def test_what_went_wrong_carries_the_key_that_repeats_it(daemon, arguments):
     async with Client(daemon.data) as art:
         run = await art.run("r")
-        for _ in range(3):
-            await run.submit("g", 1.0, turns=[ONE])
-            await run.seal("g")
-            await run.flush()
-    assert len({op.key for op in daemon.ops(api.Submit)}) == 3
+        daemon.handle = lambda op: api.Error(code="failed", message="broken")
+        with pytest.raises(artd_client.Failed) as caught:
+            await run.submit("g", 1.0, **arguments)
+        daemon.handle = usual
+        await run.submit("g", 1.0, **(arguments | {"key": caught.value.key}))
+        with pytest.raises(artd_client.Invalid) as other:
+            await art.rows("cats")
+    failed, again = daemon.ops(api.Submit)
+    assert failed == again and failed.key and other.value.key == ""
 
 
 @pytest.mark.asyncio
@@ -244,6 +233,38 @@ async def test_waiting_asks_until_the_step_is_there(daemon):
 
 
 @pytest.mark.asyncio
+async def test_one_waiter_of_a_client_tells_what_is_waited_for(daemon, monkeypatch):
+    """A line at once for each new activity, and the same again only after a while, however many wait."""
+    told, answers = [], [api.Pending(step=0, phase="serve", doing=f"engine starting, {n} s") for n in (5, 10, 15, 20)]
+    answers.append(api.Pending(step=0, phase="serve", doing="bringing step 0 into the engine"))
+    done = api.StepInfo(run="r", step=0, checkpoint="c", metrics={}, seconds={})
+    async with Client(daemon.data, progress=told.append) as art:
+        run = await art.run("r")
+        daemon.handle = lambda op: (answers.pop(0) if op.timeout_s <= 5.0 else answers[0]) if answers else done
+        await asyncio.gather(*(run.wait(0) for _ in range(20)))
+        assert told == ["engine starting, 5 s", "bringing step 0 into the engine"]
+        monkeypatch.setattr("artd_client.progress.AGAIN_S", 0.0)
+        answers += [api.Pending(step=0, phase="serve", doing=f"engine starting, {n} s") for n in (25, 30)]
+        await run.wait(0)
+        assert told[2:] == ["engine starting, 25 s", "engine starting, 30 s"]
+    assert art.progress.waiter is None
+
+
+@pytest.mark.asyncio
+async def test_a_run_whose_model_is_fetched_is_asked_for_again(daemon):
+    answers, told = (
+        [api.Pending(step=-1, phase="fetch", doing=f"ORG/toy: fetching: {n} of 9 MB, {n} s") for n in (1, 2)],
+        [],
+    )
+    async with Client(daemon.data, progress=told.append) as art:
+        ready = daemon.handle
+        daemon.handle = lambda op: answers.pop(0) if answers else ready(op)
+        assert (await art.run("r", "ORG/toy")).name == "r"
+    assert told == ["ORG/toy: fetching: 1 of 9 MB, 1 s"]
+    assert [op.spec.model for op in daemon.ops(api.CreateRun)] == ["ORG/toy"] * 3
+
+
+@pytest.mark.asyncio
 async def test_waiting_ends_when_stalled_or_late(daemon):
     async with Client(daemon.data) as art:
         run = await art.run("r")
@@ -305,7 +326,10 @@ async def test_steering(daemon):
         await art.discard(3)
         await art.retry(4)
         await art.shutdown(drain_s=1.5)
-    assert [op for _, _, op, _ in daemon.seen[1:] if not isinstance(op, api.CreateRun)] == [
+    asked = [op for _, _, op, _ in daemon.seen[1:] if not isinstance(op, api.CreateRun)]
+    drawn = [op.request for op in asked if isinstance(op, api.Order)]
+    assert all(drawn) and len(set(drawn)) == len(drawn)
+    assert [msgspec.structs.replace(op, request="") if isinstance(op, api.Order) else op for op in asked] == [
         api.Pause(run="r", reason="lunch"),
         api.Resume(run="r"),
         api.Finish(run="r"),
@@ -394,7 +418,7 @@ def test_the_sync_client_does_the_same(daemon):
 @pytest.mark.parametrize(("asynchronous", "blocking"), [(Client, SyncClient), (artd_client.Run, artd_client.SyncRun)])
 def test_the_sync_client_takes_the_same_arguments_and_returns_the_same(asynchronous, blocking):
     own_forms = {"AsyncGenerator[Row, None]": "Generator[Row, None, None]", "Run": "SyncRun", "AsyncOpenAI": "OpenAI"}
-    own = {"closing", "samples"}  # between Client and Run
+    own = {"closing"}  # between Client and Run
     public = {name for name in vars(asynchronous) if not name.startswith("_")} - own
     assert public == {name for name in vars(blocking) if not name.startswith("_")} - {"info"}
     for name in public:

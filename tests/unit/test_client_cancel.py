@@ -22,17 +22,17 @@ def deaf(op):
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_submit_is_repeated_under_its_key(daemon):
+async def test_a_cancelled_submit_leaves_nothing_and_its_key_repeats_it(daemon):
     async with Client(daemon.data) as art:
         run = await art.run("r")
         daemon.handle = deaf
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: run.submit("g", 1.0, turns=[ONE]))
+            group.start_soon(lambda: run.submit("g", 1.0, turns=[ONE], key="a"))
             await until(lambda: daemon.ops(api.Submit))
             group.cancel_scope.cancel()
         assert group.cancel_scope.cancelled_caught and not art._connection._calls
         daemon.handle = usual
-        await run.submit("g", 1.0, turns=[ONE])
+        await run.submit("g", 1.0, turns=[ONE], key="a")
         await run.submit("g", 1.0, turns=[ONE])
     cancelled, again, further = (op.key for op in daemon.ops(api.Submit))
     assert cancelled == again != further

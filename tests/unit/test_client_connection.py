@@ -81,16 +81,24 @@ async def test_requests_made_while_the_daemon_is_away_wait_for_it(daemon):
 
 
 @pytest.mark.asyncio
-async def test_what_must_not_be_repeated_is_not(daemon):
+async def test_an_order_is_repeated_under_its_request_id(daemon):
+    """The daemon tells by it that the order is the same one; another call draws another id."""
     daemon.handle = lambda op: None
     async with Client(daemon.data) as art:
-        call = asyncio.create_task(art.retry(2))
-        await until(lambda: len(daemon.seen) == 1)
+        calls = [asyncio.create_task(art.retry(2)) for _ in range(2)]
+        await until(lambda: len(daemon.seen) == 2)
         daemon.die()
+        daemon.handle = usual
         daemon.start()
-        with pytest.raises(artd_client.Disconnected, match="artctl jobs"):
-            await call
-        await until(lambda: len(daemon.hellos) == 2)
+        await asyncio.gather(*calls)
+    ids = [op.request for op in daemon.ops(api.RetryJob)]
+    assert sorted(ids[:2]) == sorted(ids[2:]) and len(set(ids)) == 2 and all(ids)
+
+
+@pytest.mark.asyncio
+async def test_a_daemon_that_goes_has_shut_down(daemon):
+    daemon.handle = lambda op: None
+    async with Client(daemon.data) as art:
         stop = asyncio.create_task(art.shutdown())
         await until(lambda: daemon.ops(api.Shutdown))
         daemon.die()
@@ -98,7 +106,7 @@ async def test_what_must_not_be_repeated_is_not(daemon):
         daemon.handle = usual
         daemon.start()
         assert await art.runs() == []
-    assert [type(op).__name__ for _, _, op, _ in daemon.seen] == ["RetryJob", "Shutdown", "List"]
+    assert [type(op).__name__ for _, _, op, _ in daemon.seen] == ["Shutdown", "List"]
 
 
 @pytest.mark.asyncio
@@ -149,11 +157,95 @@ async def test_a_daemon_that_answers_hellos_is_not_given_up(daemon, monkeypatch)
 )  # fmt: skip
 async def test_errors_are_typed(daemon, code, kind):
     daemon.handle = lambda op: api.Error(code=code, message="what, where, next", field="f", retry_after_s=2.5)
-    async with Client(daemon.data) as art:
+    async with Client(daemon.data, timeout=2.0) as art:  # less than retry_after_s: there is nothing to wait for
         with pytest.raises(getattr(artd_client, kind), match="what, where, next") as caught:
             await art.run("r", model="/m")
     assert type(caught.value).__name__ == kind and caught.value.field == "f"
     assert getattr(caught.value, "retry_after", 2.5) == 2.5
+
+
+@pytest.mark.asyncio
+async def test_a_daemon_that_dies_is_no_warning_for_each_call(daemon, caplog):
+    """What is asked between the end of a connection and the next one is sent by that one."""
+    async with Client(daemon.data, timeout=30.0) as art:
+        run = await art.run("r")
+        link = art._connection._link
+        link.close()
+        calls = [asyncio.create_task(run.submit("g", 1.0, turns=[ONE])) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        link._on_gone()
+        assert [answer.trajectory for answer in await asyncio.gather(*calls)] == [1] * 5
+    assert "sending failed" not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_busy_daemon_is_asked_again_within_the_time_out(daemon):
+    """The same request under the same number, when the daemon said; its caller hears of nothing."""
+    busy = [api.Error(code="busy", message="full", retry_after_s=0.3)] * 2
+    daemon.handle = lambda op: busy.pop() if busy and isinstance(op, api.Submit) else usual(op)
+    async with Client(daemon.data, timeout=30.0) as art:
+        run = await art.run("r")
+        began = time.monotonic()
+        assert (await run.submit("g", 1.0, turns=[ONE])).trajectory == 1
+    assert time.monotonic() - began >= 0.6
+    submits = [number for _, number, op, _ in daemon.seen if isinstance(op, api.Submit)]
+    assert len(submits) == 3 and len(set(submits)) == 1
+
+
+@pytest.mark.asyncio
+async def test_large_messages_wait_for_the_window_and_small_ones_pass_them(daemon):
+    greeting = daemon.greeting
+    daemon.greeting = lambda hello: msgspec.structs.replace(greeting(hello), window=250_000)
+    daemon.handle = lambda op: usual(op) if isinstance(op, api.CreateRun | api.Seal) else None
+    large = msgspec.structs.replace(ONE, raw=b"x" * 100_000)
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        calls = [asyncio.create_task(run.submit("g", 1.0, turns=[large])) for _ in range(6)]
+        await until(lambda: len(daemon.ops(api.Submit)) == 2)
+        await run.seal("g")
+        assert len(daemon.ops(api.Submit)) == 2
+        calls[0].cancel()  # its place is free, whether or not the daemon is at it still
+        await until(lambda: len(daemon.ops(api.Submit)) == 3)
+        daemon.handle = usual
+        for peer, number, op, _ in list(daemon.seen):
+            if isinstance(op, api.Submit):
+                daemon.send_late(peer, number, usual(op))
+        await asyncio.gather(*calls[1:])
+    assert len(daemon.ops(api.Submit)) == 6
+
+
+@pytest.mark.asyncio
+async def test_a_refused_large_message_waits_for_the_window_once_over_a_restart(daemon, monkeypatch):
+    greeting, windows, asked = daemon.greeting, [350_000, 250_000], []
+    daemon.greeting = lambda hello: msgspec.structs.replace(greeting(hello), window=windows[0])
+    busy = api.Error(code="busy", message="full", retry_after_s=0.5)
+    daemon.handle = lambda op: usual(op) if isinstance(op, api.CreateRun) else busy if op == daemon_last(3) else None
+
+    def daemon_last(number):
+        submits = daemon.ops(api.Submit)
+        return submits[-1] if len(submits) == number else None
+
+    large = msgspec.structs.replace(ONE, raw=b"x" * 100_000)
+    async with Client(daemon.data, timeout=30.0) as art:
+        connection, run = art._connection, await art.run("r")
+        again = connection._again
+        monkeypatch.setattr(connection, "_again", lambda number: (again(number), asked.append(number)))
+        calls = [asyncio.create_task(run.submit("g", 1.0, turns=[large])) for _ in range(3)]
+        await until(
+            lambda: len(daemon.ops(api.Submit)) == 3 and any(call.refused for call in connection._calls.values())
+        )
+        daemon.die()
+        del windows[0], daemon.seen[:]
+        daemon.start()
+        await until(lambda: len(daemon.ops(api.Submit)) == 2 and asked)
+        for number in range(3):  # one after the other, each when the daemon has it
+            await until(lambda number=number: len(daemon.ops(api.Submit)) > number)
+            peer, request, op, _ = daemon.seen[number]
+            daemon.send_late(peer, request, usual(op))
+            await calls[number]
+        assert connection._under_way == 0 and not connection._held
+        await asyncio.sleep(0.05)
+    assert len(daemon.ops(api.Submit)) == 3
 
 
 def test_every_code_has_a_class_of_its_own():

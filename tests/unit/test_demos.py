@@ -132,3 +132,48 @@ def test_a_demo_s_daemon_reads_no_settings_but_those_that_are_named(
 
 def test_no_settings_are_settings() -> None:
     assert config.read(Path(os.devnull)) == config.Settings()
+
+
+def test_a_second_demo_goes_on_and_fresh_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder stays, and is deleted only when asked and only the demo's own."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(sys, "argv", ["examples/capitals.py"])
+    monkeypatch.setattr(demo, "BIN", tmp_path)
+    (tmp_path / "artd").write_text("#!/bin/sh\n")
+    (tmp_path / "artd").chmod(0o700)
+
+    async def once(data_dir: str | None, fresh: bool) -> Path:
+        async with demo.daemon(SimpleNamespace(data_dir=data_dir, seed=3, fresh=fresh)) as folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "kept").touch(exist_ok=True)
+            return Path(folder)
+
+    folder = asyncio.run(once(None, False))
+    assert folder == tmp_path / "xdg" / "artd" / "demo" / "capitals-3" and (folder / "kept").exists()
+    (folder / "older").touch()
+    asyncio.run(once(None, False))
+    assert (folder / "older").exists()
+    asyncio.run(once(None, True))
+    assert not (folder / "older").exists()
+    with pytest.raises(SystemExit, match="delete .* yourself"):
+        asyncio.run(once(str(folder), True))
+    assert (folder / "kept").exists()
+
+
+def test_training_goes_on_with_new_steps_and_new_groups() -> None:
+    run, counts, made = Run(1), [], outcome()
+    made.first, made.sampled = 4, 24
+
+    async def groups(count: int) -> list[list[float]]:
+        counts.append(count)
+        run.groups += 1
+        return [[0.5, 0.7]]
+
+    asyncio.run(demo.learn(run, 2, groups, made))
+    assert [step.step for step in made.steps] == [4, 5] and counts == [24, 25]
+
+
+def test_the_demo_ends_with_three_commands_on_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.hints("capitals", "/a b/data")
+    said = capsys.readouterr().out
+    assert said.count("--data-dir '/a b/data'") == 3 and "--fresh" in said

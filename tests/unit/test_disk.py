@@ -34,7 +34,7 @@ class Space:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: float) -> None:
         self.clock = FakeClock()
-        self.answer = SimpleNamespace(f_bavail=int(free * 4), f_frsize=MIB // 4, f_flag=0)
+        self.answer = SimpleNamespace(f_bavail=int(free * 4), f_frsize=MIB // 4, f_flag=0, f_files=0, f_favail=0)
         monkeypatch.setattr(os, "statvfs", lambda path: self.answer)
 
     def now(self, free: float) -> None:

@@ -95,8 +95,10 @@ async def test_what_is_being_put_is_left_alone_until_its_row_can_not_come_any_mo
     async with open_store(tmp_path, clock) as store:
         place = Place(store, tmp_path, clock)
         sha = place.blobs.put(b"x")
-        temporary = place.blobs.path(sha).with_name(f".{'a' * 64}.999999-0.tmp")
+        temporary = place.blobs.path("a" * 64).with_name(f".{'a' * 64}.999999-0.tmp")
+        temporary.parent.mkdir(exist_ok=True)
         temporary.write_bytes(b"of a dead writer")
+        os.utime(temporary, (1.0, 1.0))
         clock.advance(GRACE_S - 1)
         assert await place.collect() == {("trashed", "no row"): 1} and place.trash() == {temporary.name}
         clock.advance(1)
@@ -173,8 +175,8 @@ async def test_a_file_that_went_before_its_row_came_is_noticed(tmp_path, clock):
         await add_run(store)
         ingest = make_ingest(store, data, max_inline=1)
         op, run = api.Submit(run="r", group="g", reward=1.0, key="k"), await ingest.facts("r")
-        parcel = ingest._to_blob(ingest._check(op, run, body()))
-        parcel.file.unlink()
+        parcel = ingest._to_files(ingest._check(op, run, body()))
+        parcel.files[0].unlink()
         (outcome,) = await store.write(lambda c: insert_many(c, 0, [parcel]))
         assert isinstance(outcome, RequestError) and outcome.code == "busy"
         assert await count(store, "blob") == await count(store, "trajectory_group") == 0
@@ -237,7 +239,7 @@ async def test_contents_go_with_age_and_rows_stay(folder, clock):
         }
         await place.collect()
         await place.collect()
-        names = {name for folder in place.blobs.folders() for name, _ in place.blobs.files(folder)}
+        names = {name for folder in place.blobs.folders() for name, _, _ in place.blobs.files(folder)}
         assert len(names) == await count(store, "blob") and place.trash() == set()
         assert {expiry.kind for expiry in EXPIRIES} == {"trajectory", "batch", "exchange", "event"}
     assert check(folder, deep=True).clean
@@ -316,9 +318,10 @@ async def test_the_database_gives_its_free_pages_back_in_small_steps(tmp_path, c
         await submit(ingest, key="k", turns=(turn(raw=b"x" * 60_000),))
         await submit(ingest, key="l", turns=(turn(raw=b"x" * 60_000),))
         pages = await one(store, "PRAGMA page_count")
-        await store.write(lambda c: c.execute(
-            "UPDATE trajectory SET payload = 'expired', body = NULL, state = 'discarded'"
-        ).rowcount)  # fmt: skip
+        await store.write(
+            lambda c: c.execute("UPDATE trajectory SET payload = 'expired', state = 'discarded'").rowcount
+        )
+        await store.write(lambda c: c.execute("UPDATE trajectory_data SET body = NULL").rowcount)
         assert await one(store, "PRAGMA freelist_count") > 20
         await place.collect()
         assert await one(store, "PRAGMA freelist_count") == 0 and await one(store, "PRAGMA page_count") < pages - 20

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import msgspec
 import pytest
 
+from artd import ingest as ingest_module
 from artd.errors import Conflict, Invalid, NotFound
 from artd.runs import set_run_state
 from artd_schema import client_api as api
@@ -15,6 +17,7 @@ from artd_schema.trajectory import Sampling
 from tests.awake import until
 from tests.fakes.rows import (
     VOCAB,
+    WHOLE,
     FakeClock,
     add_run,
     body,
@@ -48,7 +51,7 @@ async def test_a_trajectory_is_stored_whole(tmp_path, clock):
         turns = (turn(policy_epoch=((0, 3),)), turn(policy_epoch=((0, 5),)))
         answer = await submit(ingest, turns=turns, key="k", metrics={"a": 1.5}, metadata={"b": [1]})
         assert answer == api.Submitted(trajectory=answer.trajectory, duplicate=False, group_state="open")
-        (row,) = await store.read("SELECT * FROM trajectory")
+        (row,) = await store.read(WHOLE)
         assert (row["tokens"], row["epoch_min"], row["epoch_max"], row["state"]) == (4, 3, 5, "queued")
         assert row["body"] == body(*turns) and row["digest"] == digest(row["body"]) and row["blob"] is None
         assert msgspec.json.decode(row["metrics"]) == {"metrics": {"a": 1.5}, "metadata": {"b": [1]}}
@@ -65,7 +68,7 @@ async def test_a_large_body_is_a_file_and_a_refused_one_leaves_none(tmp_path):
             await submit(ingest, turns=(bad,))
         assert not list(data.blobs.rglob("*")), "a refused trajectory left a file"
         await submit(ingest, turns=(turn(raw=b"x" * 200),))
-        (row,) = await store.read("SELECT body, blob, payload FROM trajectory")
+        (row,) = await store.read(WHOLE)
         stored = data.blobs / row["blob"][:2] / row["blob"]
         assert row["body"] is None and stored.read_bytes() == body(turn(raw=b"x" * 200))
         assert await one(store, "SELECT bytes FROM blob") == stored.stat().st_size
@@ -102,8 +105,8 @@ async def test_bad_turns_are_refused_and_leave_nothing(tmp_path, field, text, ch
 @pytest.mark.parametrize(
     ("field", "text", "changes"),
     [
-        ("reward", "nan is not finite", {"reward": float("nan")}),
-        ("reward", "inf is not finite", {"reward": float("inf")}),
+        ("reward", "nan is not a finite number from", {"reward": float("nan")}),
+        ("reward", "inf is not a finite number from", {"reward": float("inf")}),
         ("group", "1 to 256", {"group": ""}),
         ("group", "1 to 256", {"group": "g" * 257}),
         ("key", "at most 256", {"key": "k" * 257}),
@@ -142,7 +145,8 @@ async def test_a_body_that_is_no_list_of_turns(tmp_path, junk):
         ingest = make_ingest(store, data_dir(tmp_path))
         await ingest.facts("r")
         op = api.Submit(run="r", group="g", reward=0.0)
-        await refused(Invalid, "turns", "list[Turn]", ingest.submit(op, [junk]))
+        with pytest.raises(Invalid, match=r"list\[Turn\]|turns\[0\].prompt_ids: Expected `bytes`"):
+            await ingest.submit(op, [junk])
         with pytest.raises(Invalid):
             ingest.submit_now(op, [junk], print)
 
@@ -298,3 +302,21 @@ async def test_a_group_seals_at_its_deadline_and_not_before(tmp_path, clock):
         await until(lambda: count(store, "trajectory_group", "name = 'g' AND state = 'sealed'"))
         assert await one(store, "SELECT state FROM trajectory_group WHERE name = 'young'") == "open"
         await settle(task)
+
+
+@pytest.mark.parametrize("by", ["value", "reference"])
+async def test_large_metadata_is_encoded_away_from_the_event_loop(tmp_path, monkeypatch, by):
+    threads, check = [], ingest_module.check_header
+    monkeypatch.setattr(
+        ingest_module, "check_header", lambda op: (threads.append(threading.current_thread()), check(op))[1]
+    )
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        ingest = make_ingest(store, data_dir(tmp_path))
+        await exchange(ingest, "one")
+        op = api.Submit(run="r", group="g", reward=1.0, metadata={"text": "x" * 100_000})
+        if by == "reference":
+            op = by_reference(("one", 0), metadata=op.metadata)
+        await ingest.submit(op, [body()] if by == "value" else [], 100_100)
+        assert len(threads) == 1 and threads[0] is not threading.current_thread()
+        assert await one(store, "SELECT bytes FROM blob") > 100_000

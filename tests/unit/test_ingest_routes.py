@@ -8,16 +8,17 @@ import msgspec
 import pytest
 
 from artd import ingest as ingest_module
-from artd.base_model import BaseModel
 from artd.errors import Conflict, Invalid
 from artd_client import turn as client_turn
 from artd_schema import client_api as api
 from artd_schema import worker as w
+from artd_schema.base import BaseModel
 from artd_schema.codec import digest
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 from tests.fakes.routes import SHAPE, layer_rows, put, rows_of
 from tests.fakes.rows import (
     VOCAB,
+    WHOLE,
     add_run,
     body,
     body_of,
@@ -60,7 +61,7 @@ def refer(*names, split="train", **changes):
 
 async def stored(store, data) -> list[Turn]:
     """The turns of the only trajectory, by its row."""
-    (row,) = await store.read("SELECT body, blob, digest FROM trajectory")
+    (row,) = await store.read(WHOLE)
     found = body_of(row, data)
     assert digest(found) == row["digest"]
     return msgspec.msgpack.decode(found, type=list[Turn])

@@ -7,6 +7,7 @@ import random
 import sqlite3
 import threading
 
+import msgspec
 import pytest
 
 from artd import intake
@@ -61,8 +62,11 @@ async def result_of(path, parcels, sizes) -> tuple[list[tuple], dict[str, list[t
             if part:
                 outcomes += await store.write(lambda c, part=part: insert_many(c, 1, part))
         tables = {name: sorted(tuple(row) for row in await store.read(f"SELECT * FROM {name}")) for name in TABLES[:2]}
-        kinds = await store.read("SELECT kind, ref, data FROM event WHERE kind <> 'run.created'")
-        tables["event"] = sorted(tuple(row) for row in kinds)
+        events = await store.read("SELECT kind, ref, data FROM event WHERE kind <> 'run.created'")
+        tables["event"] = sorted(tuple(row) for row in events if row["kind"] != "trajectory.submitted")
+        told = [msgspec.json.decode(row["data"]) for row in events if row["kind"] == "trajectory.submitted"]
+        assert sum(each["count"] for each in told) == len(tables["trajectory"]) and all(each["groups"] for each in told)
+        assert len(told) < len(tables["trajectory"]) or max(sizes) == 1, "one event tells of many"
         tables["blob"] = sorted(tuple(row) for row in await store.read("SELECT sha FROM blob"))
         return [plain(outcome) for outcome in outcomes], tables
 

@@ -98,7 +98,42 @@ async def test_a_run_that_its_operator_paused_stays_paused(tmp_path, discard):
         await it.dispatch.failed(w.Failed(job=order.job, fence=1, failure="transient", error="x"))
         await it.do(end_for_good, order.job, discard)
         assert (await it.states())[:2] == ("paused", "cancelled")
-        assert await one(store, "SELECT reason FROM run") == "operator"
+        reasons = "operator" if discard else f"operator; job {order.job} was cancelled"
+        assert await one(store, "SELECT reason FROM run") == reasons
+
+
+@pytest.mark.parametrize("first", ["operator", "quarantine"])
+@pytest.mark.parametrize(
+    "order", [lambda job: (end_for_good, job, True), lambda job: (retry, job)], ids=["discard", "retry"]
+)
+async def test_discard_and_retry_lift_no_pause_but_the_quarantines(tmp_path, first, order):
+    """The operator pauses because rewards are wrong, before or after the job fails: the run stays paused."""
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        if first == "operator":
+            await it.do(set_run_state, 1, "paused", "rewards are wrong")
+        job = await it.quarantine()
+        if first == "quarantine":
+            await it.do(set_run_state, 1, "paused", "rewards are wrong")
+        await it.do(*order(job))
+        assert (await it.states())[0] == "paused"
+        assert await one(store, "SELECT reason FROM run") == "rewards are wrong"
+        await it.do(set_run_state, 1, "active", "")
+        assert (await it.states())[0] == "active"
+
+
+async def test_a_retry_that_is_repeated_under_its_request_id_counts_once(tmp_path):
+    """A client sends it again after a reconnect; meanwhile the job was quarantined once more."""
+    async with open_store(tmp_path) as store:
+        it = await bench(store, tmp_path)
+        job = await it.quarantine()
+        await it.do(retry, job, "7f")
+        await it.claim()
+        await it.quarantine()
+        await it.do(retry, job, "7f")
+        assert (await it.states())[:2] == ("paused", "quarantined")
+        await it.do(retry, job, "80")
+        assert (await it.states())[:2] == ("active", "queued")
 
 
 async def test_a_running_job_is_discarded_when_its_worker_has_stopped(tmp_path):
@@ -200,7 +235,7 @@ async def test_a_finished_run_has_no_job_that_waits_for_ever(tmp_path, waits):
             await it.dispatch.died(9, ordered=True, error="restart")
         assert (await it.states())[1] == waits
         await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
-        assert await it.states() == ("finished", "cancelled", "abandoned", "sealed", "queued")
+        assert await it.states() == ("finished", "cancelled", "abandoned", "discarded", "discarded")
 
 
 async def test_the_job_that_runs_when_its_run_is_finished_ends_with_its_worker(tmp_path):
@@ -209,7 +244,7 @@ async def test_the_job_that_runs_when_its_run_is_finished_ends_with_its_worker(t
         await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
         assert (await it.states())[:2] == ("finished", "running")
         assert isinstance(await it.report(it.orders[-1]), w.Fenced), "a step was committed into a finished run"
-        assert await it.states() == ("finished", "cancelled", "abandoned", "sealed", "queued")
+        assert await it.states() == ("finished", "cancelled", "abandoned", "discarded", "discarded")
 
 
 async def test_the_first_job_of_a_run_that_is_finished_at_once_is_cancelled(tmp_path):

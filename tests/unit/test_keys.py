@@ -38,3 +38,19 @@ def test_a_damaged_key_is_named_and_can_be_removed(keys: Keys) -> None:
         keys.allow("a", zmq.curve_keypair()[0].decode())
     keys.remove("a")
     assert list(keys.clients()) == ["b"]
+
+
+def test_a_file_that_cannot_be_read_is_no_removed_key_and_keeps_nobody_else_out(keys: Keys, tmp_path: Path) -> None:
+    folder = tmp_path / "keys" / "clients"
+    public = zmq.curve_keypair()[0]
+    keys.remove("b")
+    keys.allow("b", public.decode())
+    (folder / "a.key").unlink()
+    (folder / "a.key").symlink_to("a.key")  # stat fails, and not with ENOENT
+    assert keys.name(public) == "b"
+    with pytest.raises(OSError, match=r"a\.key"):
+        keys.name(zmq.curve_keypair()[0])
+    assert [keys.is_removed(name) for name in ("a", "b", "c")] == [False, False, True]
+    (folder / "a.key").unlink()
+    (folder / "a.key").symlink_to("nothing")  # removed between the listing and the look
+    assert keys.name(zmq.curve_keypair()[0]) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import subprocess
@@ -34,8 +35,9 @@ def store(tmp_path):
     connection = sqlite3.connect(db)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(
-        "CREATE TABLE trajectory (id INTEGER PRIMARY KEY, group_id INT, reward REAL, digest TEXT, body BLOB, blob TEXT)"
+        "CREATE TABLE trajectory (id INTEGER PRIMARY KEY, group_id INT, reward REAL, digest TEXT, blob TEXT)"
     )
+    connection.execute("CREATE TABLE trajectory_data (trajectory_id INTEGER PRIMARY KEY, metrics BLOB, body BLOB)")
     turns_of = {}
     for number in range(1, 9):
         turns_of[number] = [turn(range(50), [1, 2, number], seed=number)]
@@ -45,8 +47,11 @@ def store(tmp_path):
             blob = item.digest
             (blobs / blob[:2]).mkdir(parents=True, exist_ok=True)
             (blobs / blob[:2] / blob).write_bytes(item.body)
-        row = (number, item.group, item.reward, item.digest, None if blob else item.body, blob)
-        connection.execute("INSERT INTO trajectory VALUES (?, ?, ?, ?, ?, ?)", row)
+        row = (number, item.group, item.reward, item.digest, blob)
+        connection.execute("INSERT INTO trajectory VALUES (?, ?, ?, ?, ?)", row)
+        connection.execute(
+            "INSERT INTO trajectory_data VALUES (?, ?, ?)", (number, extra(number), None if blob else item.body)
+        )
     connection.commit()
     request = PackRequest(
         db=str(db), blobs_dir=str(blobs), run="r", step=1, seed=0, row_length=256, scale_rewards=True,
@@ -54,6 +59,17 @@ def store(tmp_path):
     )  # fmt: skip
     yield connection, request, turns_of
     connection.close()
+
+
+def extra(number):
+    """What lies beside a body: the program's own metrics; one of a kind that JSON does not have."""
+    return msgspec.json.encode({"metrics": {"n": number, "broken": math.inf}, "metadata": {"a": [1]}})
+
+
+def put_body(connection, number, body):
+    """Give a trajectory another body, in its row, with its digest."""
+    connection.execute("UPDATE trajectory SET digest = ?, blob = NULL WHERE id = ?", (digest(body), number))
+    connection.execute("UPDATE trajectory_data SET body = ? WHERE trajectory_id = ?", (body, number))
 
 
 @pytest.fixture
@@ -65,8 +81,7 @@ def replayed(store):
         routed = [msgspec.structs.replace(plain, routes=encode_routes(rows, SHAPE))]
         turns_of[number] = routed
         item = source(number, 0, 0.0, routed)
-        row = (item.body, item.digest, number)
-        connection.execute("UPDATE trajectory SET body = ?, digest = ?, blob = NULL WHERE id = ?", row)
+        put_body(connection, number, item.body)
     connection.commit()
     return connection, msgspec.structs.replace(request, routes=SHAPE), turns_of
 
@@ -92,6 +107,7 @@ def test_the_child_writes_what_it_says(store):
     manifest = msgspec.json.decode((out / "manifest.json").read_bytes(), type=BatchManifest)
     assert (out / "manifest.json").read_bytes() == to_json(manifest)
     assert [t.id for t in manifest.trajectories] == request.trajectory_ids
+    assert manifest.metrics["client/n"] == 4.5 and "client/broken" not in manifest.metrics
     check_batch(load_file(out / "batch.safetensors"), manifest, {n: plain_sequences(t) for n, t in turns_of.items()})
 
 
@@ -125,7 +141,7 @@ def test_bad_routes_are_named_and_nothing_is_written(replayed):
     connection, request, turns_of = replayed
     (good,) = turns_of[5]
     bad = source(5, 2, 5.0, [msgspec.structs.replace(good, routes=good.routes[:68] + good.routes[69:70] * 140)])
-    connection.execute("UPDATE trajectory SET body = ?, digest = ? WHERE id = 5", (bad.body, bad.digest))
+    put_body(connection, 5, bad.body)
     connection.commit()
     answer = msgspec.json.decode(spawn(msgspec.json.encode(request)).stdout, type=PackFailure)
     assert (answer.trajectory, answer.position) == (5, "turns[0].routes[17]") and "not distinct" in answer.error
@@ -144,47 +160,47 @@ def test_the_store_is_opened_read_only(store):
 
 
 def damage_body(connection, request):
-    connection.execute("UPDATE trajectory SET body = x'90' WHERE id = 3")
-    return 3, "digest", "damaged"
+    connection.execute("UPDATE trajectory_data SET body = x'90' WHERE trajectory_id = 3")
+    return 3, "", "its body in the database has sha256", "damaged"
 
 
 def damage_blob(connection, request):
     (name,) = connection.execute("SELECT blob FROM trajectory WHERE id = 4").fetchone()
     path = Path(request.blobs_dir) / name[:2] / name
     path.write_bytes(path.read_bytes()[:-1])
-    return 4, "digest", "damaged"
+    return 4, "", "has sha256", "damaged"
 
 
 def lose_blob(connection, request):
     (name,) = connection.execute("SELECT blob FROM trajectory WHERE id = 6").fetchone()
     (Path(request.blobs_dir) / name[:2] / name).unlink()
-    return 6, "blob", "No such file"
+    return 0, "", "No such file", "io"
 
 
 def lose_row(connection, request):
     connection.execute("DELETE FROM trajectory WHERE id = 7")
-    return 7, "id", "no such row"
+    return 7, "", "no such row", "damaged"
 
 
 def expire(connection, request):
-    connection.execute("UPDATE trajectory SET body = NULL, blob = NULL WHERE id = 5")
-    return 5, "body", "expired"
+    connection.execute("UPDATE trajectory_data SET body = NULL WHERE trajectory_id = 5")
+    return 5, "", "expired", "damaged"
 
 
 def not_turns(connection, request):
-    connection.execute("UPDATE trajectory SET body = x'c0', digest = ? WHERE id = 1", (digest(b"\xc0"),))
-    return 1, "body", "not a list of turns"
+    put_body(connection, 1, b"\xc0")
+    return 1, "body", "not a list of turns", "data"
 
 
 @pytest.mark.parametrize("harm", [damage_body, damage_blob, lose_blob, lose_row, expire, not_turns])
 def test_a_damaged_store_is_named(store, harm):
     connection, request, _ = store
-    number, position, text = harm(connection, request)
+    number, position, text, kind = harm(connection, request)
     connection.commit()
     done = spawn(msgspec.json.encode(request))
     answer = msgspec.json.decode(done.stdout, type=PackFailure)
-    assert (done.returncode, answer.trajectory, answer.position) == (1, number, position)
-    assert text in answer.error and f"trajectory {number}" in answer.error
+    assert (done.returncode, answer.kind, answer.trajectory, answer.position) == (1, kind, number, position)
+    assert text in answer.error
     assert not (Path(request.out_dir) / "manifest.json").exists()
 
 

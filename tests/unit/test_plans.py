@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from artd import times
+from artd import pages, times
+from artd.cli import read
+from artd.cli.probe import Daemon
+from artd.cli.snapshot import Snapshot, _fill
 from artd.config import Retention
 from artd.gc import Collector
 from artd.job_orders import end_for_good
@@ -18,8 +24,10 @@ from artd.rollback import rollback
 from artd.route import load_table
 from artd.runs import Runs
 from artd.store.blobs import Blobs
+from artd.store.migrate import migrate
 from artd_schema import client_api as api
 from artd_schema import worker as w
+from tests.cli.rows import busy
 from tests.fakes.rows import EVERY_STEP as ROUTED
 from tests.fakes.rows import (
     FakeWire,
@@ -34,26 +42,88 @@ from tests.fakes.rows import (
 )
 from tests.fakes.steps import claim, commit_next, make_dispatch, make_pusher, pack, serve, train_next
 
-pytestmark = pytest.mark.asyncio
-SMALL = ("run", "r", "process", "p", "meta", "CONSTANT", "ref", "pragma_foreign_key_list", "sqlite_schema")
+SMALL = (
+    "run",
+    "r",
+    "process",
+    "p",
+    "meta",
+    "exchange_count",
+    "CONSTANT",
+    "ref",
+    "pragma_foreign_key_list",
+    "sqlite_schema",
+    "json_each",
+)
 """Tables, by name or alias, that a run does not grow."""
 BOUNDED = ("group_open", "run_one_active", "batch_tensors")
 """Partial indexes of what is not over yet, or kept still."""
-NEWEST = re.compile(r"ORDER BY [\w ,]*DESC LIMIT 1$")
-"""Read backwards, and only to the first that fits."""
+NEWEST = re.compile(r"ORDER BY [\w ,]*DESC LIMIT 1$|FROM \w+\s+ORDER BY id( DESC)? LIMIT \d+")
+"""Read backwards, and only to the first that fits; or by id, and only so many."""
+OF_A_RUN = re.compile(r"USING (COVERING )?INDEX \w+_run \(run_id=\?( AND state=\?)?\)")
+"""All rows of a run, or all in one state: as good as the whole table."""
 
 
 def scans(c: sqlite3.Connection, sql: str) -> list[str]:
     """Whole tables that a statement reads."""
     steps = [row[3] for row in c.execute(f"EXPLAIN QUERY PLAN {sql}")]
     found = [step for step in steps if step.startswith("SCAN")]
-    return [
+    whole = [
         step
         for step in found
         if step.split()[1] not in SMALL and step.rpartition(" ")[2] not in BOUNDED and not NEWEST.search(sql)
     ]
+    return whole + [step for step in steps if OF_A_RUN.search(step) and "LIMIT" not in sql]
 
 
+def asked_of(c: sqlite3.Connection, fn: Callable[[sqlite3.Connection], object]) -> list[str]:
+    """The statements that it runs, with their values."""
+    found: list[str] = []
+    c.set_trace_callback(found.append)
+    fn(c)
+    c.set_trace_callback(None)
+    return [sql for sql in found if re.match(r"\s*(SELECT|WITH)", sql)]
+
+
+@pytest.fixture(scope="module")
+def empty() -> sqlite3.Connection:
+    c = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(c)
+    c.executemany(
+        "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, state, created) VALUES (?, x'', '', x'', 1, ?, 0)",
+        [("old", "finished"), ("r", "active")],
+    )
+    c.execute(
+        "INSERT INTO trajectory_group (run_id, name, split, state, deadline, created) VALUES (2, 'g', 'train', 'open', 0, 0)"
+    )
+    return c
+
+
+@pytest.mark.parametrize("bounds", [{}, {"before": 9}, {"after": 9}, {"after": 1, "before": 9}], ids=str)
+@pytest.mark.parametrize("what", sorted(set(pages.QUERIES) - {"runs", "workers"}))
+def test_no_listing_reads_or_sorts_a_whole_table(empty: sqlite3.Connection, what: str, bounds: dict[str, int]) -> None:
+    known = pages.states_of(what)
+    filters: list[dict[str, Any]] = [{}, {"run": "r"}]
+    if known:
+        filters += [{"run": run, "states": states} for run in ("", "r") for states in (known[:1], known)]
+    if what == "trajectories":
+        filters += [{"group": "g"}, {"run": "r", "group": "g", "states": known[:1]}]
+    for asked in filters:
+        for sql in asked_of(empty, lambda c: pages.read(c, pages.Page(what, **asked, **bounds))):  # noqa: B023
+            steps = [row[3] for row in empty.execute(f"EXPLAIN QUERY PLAN {sql}")]
+            assert scans(empty, sql) == [] and "TEMP B-TREE" not in " ".join(steps), (asked, sql, steps)
+
+
+def test_no_verb_that_reads_rows_reads_a_whole_table(tmp_path: Path) -> None:
+    with closing(busy(tmp_path).connection):
+        database = read.Database(tmp_path)
+        sqls = asked_of(database._connection, lambda c: _fill(Snapshot(tmp_path, Daemon("ready", None)), database))
+        assert len(sqls) > 15
+        assert {sql: found for sql in sqls if (found := scans(database._connection, sql))} == {}
+        database.close()
+
+
+@pytest.mark.asyncio
 async def test_no_service_reads_a_whole_table(tmp_path):
     asked: dict[str, None] = {}
     async with open_store(tmp_path) as store:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from artd.push import GONE_S, MAX_ATTEMPTS
+from artd.push import DEADLINE_S, GONE_S, MAX_ATTEMPTS
 from artd.runs import set_run_state
 from artd_schema import worker as w
-from tests.awake import until
-from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store, settle
+from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, serve, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -195,6 +192,32 @@ async def test_five_failures_pause_the_run_and_resume_tries_again(tmp_path, cloc
         assert (await it.send()).push == 2
 
 
+async def test_steps_that_all_fail_pause_the_run_although_each_is_a_push_of_its_own(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        for attempt in range(MAX_ATTEMPTS):
+            assert await one(store, "SELECT state FROM run") == "active", attempt
+            push = await it.send()
+            await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
+            await it.restart_engine()
+            if attempt < 3:
+                await train_next(store, it.data)
+        found = "push 4 failed 5 times in a row, with those of older steps: verify: bad"
+        assert await one(store, "SELECT reason FROM run") == found
+
+
+async def test_a_push_that_is_live_ends_the_count_of_failures(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        for _ in range(MAX_ATTEMPTS):
+            push = await it.send()
+            await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
+            await it.restart_engine()
+            await it.pusher.live(live(await it.send()))
+            await train_next(store, it.data)
+        assert await one(store, "SELECT state FROM run") == "active"
+
+
 async def test_an_engine_that_dies_serves_nothing_and_gets_the_newest_from_disk(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
@@ -243,18 +266,47 @@ async def test_a_refusal_or_the_trainers_death_restarts_the_engine(tmp_path, clo
         assert [name for name, _ in it.kills] == ["engine", "engine"] and "not resident" in it.kills[0][1]
 
 
+def awake(it, clock, seconds):
+    """So much time passes, in which the daemon looks every second."""
+    for _ in range(int(seconds)):
+        clock.advance(1)
+        it.pusher._watch(it.pusher._awake.now())
+
+
 async def test_a_push_past_its_deadline_ends_the_engine(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
         push = await it.send()
-        task = asyncio.ensure_future(it.pusher.run())
-        await asyncio.sleep(0.05)
+        awake(it, clock, push.deadline_s + push.drain_s - 1)
         assert it.kills == []
-        clock.advance(push.deadline_s + push.drain_s + 1)
-        store.announce()
-        await until(lambda: it.kills)
-        assert len(it.kills) == 1 and "passed its deadline" in it.kills[0][1]
-        await settle(task)
+        awake(it, clock, 3)
+        assert len(it.kills) == 1 and "passed its deadline without progress" in it.kills[0][1]
+
+
+async def test_a_push_that_goes_on_has_time_and_so_has_one_of_a_daemon_that_was_stopped(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        push = await it.send()
+        for mark in range(5):  # a slow disk
+            awake(it, clock, push.deadline_s)
+            it.pusher.beat(w.Beat(push=push.push, fence=push.fence, progress=mark + 1))
+        awake(it, clock, 60)
+        clock.advance(3600)  # SIGSTOP
+        awake(it, clock, 60)
+        assert it.kills == []
+        for _ in range(3):  # the same mark is no progress, nor is that of an older attempt
+            awake(it, clock, push.drain_s + push.deadline_s / 3)
+            it.pusher.beat(w.Beat(push=push.push, fence=push.fence, progress=5))
+            it.pusher.beat(w.Beat(push=push.push, fence=push.fence - 1, progress=99))
+        assert it.kills
+
+
+async def test_the_deadline_follows_the_bytes_of_the_checkpoint(tmp_path, clock):
+    async with open_store(tmp_path, clock) as store:
+        it = await make(store, tmp_path, clock)
+        await store.write(lambda c: c.execute("UPDATE checkpoint SET bytes = ?", (6 << 30,)))
+        push = await it.send()
+        assert push.deadline_s >= DEADLINE_S + 6 * 1024 / 10
 
 
 async def test_an_engine_that_lives_on_after_its_push_failed_is_ended(tmp_path, clock):
@@ -263,16 +315,12 @@ async def test_an_engine_that_lives_on_after_its_push_failed_is_ended(tmp_path, 
         it = await make(store, tmp_path, clock)
         push = await it.send()
         await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
-        clock.advance(GONE_S - 1)
-        it.pusher._watch(clock.monotonic())
+        awake(it, clock, GONE_S - 1)
         assert it.kills == [], "it tells first why its server ended"
-        clock.advance(2)
-        it.pusher._watch(clock.monotonic())
-        it.pusher._watch(clock.monotonic())
+        awake(it, clock, 3)
         assert len(it.kills) == 1 and "its push failed" in it.kills[0][1]
         await it.restart_engine()
-        clock.advance(GONE_S + 1)
-        it.pusher._watch(clock.monotonic())
+        awake(it, clock, GONE_S + 1)
         assert len(it.kills) == 1
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
 
 from artd import commit as result
+from artd import recover as module
 from artd.recover import identify, recover
 from artd.runs import set_run_state
+from artd.store import fs
 from artd_schema import worker as w
 from tests.fakes.rows import FakeWire, add_run, add_worker, count, data_dir, one, open_store, stage
 from tests.fakes.steps import claim, commit_next, make_pusher, packed_run, serve
@@ -75,6 +78,38 @@ async def test_a_result_that_was_published_but_not_committed_is_adopted_once(tmp
         result.publish(data, Path(order.dir), manifest)
         await twice(store, data)
         await stepped(store)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_the_loop_does_no_work_on_files(tmp_path, monkeypatch, whole):
+    """A step of a large model is gigabytes, and the heart beats in the loop."""
+    async with open_store(tmp_path) as store:
+        order, data = await running_job(store, tmp_path)
+        stage(Path(order.dir), order)
+        if not whole:
+            (Path(order.dir) / "weights.bin").write_bytes(b"st")
+        for name in ("l0-s000007-j9-f3", f"l0-s000001-j{order.job}-f{order.fence}"):
+            (data.checkpoints / "r" / name).mkdir(parents=True)
+        (data.tmp / "job-9-f3").mkdir()
+        seen = []
+
+        def watch(owner, name):
+            real = getattr(owner, name)
+
+            def watched(*given):
+                seen.append((name, threading.current_thread() is threading.main_thread()))
+                return real(*given)
+
+            monkeypatch.setattr(owner, name, watched)
+
+        for owner, name in (
+            (fs, "write_again"), (fs, "remove_tree"), (result, "verify"), (result, "publish"), (module, "_move_aside"),
+        ):  # fmt: skip
+            watch(owner, name)
+        await recover(store, data)
+        assert {name for name, _ in seen} >= {"write_again", "verify", "remove_tree", "_move_aside"}
+        assert ("publish" in {name for name, _ in seen}) == whole
+        assert [name for name, in_loop in seen if in_loop] == []
 
 
 async def test_without_a_result_the_job_waits_again_and_costs_nothing(tmp_path):
@@ -178,10 +213,12 @@ async def test_leftovers_are_swept_and_committed_folders_are_not(tmp_path):
         kept = data.root / await one(store, "SELECT dir FROM checkpoint")
         stranger = data.checkpoints / "r" / "l0-s000007-j9-f3"
         stranger.mkdir()
-        (data.tmp / "pack-s3").mkdir()
+        (data.tmp / "pack-s3-17-0").mkdir()
+        (data.tmp / "job-9-f3").mkdir()
         (data.tmp / "file").write_text("x")
         await twice(store, data)
-        assert kept.is_dir() and not stranger.exists() and not list(data.tmp.iterdir())
+        assert kept.is_dir() and not stranger.exists() and (data.unknown / stranger.relative_to(data.root)).is_dir()
+        assert [path.name for path in data.tmp.iterdir()] == ["file"], "only what bears a name of artd's goes"
 
 
 async def test_an_old_lives_word_after_recovery_changes_nothing(tmp_path):

@@ -13,6 +13,7 @@ from artd_schema import worker as w
 from artd_schema.codec import digest
 from artd_schema.trajectory import Turn
 from tests.fakes.rows import (
+    WHOLE,
     add_run,
     body,
     body_of,
@@ -40,7 +41,7 @@ async def test_by_reference_takes_the_turns_of_the_ledger(tmp_path):
         assert await exchange(ingest, "one", turns=turns) == w.ExchangeAck(response_id="one")
         await exchange(ingest, "two")
         answer = await ingest.submit(by_reference(("one", 1), ("two", 0)), [])
-        (row,) = await store.read("SELECT * FROM trajectory")
+        (row,) = await store.read(WHOLE)
         stored = msgspec.msgpack.decode(row["body"], type=list[Turn])
         assert [t.token_ids for t in stored] == [ids(6, 6), ids(3, 4)] and row["epoch_max"] == 0
         used = await store.read("SELECT choice, trajectory_id FROM exchange ORDER BY response_id, choice")
@@ -135,7 +136,7 @@ async def test_a_used_turn_is_held_by_its_trajectory_alone(tmp_path, max_inline)
         turns = [turn(choice=i, raw=b"x" * 300, policy_epoch=((0, 0),)) for i in range(2)]
         await exchange(ingest, "one", turns=turns)
         first = await ingest.submit(by_reference(("one", 1)), [])
-        (row,) = await store.read("SELECT body, blob, digest FROM trajectory")
+        (row,) = await store.read(WHOLE)
         stored = body_of(row, data)
         assert (
             stored == body(turns[1]) and digest(stored) == row["digest"] and (row["blob"] is None) == (max_inline > 100)
@@ -148,9 +149,10 @@ async def test_a_used_turn_is_held_by_its_trajectory_alone(tmp_path, max_inline)
 
 
 @pytest.mark.parametrize(
-    "harm", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1] + b"z")]
+    ("harm", "code"),
+    [(lambda path: path.unlink(), "busy"), (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"z"), "failed")],
 )
-async def test_a_damaged_file_of_the_ledger_is_refused_by_name(tmp_path, harm):
+async def test_a_damaged_file_of_the_ledger_is_refused_by_name(tmp_path, harm, code):
     async with open_store(tmp_path) as store:
         await add_run(store)
         data = data_dir(tmp_path)
@@ -158,8 +160,9 @@ async def test_a_damaged_file_of_the_ledger_is_refused_by_name(tmp_path, harm):
         await exchange(ingest, "big", turns=[turn(raw=b"x" * 300)])
         (path,) = data.blobs.glob("*/*")
         harm(path)
-        await refused(RequestError, "", f"response 'big' choice 0: the ledger's file {path}",
-                      ingest.submit(by_reference(("big", 0)), []))  # fmt: skip
+        with pytest.raises(RequestError, match=f"response 'big' choice 0: the ledger's file {path}") as caught:
+            await ingest.submit(by_reference(("big", 0)), [])
+        assert caught.value.code == code, "what cannot be read now may be read later"
         assert await count(store, "trajectory") == 0 and await count(store, "exchange", "trajectory_id IS NULL") == 1
 
 

@@ -310,6 +310,22 @@ async def test_a_request_that_cannot_be_decoded_is_answered_by_its_number(tmp_pa
         assert send({"op": {"t": "teleport"}}) == [] and send([1, 2]) == []
 
 
+async def test_events_say_who_gave_an_order(tmp_path):
+    async with open_store(tmp_path) as store:
+        desk = Desk(store, tmp_path)
+        await add_run(store)
+        await desk.ask(api.Hello(protocol=PROTOCOL, client="python-77"))
+        await desk.ask(api.Pause(run="r", reason="rewards are wrong"))
+        await desk.refused("not_found", "no job 9", api.CancelJob(job=9))
+        desk.requests._who = lambda peer: "key laptop"
+        await desk.ask(api.Resume(run="r"))
+        await until(lambda: not desk.requests._tasks)
+        rows = await store.read("SELECT run, data FROM event WHERE kind = 'client.ordered' ORDER BY id")
+        assert [(row["run"], json.loads(row["data"])) for row in rows] == [
+            ("r", {"order": "pause", "client": "python-77"}), ("r", {"order": "resume", "client": "key laptop"}),
+        ]  # fmt: skip
+
+
 async def test_workers_are_revived_only_for_a_run_that_goes_on(tmp_path):
     async with open_store(tmp_path) as store:
         desk, revived = Desk(store, tmp_path), []
@@ -320,3 +336,19 @@ async def test_workers_are_revived_only_for_a_run_that_goes_on(tmp_path):
         await desk.ask(api.Pause(run="r"))
         await desk.ask(api.Resume(run="r"))
         assert revived == [1]
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_the_header_is_among_the_bytes_under_way(tmp_path, large):
+    async with open_store(tmp_path) as store:
+        desk = Desk(store, tmp_path)
+        await add_run(store)
+        await desk.ingest.facts("r")
+        metadata = {"text": "x" * (100_000 if large else 10)}
+        request = api.Request(id=5, op=api.Submit(run="r", group="g", reward=1.0, metadata=metadata))
+        header, turns = len(Codec(api.Request).encode(request)[1]), body()
+        desk.requests.take(b"peer", request, [turns], header)
+        assert desk.requests._under_way.bytes == header + len(turns)
+        assert len(desk.requests._tasks) == large, "large metadata is not encoded in the event loop"
+        await until(lambda: desk.replies and not desk.requests._tasks)
+        assert desk.requests._under_way.bytes == 0 and isinstance(desk.replies[0][1].answer, api.Submitted)

@@ -7,7 +7,7 @@ import pytest
 from artd.retain import Retain, sweep
 from artd.runs import set_run_state
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, open_store
+from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -43,7 +43,7 @@ async def test_the_newest_are_kept(tmp_path):
         )  # rows first, files second
         assert await store.write(Retain(store, data)._retire) == []
         swept = await store.write(lambda c: sweep(c, data))
-        assert sorted(swept) == sorted(folders)
+        assert sorted(swept.gone) == sorted(folders) and not swept.unknown
 
 
 async def test_what_is_under_push_stays(tmp_path):
@@ -99,12 +99,21 @@ async def test_a_finished_run_keeps_its_newest(tmp_path):
         assert await steps(store) == [2]
 
 
-async def test_sweep_finds_what_no_row_knows(tmp_path):
+async def test_sweep_deletes_what_an_attempt_left_and_keeps_what_no_row_knows(tmp_path):
     async with open_store(tmp_path) as store:
         data = await make(store, tmp_path, 1)
         (data.checkpoints / "r" / "l0-s000009-j9-f1").mkdir()
         (data.checkpoints / "other" / "x").mkdir(parents=True)
-        assert sorted(await store.write(lambda c: sweep(c, data))) == [
-            "checkpoints/other/x",
-            "checkpoints/r/l0-s000009-j9-f1",
-        ]
+        job = await one(store, "SELECT id FROM job WHERE step = 1")
+        await store.write(
+            lambda c: (
+                c.execute(
+                    "INSERT INTO attempt (job_id, fence, worker, spawn, started, ended, outcome) VALUES (?, 77, 'trainer', 1, 1, 2, 'died')",
+                    (job,),
+                ).rowcount
+            )
+        )
+        (data.checkpoints / "r" / f"l0-s000001-j{job}-f77").mkdir()  # published, and its daemon died before the commit
+        swept = await store.write(lambda c: sweep(c, data))
+        assert swept.gone == [f"checkpoints/r/l0-s000001-j{job}-f77"]
+        assert swept.unknown == ["checkpoints/r/l0-s000009-j9-f1"], "a name that is not artd's stays where it is"

@@ -245,7 +245,9 @@ async def test_waiting_looks_at_the_chain(tmp_path):
         left = await wait(2)
         assert isinstance(left, api.StepInfo)
         await back(store, 1)
-        assert await wait(1) == api.Pending(step=1, phase="serve"), "step 1 is not served"
+        assert await wait(1) == api.Pending(step=1, phase="serve", doing="bringing step 1 into the engine"), (
+            "step 1 is not served"
+        )
         assert isinstance(await wait(2), api.Stalled)
         await serve(store)
         assert isinstance(await wait(1), api.StepInfo)

@@ -169,6 +169,14 @@ def test_routes_that_are_wrong_are_named_whatever_the_split(field, text, turns, 
     assert caught.value.field == field and text in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize(("count", "text"), [(5, "more layers than the 3 MoE layers"), (6, "of two bytes each")])
+def test_routes_of_another_form_are_told_from_a_wrong_number_of_rows(count, text):
+    """The dense layers are in them, as in vLLM's own array; or they were made for a model of more experts."""
+    rows = len(FIRST.routes) // SHAPE.row_bytes
+    with pytest.raises(InvalidField, match=text):
+        check(msgspec.structs.replace(FIRST, routes=bytes([1, 2]) * (rows * count * SHAPE.topk // 2)))
+
+
 @pytest.mark.parametrize(("field", "text", "turns"), GAPS)
 def test_a_token_without_routes_is_named_and_only_matters_where_it_is_trained(field, text, turns):
     with pytest.raises(InvalidField) as caught:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from artd import once
 from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.packing.advantages import group_statistics
 from artd.runs import Runs, set_run_state
 from artd_schema import client_api as api
-from artd_schema.spec import MAX_SERVED_RANK, LoraSpec, LossSpec, RunSpec, TrainerSpec
+from artd_schema.spec import MAX_SERVED_RANK, EngineSpec, LoraSpec, LossSpec, RunSpec, TrainerSpec
 from tests.awake import SOON_S
 from tests.fakes.rows import (
     EVERY_STEP,
@@ -221,15 +222,15 @@ async def test_wait_answers_by_the_rows(tmp_path):
         with pytest.raises(NotFound):
             await runs.wait(wait(0))
         await add_run(store)
-        assert await runs.wait(wait(0)) == api.Pending(step=-1, phase="init")
+        assert await runs.wait(wait(0)) == api.Pending(step=-1, phase="init", doing="making the first checkpoint")
         await commit_next(store, data)
-        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve")
+        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve", doing="bringing step 0 into the engine")
         await serve(store)
         info = await runs.wait(wait(0))
         assert isinstance(info, api.StepInfo) and (info.step, info.metrics) == (0, {"loss": 0.5})
         assert await runs.wait(wait(1)) == api.Stalled(step=0, sealed=0, trainable=0, needed=1)
         await submit(ingest, key="a", reward=0.0)
-        assert await runs.wait(wait(1)) == api.Pending(step=0, phase="collect")
+        assert await runs.wait(wait(1)) == api.Pending(step=0, phase="collect", doing="waiting for groups of step 1")
         await submit(ingest, key="b", reward=1.0)
         assert isinstance(await runs.wait(wait(1)), api.Pending)  # a batch is due
 
@@ -255,7 +256,9 @@ async def test_a_step_is_there_when_the_gateway_routes_it(tmp_path):
         await add_run(store)
         await commit_next(store, data)
         await serve(store)
-        assert await make_runs(store, frozenset).wait(wait(0)) == api.Pending(step=0, phase="serve")
+        assert await make_runs(store, frozenset).wait(wait(0)) == api.Pending(
+            step=0, phase="serve", doing="bringing step 0 into the engine"
+        )
         assert isinstance(await make_runs(store, lambda: frozenset({"r@0"})).wait(wait(0)), api.StepInfo)
 
 
@@ -269,7 +272,11 @@ async def test_stalled_counts_what_there_is(tmp_path):
         for group in "gh":
             for reward in (0.0, 1.0):
                 await submit(ingest, group=group, key=f"{group}{reward}", reward=reward)
-        assert await runs.wait(wait(1)) == api.Stalled(step=0, sealed=2, trainable=2, needed=3)
+        for key in "ab":
+            await submit(ingest, group="flat", key=key, reward=0.5)
+        assert await runs.wait(wait(1)) == api.Stalled(
+            step=0, sealed=2, trainable=2, needed=3, discarded={"zero_variance": 1}
+        )
 
 
 async def test_wait_of_a_run_that_does_not_go_on_is_an_error(tmp_path):
@@ -288,12 +295,14 @@ async def test_a_step_that_no_engine_will_get_is_not_waited_for(tmp_path):
         run = await add_run(store)
         await commit_next(store, data)
         await store.write(lambda c: set_run_state(c, 0, run, "paused", "push 1 failed 5 times: canary"))
-        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve"), "a paused run is still pushed"
+        assert await runs.wait(wait(0)) == api.Pending(
+            step=0, phase="serve", doing="bringing step 0 into the engine"
+        ), "a paused run is still pushed"
         await store.write(lambda c: c.execute("UPDATE push SET state = 'failed'").rowcount)
         with pytest.raises(RequestError, match="paused: push 1 failed 5 times: canary; step 0 will not be served"):
             await runs.wait(wait(0))
         await runs.set_state("r", "active")
-        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve")
+        assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve", doing="bringing step 0 into the engine")
         await runs.set_state("r", "finished")
         with pytest.raises(RequestError, match="run 'r' is finished; step 0 will not be served"):
             await runs.wait(wait(0))
@@ -320,3 +329,83 @@ async def test_wait_wakes_with_the_commit(tmp_path):
         await commit_next(store, data)
         await serve(store)
         assert isinstance(await asyncio.wait_for(waiting, SOON_S), api.StepInfo)
+
+
+async def test_a_second_run_is_told_what_it_waits_for_and_nothing_destructive(tmp_path, model):
+    """The other run may be somebody else's, or only paused."""
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        await add_run(store, "theirs")
+        await runs.set_state("theirs", "paused", "lunch")
+        with pytest.raises(Conflict, match="run 'theirs' is paused at step -1") as caught:
+            await runs.create(api.CreateRun(name="mine", spec=RunSpec(model=str(model))))
+        assert "finish " not in str(caught.value)
+
+
+async def test_a_request_that_comes_again_changes_nothing_again(tmp_path):
+    """A client repeats what was not answered before a reconnect; what others did meanwhile stays."""
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        await add_run(store)
+        await runs.set_state("r", "paused", "mine", "a")
+        await runs.set_state("r", "active", request="b")
+        await runs.set_state("r", "paused", "somebody else's", "c")
+        await runs.set_state("r", "active", request="b")
+        assert await one(store, "SELECT reason FROM run WHERE state = 'paused'") == "somebody else's"
+        await runs.set_state("r", "active", request="d")
+        await runs.set_state("r", "paused", "mine", "a")
+        assert await one(store, "SELECT state FROM run") == "active"
+
+
+async def test_a_refused_request_may_be_repeated(tmp_path):
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        with pytest.raises(NotFound):
+            await runs.set_state("r", "paused", request="a")
+        await add_run(store)
+        await runs.set_state("r", "paused", request="a")
+        assert await one(store, "SELECT state FROM run") == "paused"
+
+
+async def test_requests_are_forgotten_after_many_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(once, "KEPT", 3)
+    async with open_store(tmp_path) as store:
+        for name in "abcdef":
+            assert await store.write(lambda c, name=name: once.first_time(c, 0, name))
+        assert await count(store, "request") == 3
+        assert not await store.write(lambda c: once.first_time(c, 0, "f"))
+
+
+async def test_rows_shorter_than_the_engines_answers_are_refused_unless_asked_for(tmp_path, model):
+    """Long answers would be sampled, judged and never trained."""
+    async with open_store(tmp_path) as store:
+        runs = make_runs(store)
+        engine = EngineSpec(max_model_len=4096)
+        with pytest.raises(
+            Invalid, match=r"row_length=1024 is less than engine.max_model_len=4096.*drop_longer=True"
+        ) as caught:
+            await runs.create(api.CreateRun(name="r", spec=RunSpec(model=model, row_length=1024, engine=engine)))
+        assert caught.value.field == "spec.row_length" and await count(store, "run") == 0
+        spec = RunSpec(model=model, row_length=1024, drop_longer=True, engine=engine)
+        assert (await runs.create(api.CreateRun(name="r", spec=spec))).created and spec.row_tokens == 1024
+        assert RunSpec(model=model, engine=engine).row_tokens == 4096
+        assert RunSpec(model=model, row_length=8192, engine=engine).row_tokens == 8192
+
+
+async def test_a_dense_model_has_no_experts_to_compute_again(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        spec = RunSpec(model=model, trainer=TrainerSpec(recompute="selective"))
+        with pytest.raises(Invalid, match="has none: use 'full', or 'none'") as caught:
+            await make_runs(store).create(api.CreateRun(name="r", spec=spec))
+        assert caught.value.field == "spec.trainer.recompute" and await count(store, "run") == 0
+
+
+async def test_a_wait_tells_which_worker_starts_and_for_how_long(tmp_path):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        await add_worker(store, "engine", state="starting")
+        assert isinstance(store.clock, FakeClock)
+        store.clock.ms = 35_400
+        assert (
+            await make_runs(store).wait(api.WaitStep(run="r", step=0, timeout_s=0))
+        ).doing == "engine starting, 35 s"

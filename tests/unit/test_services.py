@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,9 +27,10 @@ async def test_files_without_rows_go_and_large_logs_begin_anew(tmp_path: Path, m
         monkeypatch.setattr(module, "PERIOD_S", 0.05)
     monkeypatch.setattr(gc, "FIRST_S", 0.05)
     data = data_dir(tmp_path)
-    loose = data.blobs / "00" / digest(b"loose")
+    loose = data.blobs / digest(b"loose")[:2] / digest(b"loose")
     loose.parent.mkdir(parents=True)
     loose.write_bytes(b"loose")
+    os.utime(loose, (1.0, 1.0))  # of an older boot
     log = data.log("trainer")
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_bytes(bytes(MIB + 1))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
+from artd import pauses
 from artd.core.states import TRANSITIONS, IllegalTransition, check, sources
 
 SQL = files("artd_schema").joinpath("sql").joinpath("0001_initial.sql").read_text(encoding="utf-8")
@@ -64,3 +66,10 @@ def test_sources():
     with pytest.raises(IllegalTransition, match="no state may move to 'prepared-ish'"):
         sources("push", "prepared-ish")
     check("job", "queued", "running")
+
+
+def test_only_pauses_pauses_a_run():
+    """A pause that stands in `run` alone would have no cause that somebody could lift."""
+    sources = (Path(pauses.__file__).parent).rglob("*.py")
+    found = [path.name for path in sources if re.search(r'"run",[^)]*"paused"', path.read_text())]
+    assert found == ["pauses.py"]

@@ -127,3 +127,46 @@ async def test_the_service_looks_every_second(tmp_path, monkeypatch):
         await until(lambda: count(store, "event", "kind = 'clock.jumped'"))
         assert await deadlines(store) == [600, 30]
         await settle(task)
+
+
+async def test_a_kill_gives_an_open_group_no_time_back(tmp_path):
+    """Nothing happens but time: no event says how long the daemon ran."""
+    clock = FakeClock()
+    async with open_store(tmp_path, clock) as store:
+        await with_deadlines(store, tmp_path)
+        times, data = Times(store), data_dir(tmp_path)
+        for _ in range(10):
+            for _ in range(9):
+                clock.advance(1)
+                await times.heed()
+            clock.advance(300)  # nobody runs
+            await store.write(lambda c: identify(c, data, clock.now_ms()))
+            times = Times(store)
+        assert await deadlines(store) == [510, 0]
+
+
+async def test_nothing_is_written_while_nothing_has_a_deadline(tmp_path):
+    clock = FakeClock()
+    async with open_store(tmp_path, clock) as store:
+        times = Times(store)
+        before = store.commits
+        for _ in range(5):
+            clock.advance(1)
+            await times.heed()
+        assert store.commits == before
+
+
+@pytest.mark.parametrize("drift", [-900, 900, -30, 30])
+async def test_a_clock_that_drifts_slowly_is_followed(tmp_path, drift):
+    """Less than a jump at each look: as when NTP slews, or an operator sets the clock back little by little."""
+    clock = FakeClock()
+    async with open_store(tmp_path, clock) as store:
+        await with_deadlines(store, tmp_path)
+        times = Times(store)
+        for second in range(1, 101):
+            clock.advance(1)
+            clock.ms += drift
+            await times.heed()
+            left = (await deadlines(store))[0]
+            assert abs(left - (600 - second)) <= 0.25
+        assert await count(store, "event", "kind = 'clock.jumped'") == 0

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from artd.wire import Local, Router, WorkerWire
+from artd.under_way import UnderWay
+from artd.wire import Local, OverLimit, Router, WorkerWire
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import MAGIC, Codec, WireError
@@ -31,9 +32,9 @@ def folder():
 
 
 @contextlib.asynccontextmanager
-async def open_router(folder, kind=w.FromWorker, max_message=1 << 20, **more):
+async def open_router(folder, kind=w.FromWorker, max_message=1 << 20, at=None, **more):
     taken: list = []
-    router = Router(Local(folder / "w.sock"), Codec(kind), max_message, lambda *m: taken.append(m), **more)
+    router = Router(at or Local(folder / "w.sock"), Codec(kind), max_message, lambda *m: taken.append(m), **more)
     router.bind()
     task = asyncio.ensure_future(router.run())
     context = zmq.Context()
@@ -119,10 +120,36 @@ async def test_a_frame_over_the_fuse_ends_that_peer_only(folder):
     async with open_router(folder, max_message=1000) as (_, dealer, taken):
         large, small = dealer(b"large"), dealer(b"small")
         large.send_multipart(TO_WORKER.encode(w.Beat(), [b"x" * 5000]))
-        small.send_multipart(TO_WORKER.encode(w.Beat(), [b"x" * 1500]))
+        small.send_multipart(TO_WORKER.encode(w.Beat(), [b"x" * 900]))
         await until(lambda: taken)
         await asyncio.sleep(0.1)
         assert [peer for peer, _, _ in taken] == [b"small"]
+
+
+async def test_the_frames_of_a_message_are_summed(folder):
+    """The limit is the daemon's, whatever a client checks: each frame alone is below it."""
+    refused = []
+    async with open_router(folder, max_message=1000, refuse=lambda *a: refused.append(a)) as (_, dealer, taken):
+        peer = dealer(b"c")
+        peer.send_multipart(TO_WORKER.encode(w.Beat(), [b"x" * 900] * 12))
+        peer.send_multipart(TO_WORKER.encode(w.Beat(), [b"x" * 900]))
+        await until(lambda: taken)
+        ((who, frames, error),) = refused
+        assert who == b"c" and isinstance(error, OverLimit) and "10810 bytes, the daemon takes 1000" in str(error)
+        assert frames == TO_WORKER.encode(w.Beat()), "its bulk was kept"
+
+
+async def test_nothing_is_read_while_too_much_is_under_way(folder):
+    under_way = UnderWay(10_000)
+    async with open_router(folder, under_way=under_way, waiting=2) as (_, dealer, taken):
+        peer = dealer(b"c")
+        under_way.take(10_000)
+        for _ in range(5):
+            peer.send_multipart(TO_WORKER.encode(w.Beat(), [b"x" * 1000]))
+        await asyncio.sleep(0.3)
+        assert not taken
+        under_way.give(1)
+        await until(lambda: len(taken) == 5)
 
 
 async def test_a_burst_is_taken_whole_and_in_order(folder):
@@ -138,6 +165,27 @@ async def test_the_socket_is_private_and_goes_with_the_router(folder):
     async with open_router(folder) as (router, _, _):
         assert (folder / "w.sock").exists() and router.endpoint == f"ipc://{folder}/w.sock"
     assert not (folder / "w.sock").exists()
+
+
+async def test_a_socket_that_is_shut_keeps_who_is_connected_and_is_not_lost(folder):
+    at = Local(folder / "w.sock")
+    async with open_router(folder, at=at) as (router, dealer, taken):
+        early = dealer(b"early")
+        early.send_multipart(TO_WORKER.encode(w.Beat()))
+        await until(lambda: len(taken) == 1)
+        at.shut()
+        assert not at.lost() and not (folder / "w.sock").exists()
+        late = dealer(b"late")
+        late.send_multipart(TO_WORKER.encode(w.Beat()))
+        early.send_multipart(TO_WORKER.encode(w.Beat()))
+        await until(lambda: len(taken) == 2)
+        await asyncio.sleep(0.2)
+        assert [peer for peer, _, _ in taken] == [b"early", b"early"]
+        router.bind_again()  # somebody tidied up the folder
+        assert not (folder / "w.sock").exists()
+        at.open()
+        await until(lambda: len(taken) == 3)
+        assert taken[-1][0] == b"late" and not at.lost()
 
 
 async def test_a_request_that_cannot_be_decoded_is_still_answered_when_it_has_a_number(folder):
@@ -169,3 +217,22 @@ async def test_who_is_who(folder):
         wire.forget("trainer", 4)
         assert wire.run("trainer") is None
         assert not wire.send("trainer", w.Exit(grace_s=0.0)) and wire.who(b"trainer:4") is None
+
+
+async def test_a_socket_that_is_gone_is_bound_again_and_old_peers_stay(folder):
+    async with open_router(folder) as (router, dealer, taken):
+        old = dealer(b"old:1")
+        old.send_multipart(TO_WORKER.encode(w.Accepted(job=1, fence=1)))
+        await until(lambda: len(taken) == 1)
+        peers = []
+        for number in (2, 3):
+            (folder / "w.sock").unlink()
+            assert router._at.lost()
+            router.bind_again()
+            assert not router._at.lost()
+            peers.append(dealer(f"new:{number}".encode()))
+            peers[-1].send_multipart(TO_WORKER.encode(w.Accepted(job=number, fence=1)))
+            await until(lambda number=number: any(each[1].job == number for each in taken))
+        await asyncio.sleep(0.1)  # libzmq closes the older listeners some time later
+        assert not router._at.lost() and [path.name for path in folder.iterdir()] == ["w.sock"]
+        assert router.send(b"old:1", w.Ack(job=1, fence=1))

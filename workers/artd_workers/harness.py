@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import queue
-import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
+from msgspec.structs import replace
 
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
@@ -24,6 +24,7 @@ from artd_schema.codec import Codec
 Message = tuple[w.ToWorker, list[bytes]]
 RESEND_S = 1.0
 HELLO_TIMEOUT_S = 20.0
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Rejected(Exception):
@@ -120,11 +121,14 @@ class Link:
     def busy(self, job: int, fence: int) -> None:
         self._beat = w.Beat(job=job, fence=fence)
 
+    def pushing(self, push: int, fence: int) -> None:
+        """As `busy`, of an engine."""
+        self._beat = w.Beat(push=push, fence=fence)
+
     def progress(self) -> None:
         """One more mark of the job that this worker is busy with."""
         with self._marking:
-            beat = self._beat
-            self._beat = w.Beat(job=beat.job, fence=beat.fence, progress=beat.progress + 1)
+            self._beat = replace(self._beat, progress=self._beat.progress + 1)
 
     def idle(self) -> None:
         self._beat = w.Beat()
@@ -188,9 +192,7 @@ class Link:
         return socket
 
     def _heartbeat(self) -> w.Beat:
-        beat = self._beat
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return w.Beat(job=beat.job, fence=beat.fence, progress=beat.progress, rss=rss)
+        return replace(self._beat, rss=resident())
 
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -227,3 +229,9 @@ class Link:
         if self._report is not None and now >= self._report_due:
             socket.send_multipart(self._codec.encode(self._report))
             self._report_due = now + RESEND_S
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds now."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE

@@ -1,6 +1,11 @@
 -- artd's one database. STRICT tables, a CHECK per state machine, times in integer milliseconds since the epoch.
 -- Only the daemon's writer thread writes; every other connection is mode=ro.
 
+CREATE TABLE origin (                        -- first, so that its page never moves: read without SQLite (artd.store.origin)
+  id INTEGER PRIMARY KEY CHECK (id = 1),
+  token TEXT NOT NULL                        -- 32 hexadecimal digits, in place
+) STRICT;
+
 CREATE TABLE meta (
   key TEXT PRIMARY KEY,
   value TEXT NOT NULL
@@ -8,7 +13,7 @@ CREATE TABLE meta (
 
 CREATE TABLE run (
   id INTEGER PRIMARY KEY,
-  name TEXT NOT NULL UNIQUE CHECK (length(name) BETWEEN 1 AND 64),
+  name TEXT NOT NULL UNIQUE CHECK (length(name) BETWEEN 1 AND 96),  -- a client's has up to 64; ".": deleted
   spec BLOB NOT NULL,                        -- JSON RunSpec
   base_digest TEXT NOT NULL,
   base_manifest BLOB NOT NULL,               -- JSON [{name, bytes, sha256, mtime_ns, inode}]
@@ -21,9 +26,26 @@ CREATE TABLE run (
   lineage INTEGER NOT NULL DEFAULT 0,        -- of the next step; every rollback opens the next one
   next_epoch INTEGER NOT NULL DEFAULT 0,     -- policy epochs are never used twice
   flush INTEGER NOT NULL DEFAULT 0 CHECK (flush IN (0, 1)),
+  told INTEGER NOT NULL DEFAULT 0,           -- the newest trajectory whose evaluation a step's metrics have counted
+  flush_to INTEGER NOT NULL DEFAULT 0,       -- groups up to this id are being sealed for a flush; 0: none are
   created INTEGER NOT NULL
 ) STRICT;
 CREATE UNIQUE INDEX run_one_active ON run ((1)) WHERE state <> 'finished';
+
+CREATE TABLE pause (                         -- a run is paused exactly while it has a row here
+  id INTEGER PRIMARY KEY,
+  run_id INTEGER NOT NULL REFERENCES run,
+  cause TEXT NOT NULL,                       -- operator, job N, ...: whoever lifts a cause lifts no other
+  reason TEXT NOT NULL,
+  created INTEGER NOT NULL,
+  UNIQUE (run_id, cause)
+) STRICT;
+
+CREATE TABLE request (                       -- requests that a client may repeat and that count once
+  id INTEGER PRIMARY KEY,
+  name TEXT NOT NULL UNIQUE,
+  at INTEGER NOT NULL
+) STRICT;
 
 CREATE TABLE trajectory_group (
   id INTEGER PRIMARY KEY,
@@ -33,17 +55,44 @@ CREATE TABLE trajectory_group (
   state TEXT NOT NULL CHECK (state IN ('open', 'sealed', 'packed', 'trained', 'discarded')),
   reason TEXT NOT NULL DEFAULT '',
   size INTEGER NOT NULL DEFAULT 0,
+  told INTEGER NOT NULL DEFAULT 0 CHECK (told IN (0, 1)),  -- whether a step's metrics have counted it
   deadline INTEGER NOT NULL,
   created INTEGER NOT NULL,
   UNIQUE (run_id, name)
 ) STRICT;
-CREATE INDEX group_open ON trajectory_group (run_id, deadline) WHERE state = 'open';
+CREATE INDEX group_run ON trajectory_group (run_id, state);  -- as the other *_run: pages in the order of ids (artd/pages.py)
+CREATE INDEX group_untold ON trajectory_group (run_id, state) WHERE told = 0;
+CREATE INDEX group_open ON trajectory_group (deadline) WHERE state = 'open';
 CREATE INDEX group_sealed ON trajectory_group (run_id, id) WHERE state = 'sealed' AND split = 'train';
+
+-- How many groups there are, and trajectories in them: `artctl status` counts nothing. Kept by the triggers below alone.
+CREATE TABLE group_count (
+  run_id INTEGER NOT NULL REFERENCES run,
+  split TEXT NOT NULL,
+  state TEXT NOT NULL,
+  groups INTEGER NOT NULL,
+  trajectories INTEGER NOT NULL,
+  PRIMARY KEY (run_id, split, state)
+) STRICT, WITHOUT ROWID;
+CREATE TRIGGER group_added AFTER INSERT ON trajectory_group BEGIN
+  INSERT INTO group_count VALUES (NEW.run_id, NEW.split, NEW.state, 1, NEW.size)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, trajectories = trajectories + excluded.trajectories;
+END;
+CREATE TRIGGER group_changed AFTER UPDATE OF run_id, split, state, size ON trajectory_group BEGIN
+  UPDATE group_count SET groups = groups - 1, trajectories = trajectories - OLD.size
+    WHERE run_id = OLD.run_id AND split = OLD.split AND state = OLD.state;
+  INSERT INTO group_count VALUES (NEW.run_id, NEW.split, NEW.state, 1, NEW.size)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, trajectories = trajectories + excluded.trajectories;
+END;
+CREATE TRIGGER group_removed AFTER DELETE ON trajectory_group BEGIN
+  UPDATE group_count SET groups = groups - 1, trajectories = trajectories - OLD.size
+    WHERE run_id = OLD.run_id AND split = OLD.split AND state = OLD.state;
+END;
 
 CREATE TABLE blob (
   sha TEXT PRIMARY KEY,
   bytes INTEGER NOT NULL,
-  kind TEXT NOT NULL CHECK (kind IN ('trajectory', 'batch', 'manifest', 'replay', 'exchange')),
+  kind TEXT NOT NULL CHECK (kind IN ('trajectory', 'batch', 'manifest', 'replay', 'exchange', 'metadata')),
   created INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
@@ -59,24 +108,34 @@ CREATE TABLE trajectory (
   state TEXT NOT NULL CHECK (state IN ('queued', 'packed', 'trained', 'discarded')),
   reason TEXT NOT NULL DEFAULT '',
   payload TEXT NOT NULL DEFAULT 'kept' CHECK (payload IN ('kept', 'expired')),
-  body BLOB,                                 -- msgpack list[Turn], up to 64 KiB
-  blob TEXT REFERENCES blob,                 -- or in a file
-  metrics BLOB NOT NULL,                     -- JSON {metrics, metadata}
+  blob TEXT REFERENCES blob,                 -- the body's file; NULL: it is in trajectory_data, or expired
   tokens INTEGER NOT NULL,                   -- sampled tokens
   epoch_min INTEGER,                         -- oldest and newest policy epoch of its tokens, when known
   epoch_max INTEGER,
   batch_id INTEGER REFERENCES batch,
   created INTEGER NOT NULL,
   UNIQUE (run_id, key),
-  CHECK ((payload = 'expired') = (body IS NULL AND blob IS NULL)),
-  CHECK (NOT (body IS NOT NULL AND blob IS NOT NULL)),
+  CHECK (payload = 'kept' OR blob IS NULL),
   CHECK (state NOT IN ('packed', 'trained') OR batch_id IS NOT NULL),
   CHECK (split = 'train' OR state IN ('queued', 'discarded'))
 ) STRICT;
+CREATE INDEX trajectory_run ON trajectory (run_id, state);
 CREATE INDEX trajectory_group_id ON trajectory (group_id);
+CREATE INDEX trajectory_eval ON trajectory (run_id, id) WHERE split = 'eval';
 CREATE INDEX trajectory_batch ON trajectory (batch_id) WHERE batch_id IS NOT NULL;
 CREATE INDEX trajectory_blob ON trajectory (blob) WHERE blob IS NOT NULL;
-CREATE INDEX trajectory_kept ON trajectory (created) WHERE payload = 'kept' AND state IN ('trained', 'discarded');
+CREATE INDEX trajectory_kept ON trajectory (created)
+  WHERE payload = 'kept' AND (state IN ('trained', 'discarded') OR split = 'eval');
+
+-- One row for each trajectory: what is large and never changes with its state, so that a state change writes no body again.
+-- `artd check` holds that a kept body is here or in a file, and an expired one in neither (trajectory.payload).
+CREATE TABLE trajectory_data (
+  trajectory_id INTEGER PRIMARY KEY REFERENCES trajectory,
+  metrics BLOB NOT NULL,                     -- JSON {metrics, metadata}
+  metadata TEXT REFERENCES blob,             -- JSON of metadata over 64 KiB, until the body expires; `metrics` has null then
+  body BLOB                                  -- msgpack list[Turn], up to 64 KiB; last: who reads metrics alone reads no body
+) STRICT;
+CREATE INDEX trajectory_metadata ON trajectory_data (metadata) WHERE metadata IS NOT NULL;
 
 CREATE TABLE batch (
   id INTEGER PRIMARY KEY,
@@ -97,6 +156,7 @@ CREATE TABLE batch (
   CHECK ((payload = 'expired') = (tensors IS NULL) AND (payload = 'kept' OR state <> 'packed')),
   CHECK (CASE payload WHEN 'kept' THEN (replay IS NULL) = (replay_manifest IS NULL) ELSE replay IS NULL END)
 ) STRICT;
+CREATE INDEX batch_run ON batch (run_id, state);
 CREATE UNIQUE INDEX batch_step ON batch (run_id, step) WHERE state = 'packed';
 CREATE INDEX batch_tensors ON batch (tensors) WHERE tensors IS NOT NULL;
 CREATE INDEX batch_manifest ON batch (manifest);
@@ -132,6 +192,7 @@ CREATE TABLE job (
   CHECK (discard <= cancel)
 ) STRICT;
 CREATE INDEX job_batch ON job (batch_id) WHERE batch_id IS NOT NULL;
+CREATE INDEX job_parent ON job (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX job_state ON job (state, run_id);  -- not partial: SQLite takes no IN (...) for a narrower condition
 
 CREATE TABLE attempt (
@@ -166,8 +227,9 @@ CREATE TABLE checkpoint (
   UNIQUE (run_id, epoch)
 ) STRICT;
 CREATE UNIQUE INDEX checkpoint_chain ON checkpoint (run_id, step) WHERE abandoned = 0;
-CREATE INDEX checkpoint_committed ON checkpoint (run_id) WHERE state = 'committed';
+CREATE INDEX checkpoint_run ON checkpoint (run_id, state);
 CREATE INDEX checkpoint_job ON checkpoint (job_id);
+CREATE INDEX checkpoint_parent ON checkpoint (parent_id) WHERE parent_id IS NOT NULL;
 
 CREATE TABLE push (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -191,7 +253,9 @@ CREATE TABLE push (
 ) STRICT;
 CREATE UNIQUE INDEX push_live ON push (engine) WHERE state = 'live';
 CREATE UNIQUE INDEX push_sending ON push (engine) WHERE state = 'sending';
+CREATE INDEX push_run ON push (run_id, state);
 CREATE INDEX push_state ON push (state, engine);
+CREATE INDEX push_checkpoint ON push (checkpoint_id);
 
 CREATE TABLE serving (
   id INTEGER PRIMARY KEY,
@@ -206,6 +270,7 @@ CREATE TABLE serving (
 CREATE UNIQUE INDEX serving_live ON serving (engine, name) WHERE state <> 'gone';
 CREATE INDEX serving_state ON serving (state, engine);
 CREATE INDEX serving_spawn ON serving (spawn, engine);
+CREATE INDEX serving_checkpoint ON serving (checkpoint_id);
 
 CREATE TABLE process (
   name TEXT PRIMARY KEY,                     -- trainer, engine, gateway
@@ -242,6 +307,27 @@ CREATE TABLE exchange (
 CREATE INDEX exchange_trajectory ON exchange (trajectory_id) WHERE trajectory_id IS NOT NULL;
 CREATE INDEX exchange_blob ON exchange (blob) WHERE blob IS NOT NULL;
 CREATE INDEX exchange_unused ON exchange (created) WHERE trajectory_id IS NULL;
+
+-- How much the ledger keeps for trajectories that may come: one row, kept by the triggers below alone.
+CREATE TABLE exchange_count (
+  id INTEGER PRIMARY KEY CHECK (id = 1),
+  unused INTEGER NOT NULL,
+  bytes INTEGER NOT NULL
+) STRICT;
+INSERT INTO exchange_count VALUES (1, 0, 0);
+CREATE TRIGGER exchange_added AFTER INSERT ON exchange WHEN NEW.trajectory_id IS NULL BEGIN
+  UPDATE exchange_count SET unused = unused + 1,
+    bytes = bytes + coalesce(length(NEW.turn), (SELECT bytes FROM blob WHERE sha = NEW.blob), 0);
+END;
+CREATE TRIGGER exchange_used AFTER UPDATE OF trajectory_id ON exchange
+WHEN OLD.trajectory_id IS NULL AND NEW.trajectory_id IS NOT NULL BEGIN
+  UPDATE exchange_count SET unused = unused - 1,
+    bytes = bytes - coalesce(length(OLD.turn), (SELECT bytes FROM blob WHERE sha = OLD.blob), 0);
+END;
+CREATE TRIGGER exchange_removed AFTER DELETE ON exchange WHEN OLD.trajectory_id IS NULL BEGIN
+  UPDATE exchange_count SET unused = unused - 1,
+    bytes = bytes - coalesce(length(OLD.turn), (SELECT bytes FROM blob WHERE sha = OLD.blob), 0);
+END;
 
 CREATE TABLE metric (
   run_id INTEGER NOT NULL REFERENCES run,

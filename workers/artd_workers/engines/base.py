@@ -8,7 +8,7 @@ Owner of: no state.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -32,6 +32,9 @@ class EngineTimeout(EngineError):
     """The engine did not answer before the deadline; what it does now is unknown."""
 
 
+LEAST_S, LONGEST_S = 0.001, 86400.0
+
+
 class Deadline:
     """A point in time that several calls share. `left` is in seconds and never below 1 ms (0 would mean "never")."""
 
@@ -41,11 +44,39 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        return max(0.001, self._end - time.monotonic())
+        return max(LEAST_S, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:
         return time.monotonic() >= self._end
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which it has passed for certain."""
+        return self.left
+
+
+class Patient(Deadline):
+    """A deadline of a standstill: it moves with every new `mark`."""
+
+    def __init__(self, seconds: float, mark: Callable[[], object]) -> None:
+        super().__init__(seconds)
+        self._mark = mark
+        self._seen = mark()
+
+    @property
+    def left(self) -> float:
+        if (now := self._mark()) != self._seen:
+            self._seen, self._end = now, time.monotonic() + self.seconds
+        return super().left
+
+    @property
+    def passed(self) -> bool:
+        return self.left <= LEAST_S and super().passed
+
+    @property
+    def longest(self) -> float:
+        return LONGEST_S
 
 
 @dataclass(frozen=True)
@@ -178,6 +209,10 @@ class Adapter(Protocol):
 
     def load_adapter(self, name: str, folder: Path, deadline: Deadline) -> None:
         """Serve a LoRA adapter under a new name."""
+
+    def check_adapter(self, folder: Path, table: Sequence[WeightEntry], deadline: Deadline) -> dict[str, float]:
+        """Compare the adapter of this folder, as the engine's kernels read it, with the table's sums; refused when any differs.
+        Returns how many `tensors` and `bytes` were compared."""
 
     def unload_adapter(self, name: str, deadline: Deadline) -> None:
         """Serve it no more; requests in flight under the name go on to their end."""

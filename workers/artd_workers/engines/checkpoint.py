@@ -61,11 +61,14 @@ def adopt_adapter(checkpoint: Checkpoint, target: Path) -> None:
     """Give the engine its own copy of the adapter (hard links where it can), verified tensor by tensor.
 
     The engine may read the files again for as long as it serves the adapter, so its copy must not depend on how long the
-    daemon keeps the checkpoint. Raises EngineError when the adapter is not the one in the weight table.
+    daemon keeps the checkpoint. Raises EngineError when the adapter is not the one in the weight table, or its config (its rank
+    and scale) not the one in the manifest.
     """
     target.mkdir(parents=True)
     for name in (ADAPTER, ADAPTER_CONFIG):
         _link(checkpoint.folder / name, target / name)
+    if hashlib.sha256(_bytes(target / ADAPTER_CONFIG)).hexdigest() != _listed(checkpoint, ADAPTER_CONFIG):
+        raise EngineError(f"{checkpoint.folder / ADAPTER_CONFIG} is not the file that was committed")
     verify_file(target / ADAPTER, checkpoint.weights.tensors)
 
 
@@ -103,6 +106,11 @@ def _hash(file: BinaryIO, size: int) -> str:
         digest.update(block)
         size -= len(block)
     return digest.hexdigest()
+
+
+def _listed(checkpoint: Checkpoint, name: str) -> str | None:
+    """sha256 of a file as the manifest lists it."""
+    return next((file.sha256 for file in checkpoint.manifest.files if file.name == name), None)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -10,13 +10,14 @@ server holds open too, never are.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-SCRATCH = re.compile(r"/(dev/shm|tmp)/(psm_|sem\.mp-|torch_|vllm_)[^/]*")
+from artd_schema.scratch import SCRATCH
+
+SHM = Path("/dev/shm")
 _POLL_S = 0.02
 
 
@@ -43,11 +44,13 @@ def start_ticks(pid: int) -> int:
 def scratch_files(pids: Iterable[int], since: float) -> set[Path]:
     """Scratch files that these processes map or hold open, of this user, changed at `since` (epoch s) or later."""
     names: set[str] = set()
+    inodes: set[tuple[int, int]] = set()
     for pid in pids:
-        names |= _mapped(pid) | _opened(pid)
+        mapped, semaphores = _mapped(pid)
+        names |= mapped | _opened(pid)
+        inodes |= semaphores
     found = set()
-    for name in names:
-        path = Path(name)
+    for path in {Path(name) for name in names} | _semaphores(inodes):
         try:
             info = path.lstat()
         except OSError:
@@ -87,39 +90,6 @@ def signal_process(pid: int, number: int) -> None:
         return
 
 
-def remove(paths: Iterable[Path]) -> None:
-    """Unlink files that may be gone already."""
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def record(paths: Iterable[Path], file: Path) -> None:
-    """Write the list of scratch files, with their inodes, for `sweep` of a later process."""
-    lines = []
-    for path in sorted(paths):
-        try:
-            lines.append(f"{path.lstat().st_ino} {path}\n")
-        except FileNotFoundError:
-            continue
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text("".join(lines))
-    temporary.replace(file)
-
-
-def sweep(file: Path) -> list[Path]:
-    """Remove the recorded files that are still there, and the record; returns them. A name that was taken anew is left."""
-    found = []
-    lines = file.read_text().splitlines() if file.exists() else []
-    for line in lines:
-        inode, _, name = line.partition(" ")
-        path = Path(name)
-        if SCRATCH.fullmatch(name) and path.exists() and str(path.lstat().st_ino) == inode:
-            found.append(path)
-    remove(found)
-    file.unlink(missing_ok=True)
-    return found
-
-
 def _stat(pid: str) -> list[str]:
     """Fields of /proc/PID/stat from the third on: 0 state, 2 pgrp, 3 session, 17 threads, 19 start (empty: no such process)."""
     try:
@@ -129,13 +99,37 @@ def _stat(pid: str) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def _mapped(pid: int) -> set[str]:
+def _mapped(pid: int) -> tuple[set[str], set[tuple[int, int]]]:
+    """Names of the scratch files that it maps, and (device, inode) of what it maps in /dev/shm under a name that is gone: sem_open
+    makes a semaphore under another name than the one that stays."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return set()
-    paths = (line[line.index("/") :] for line in lines if "/" in line)
-    return {path for path in paths if SCRATCH.fullmatch(path)}
+        return set(), set()
+    names, inodes = set(), set()
+    for line in lines:
+        if "/" not in line:
+            continue
+        name = line[line.index("/") :]
+        if SCRATCH.fullmatch(name):
+            names.add(name)
+        elif name.startswith(f"{SHM}/sem."):
+            major, _, minor = line.split()[3].partition(":")
+            inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(line.split()[4])))
+    return names, inodes
+
+
+def _semaphores(inodes: set[tuple[int, int]]) -> set[Path]:
+    """The names under which these lie in /dev/shm."""
+    found = set()
+    for path in SHM.glob("sem.mp-*") if inodes else ():
+        try:
+            info = path.lstat()
+        except FileNotFoundError:
+            continue
+        if (info.st_dev, info.st_ino) in inodes:
+            found.add(path)
+    return found
 
 
 def _opened(pid: int) -> set[str]:

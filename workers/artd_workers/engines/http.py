@@ -7,6 +7,7 @@ that is not 2xx, with the server's own message).
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -18,6 +19,7 @@ from .base import Deadline, EngineError, EngineTimeout
 
 _MESSAGE_LIMIT = 2000
 _AGAIN_S = 0.02
+_LOOK_S = 1.0
 
 
 class StatusError(EngineError):
@@ -29,15 +31,16 @@ class StatusError(EngineError):
 
 
 class _Socket(socket.socket):
-    """A socket's own timeout is one for each read: an answer that comes byte by byte would never end."""
+    """A socket's own timeout is one for each read: an answer that comes byte by byte would never end. And a deadline may move."""
 
     deadline: Deadline
 
     def recv_into(self, *args: Any) -> int:
-        if self.deadline.passed:
-            raise TimeoutError
-        self.settimeout(self.deadline.left)
-        return super().recv_into(*args)
+        while not self.deadline.passed:
+            self.settimeout(min(self.deadline.left, _LOOK_S))
+            with contextlib.suppress(TimeoutError):
+                return super().recv_into(*args)
+        raise TimeoutError
 
 
 class _UnixConnection(http.client.HTTPConnection):

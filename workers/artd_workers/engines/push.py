@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from artd_schema.spec import RunSpec
 from artd_schema.worker import Live, Push, Transfer
 
 from . import canary, checkpoint
-from .base import Adapter, Deadline, DiskLoad, EngineError, Fence
+from .base import Adapter, Deadline, DiskLoad, EngineError, Fence, Patient
 from .stock import size_of
 
 DIRECT: tuple[Transfer, ...] = ("direct", "nccl")
@@ -46,6 +47,15 @@ class _Adopted(NamedTuple):
     sha: str
 
 
+@dataclass
+class _Left:
+    """An adapter's folder that the server does not name any more. looked: `tidy` has seen it before."""
+
+    name: str
+    folder: Path
+    looked: bool = False
+
+
 class PushError(Exception):
     """A push did not get to live: the engine's weights are unknown and it must be ended."""
 
@@ -56,11 +66,13 @@ class PushError(Exception):
 
 class Pusher:
     """instance, spawn: of this engine; base_name: name of the base weights on the server; folder: for adapters' copies;
-    hold: returns when nothing more is admitted to the engine, or raises EngineError."""
+    hold: returns when nothing more is admitted to the engine, or raises EngineError; mark: becomes another one with every tensor that
+    the engine has loaded."""
 
     def __init__(
         self, adapter: Adapter, spec: RunSpec, base_name: str, folder: Path, instance: str, spawn: int,
         hold: Callable[[Push, Deadline], None], log: Callable[[str], None] = lambda text: None,
+        mark: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._adapter = adapter
         self._spec = spec
@@ -70,10 +82,12 @@ class Pusher:
         self._spawn = spawn
         self._hold = hold
         self._log = log
+        self._mark = mark
         self._seen = -1
         self._phase = "fence"
         self._loaded: dict[str, _Adopted] = {}
         self._leaving: set[str] = set()
+        self._left: list[_Left] = []
         self._lock = threading.Lock()
         self._moving = threading.Lock()
 
@@ -81,6 +95,10 @@ class Pusher:
     def phase(self) -> str:
         """Phase of the push that runs now, or of the last one."""
         return self._phase
+
+    def progress(self) -> tuple[str, object]:
+        """How far it is: another one with each phase and each tensor. Any thread."""
+        return self._phase, self._mark()
 
     def run(self, push: Push) -> Live:
         """Bring the push's checkpoint to live. Raises Stale, or PushError with the phase that failed."""
@@ -109,14 +127,15 @@ class Pusher:
                 self._log(f"asked to unload {name}, which is not loaded here")
 
     def tidy(self, deadline: Deadline) -> list[str]:
-        """Unload noted adapters whose last request has ended; returns their names. While a push loads one nothing is: the
-        caller's thread must not wait for it. Raises EngineError."""
+        """Unload noted adapters whose last request has ended, and remove the folders of those unloaded before; returns the
+        names unloaded. While a push loads one nothing is: the caller's thread must not wait for it. Raises EngineError."""
         if not self._moving.acquire(blocking=False):
             return []
         try:
             with self._lock:
                 waiting = sorted(self._leaving)
             gone = [name for name in waiting if not self._adapter.in_flight(name, deadline)]
+            self._remove_left(deadline)
             for name in gone:
                 self._drop(name, deadline)
             return gone
@@ -141,7 +160,7 @@ class Pusher:
         with self._timed("pause", seconds):
             self._adapter.pause(push.drain_s, pause, in_flight)
         reach("engine.paused")
-        deadline = Deadline(push.deadline_s)
+        deadline = Patient(push.deadline_s, self.progress)
         if direct:
             self._pull(fence, staged, seconds, deadline)
         else:
@@ -210,7 +229,7 @@ class Pusher:
 
     def _lora(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
         committed = self._open(push)
-        deadline = Deadline(push.deadline_s)
+        deadline = Patient(push.deadline_s, self.progress)
         with self._moving:
             with self._lock:
                 there = push.name in self._loaded and self._loaded[push.name].sha == push.checkpoint.sha
@@ -219,7 +238,7 @@ class Pusher:
             if not there:
                 self._load(push, committed, seconds, deadline)
         reach("engine.updated")
-        return self._verify(push.name, committed, seconds, deadline)
+        return self._verify_adapter(push.name, committed, seconds, deadline)
 
     def _load(
         self, push: Push, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
@@ -234,12 +253,43 @@ class Pusher:
         with self._lock:
             self._loaded[push.name] = _Adopted(folder, push.checkpoint.sha)
 
+    def _verify_adapter(
+        self, name: str, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
+    ) -> canary.Agreement:
+        """By the sums of what the kernels read, and by what they compute, with and without it."""
+        told = committed.manifest.canary
+        with self._timed("verify", seconds):
+            folder = self._loaded[name].folder
+            found = self._adapter.check_adapter(folder, committed.weights.held, deadline)
+            if found.get("tensors") != len(committed.weights.tensors):
+                raise EngineError(
+                    f"the engine compared {found.get('tensors')} of {len(committed.weights.tensors)} tensors"
+                )
+            base, step = (self._adapter.score(model, told.prompts, deadline) for model in (self._base_name, name))
+            agreement, change = canary.verify_adapter(told, base, step)
+        self._log(
+            f"{name}: the engine's change is {change.slope:.3f} times the trainer's, correlation {change.correlation:.3f}, at "
+            f"{change.times:.1f} times the rounding"
+        )
+        return agreement
+
     def _drop(self, name: str, deadline: Deadline) -> None:
+        """Have the server forget the name. The folder stays: a request in flight may need it once more, as vLLM reads an
+        adapter again that it has put out of its slots meanwhile."""
         self._adapter.unload_adapter(name, deadline)
         with self._lock:
             adopted = self._loaded.pop(name)
             self._leaving.discard(name)
-        shutil.rmtree(adopted.folder, ignore_errors=True)
+        self._left.append(_Left(name, adopted.folder))
+
+    def _remove_left(self, deadline: Deadline) -> None:
+        """Remove the folders that no request can need any more. One that the server was about to take in when it forgot the
+        name shows in its metrics a moment later, so a folder is looked at twice. Requests of a namesake keep it, too."""
+        for left in list(self._left):
+            if left.looked and not self._adapter.in_flight(left.name, deadline):
+                shutil.rmtree(left.folder, ignore_errors=True)
+                self._left.remove(left)
+            left.looked = True
 
     # ---- both ---------------------------------------------------------------------------------------------------------
 

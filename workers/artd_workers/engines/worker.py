@@ -21,11 +21,14 @@ from pathlib import Path
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
 
+from ..base_files import BaseChanged, BaseFiles
 from ..harness import Link, LinkClosed
+from . import marks, progress
 from .base import Deadline, EngineError
 from .hold import Hold
 from .push import Pusher, PushError, Stale
 from .transfers import table_of, transfers_of
+from .vllm import work
 from .vllm.adapter import VllmAdapter
 from .vllm.command import device_of, installed, model_name
 from .vllm.server import Server
@@ -46,11 +49,13 @@ class EngineWorker:
         self._link = link
         self._config = config
         self._server = Server(config)
+        self._base: BaseFiles | None = None
         self._hold = Hold(link.send)
         self._pusher: Pusher | None = None
         self._pushes: queue.SimpleQueue[w.Push] = queue.SimpleQueue()
         self._current: w.Push | None = None
         self._broken = ""
+        self._told: tuple[int, int, object] | None = None
         self._grace_s: float | None = None
 
     def run(self) -> int:
@@ -58,10 +63,11 @@ class EngineWorker:
             signal.signal(number, self._on_signal)
         error = ""
         try:
+            self._base = BaseFiles(self._config.spec.model, self._config.base)
             self._server.spawn()
             if self._start():
                 error = self._serve()
-        except EngineError as failure:
+        except (EngineError, BaseChanged) as failure:
             error = str(failure)
         except LinkClosed:
             self._grace_s = 0.0
@@ -83,7 +89,8 @@ class EngineWorker:
         self._capture(adapter)
         spec = self._config.spec
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters",
-                              self._link.identity.instance, self._link.identity.spawn, self._hold.wait, log)  # fmt: skip
+                              self._link.identity.instance, self._link.identity.spawn, self._hold.wait, log,
+                              lambda: marks.found(self._server.scratch))  # fmt: skip
         table = table_of(adapter, spec, device_of(spec.engine), self._server.folder)
         ways, obstacle = transfers_of(spec, table)
         if obstacle:
@@ -92,6 +99,10 @@ class EngineWorker:
             return False
         self._pushing = threading.Thread(target=self._push_all, args=(self._pusher,), name="artd-push", daemon=True)
         self._pushing.start()
+        if self._base is not None:
+            self._base.verify()
+        if self._config.stall_s:
+            threading.Thread(target=self._watch_progress, name="artd-progress", daemon=True).start()
         reach("engine.started")
         self._link.send(w.Ready(socket=str(self._server.socket), transfers=ways, obstacle=obstacle))
         return True
@@ -120,11 +131,38 @@ class EngineWorker:
         gone = self._server.ended.wait(_TOLD_S)
         raise EngineError(self._server.death() if gone else "the engine does not answer after its warm-up")
 
+    def _tell_progress(self) -> None:
+        """The daemon ends an engine whose push stands still: its heartbeat tells that it does not."""
+        push, pusher = self._current, self._pusher
+        told = None if push is None or pusher is None else (push.push, push.fence, pusher.progress())
+        if told == self._told:
+            return
+        if told is None:
+            self._link.idle()
+        elif self._told is None or told[:2] != self._told[:2]:
+            self._link.pushing(*told[:2])
+        else:
+            self._link.progress()
+        self._told = told
+
+    def _watch_progress(self) -> None:
+        """Body of a thread: end an engine that computes nothing for its requests."""
+        why = progress.watch(
+            lambda: work.ask(self._server.socket),
+            lambda: self._current is not None,
+            self._config.stall_s,
+            self._server.ended,
+        )
+        if why:
+            self._broken = self._broken or why
+            self._server.kill()
+
     def _serve(self) -> str:
         """Serve until told to exit ("") or until the engine is lost (why)."""
         tidy_due = 0.0
         while self._grace_s is None:
             self._receive()
+            self._tell_progress()
             if self._broken:
                 return self._broken
             if self._server.ended.is_set():

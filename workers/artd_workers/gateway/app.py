@@ -21,6 +21,7 @@ from .flow import Flow
 from .http import json_object, while_connected
 from .kinds import CHAT, COMPLETION, Kind
 from .limits import Limits
+from .patience import REFUSED
 from .routing import Table
 
 SPLIT_HEADER = "x-artd-split"
@@ -41,6 +42,7 @@ class _Guard:
             try:
                 check_bearer(headers.get(b"authorization", b""), self._token)
             except ApiError as error:
+                scope[REFUSED] = True
                 await _reply(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -63,7 +65,7 @@ def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
     def generates(kind: Kind) -> Route:
         async def endpoint(request: Request) -> Response:
             split = _split(request)
-            body = await json_object(request, min(limits.body, limits.max_message))
+            body = await json_object(request, min(limits.body, limits.max_message), limits.body_s)
             answer = await while_connected(request, flow.answer(kind, body, split))
             return Response(answer, media_type="application/json")
 

@@ -22,9 +22,10 @@ from .limits import Limits
 Read = Callable[[bytes], Any]
 IN_THREAD = 1 << 20
 """Bytes of JSON above which they are read and written away from the event loop: some milliseconds' work."""
+FULL = "max_tokens must be at least 1, got 0"
 _OVERFLOW = {
     "context length": "",
-    "max_tokens must be at least 1, got 0": "the prompt fills the model's whole context length: ",
+    FULL: "the prompt fills the model's whole context length: ",
     "cannot be greater than max_model_len": "more output than the model's context length: ",
 }
 """What vLLM says of a prompt or answer that does not fit -> what is put before it."""

@@ -17,9 +17,10 @@ from .engine import EngineClient, Engines
 from .errors import ApiError, EngineFailure, aborted
 from .experts import Experts
 from .kinds import Kind
-from .ledger import Ledger
+from .ledger import Ledger, refuse_too_large
 from .limits import Limits
 from .routing import Place, Table
+from .sense import refuse_senseless
 
 
 class Flow:
@@ -77,6 +78,7 @@ class Flow:
 
     async def _render(self, job: Job, place: Place) -> tuple[Json, list[Json]]:
         # By the base model's name: an adapter may be unloaded as soon as its last token is out.
+        refuse_senseless(job.body)
         upstream = job.kind.upstream_body(job.body, place.engine.base_model)
         client = self._client(place)
         requests = job.kind.rendered(client.name, await client.post(job.kind.path + "/render", upstream))
@@ -88,31 +90,34 @@ class Flow:
             sampling = turns.effective_sampling(request["sampling_params"])  # refused before the engine works for it
             if job.split == "train":
                 turns.refuse_untrainable(request["sampling_params"], sampling, job.body)
+        shape = place.engine.routes if job.split == "train" else None
+        refuse_too_large(job.body, requests, shape, place.engine.max_model_len, self._limits)
         return upstream, requests
 
     def _request(self, job: Job, place: Place, request: Json, index: int) -> Json:
-        """A generate request: our id, logprobs always, and in merged mode a prefix cache of its own per policy epoch
-        (the weights change under one model name, so the name does not keep old entries apart)."""
+        """A generate request: our id, logprobs always, and a prefix cache of its own per policy epoch. The name does not
+        keep old entries apart: merged weights change under one, and after a rollback an adapter of another lineage has the name
+        of an old one, by which alone vLLM before 0.32 keys its cache."""
         params = request["sampling_params"]
-        salt = request.get("cache_salt")
-        if place.engine.mode == "merged":
-            salt = f"{place.served.epoch}:{salt or ''}"
         return request | {
             "model": place.upstream,
             "request_id": f"{job.response_id}-{index}",
             "sampling_params": turns.OMITTED | params | {"logprobs": params.get("logprobs") or 0},
-            "cache_salt": salt,
+            "cache_salt": f"{place.served.epoch}:{request.get('cache_salt') or ''}",
             "stream": False,
         }
 
     async def _gather(self, client: EngineClient, requests: list[Json]) -> list[Json]:
-        """All prompts at once; the first failure cancels the others."""
+        """All prompts at once; the first failure cancels the others, and is raised when they have ended."""
+        # No asyncio.TaskGroup: before Python 3.13 one that fails leaves a cancel request on this task, which the
+        # asyncio.timeout of 3.11.2 then takes for the client's going.
+        calls = [asyncio.create_task(client.post("/inference/v1/generate", r, unbounded=True)) for r in requests]
         try:
-            async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(client.post("/inference/v1/generate", r, unbounded=True)) for r in requests]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [call.result() for call in calls]
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     def _check(self, place: Place, requests: list[Json], replies: list[Json]) -> None:
         """Sort the choices and refuse replies that a push cut off or that are not whole."""

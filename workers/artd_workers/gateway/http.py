@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import msgspec
@@ -14,15 +14,16 @@ from artd_schema.codec import UNREADABLE
 from .errors import ApiError, invalid
 
 
-async def json_object(request: Request, limit: int) -> dict[str, Any]:
-    """The request's body as a JSON object. Errors: ApiError 413 over `limit` bytes, 400 when it is no JSON object;
-    ClientDisconnect."""
+async def json_object(request: Request, limit: int, pause_s: float) -> dict[str, Any]:
+    """The request's body as a JSON object. pause_s: the longest wait for its next part. Errors: ApiError 413 over `limit` bytes, 408
+    after such a wait, 400 when it is no JSON object; ClientDisconnect."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(int(announced), limit)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
+    parts = aiter(request.stream())
+    while (part := await _next(parts, pause_s)) is not None:
+        body += part
         if len(body) > limit:
             raise _too_large(len(body), limit)
     try:
@@ -32,6 +33,15 @@ async def json_object(request: Request, limit: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid(f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")
     return value
+
+
+async def _next(parts: AsyncIterator[bytes], pause_s: float) -> bytes | None:
+    try:
+        async with asyncio.timeout(pause_s):
+            return await anext(parts, None)
+    except TimeoutError:
+        message = f"the request's body stopped for {pause_s:.0f} s before it was whole; send it again"
+        raise ApiError(408, "body_timeout", message) from None
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, bytes]) -> bytes:

@@ -9,17 +9,50 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from artd_schema.codec import MAGIC
-from artd_schema.trajectory import Turn
+from artd_schema.trajectory import RouteShape, Turn
 from artd_schema.worker import Exchange, ExchangeAck, FromWorker
 
 from .errors import ApiError
 from .limits import Limits
 
+Json = dict[str, Any]
 Send = Callable[[FromWorker, Sequence[bytes]], None]
+
+
+_TOKEN = 8
+"""Bytes of a sampled token in an entry: its id and logprob. (A prompt's has an id alone.)"""
+
+
+def refuse_too_large(
+    body: Json, requests: Sequence[Json], shape: RouteShape | None, longest: int, limits: Limits
+) -> None:
+    """Before anything is sampled. body: the client's request; requests: as they are generated; shape: of the routes that an entry will
+    have, None = none; longest: tokens of prompt and answer together. Errors: ApiError 413 when answers as long as the request asks for would not fit the ledger.
+
+    A request that names no limit of its own is taken: its answers are rarely as long as they may be.
+    """
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    asked = limit if isinstance(limit, int) and limit > 0 else 1
+    row, size, routed, choices = shape.row_bytes if shape else 0, 0, 0, 0
+    asked = min(asked, longest - min(len(request["token_ids"]) for request in requests))
+    for request in requests:
+        count, prompt = request["sampling_params"].get("n", 1), len(request["token_ids"])
+        routed += count * row * (prompt + asked - 1)
+        size += count * (4 * prompt + _TOKEN * asked)
+        choices += count
+    if size + routed > limits.max_message:
+        of_them = f" ({routed} of them routed experts)" if routed else ""
+        raise ApiError(
+            413,
+            "ledger_entry_too_large",
+            f"{choices} choices of {asked} tokens would make a ledger entry of {size + routed} bytes{of_them} or more, and max_message ="
+            f" {limits.max_message}: nothing was sampled; ask for fewer choices or tokens, in several requests, or raise max_message",
+        )
 
 
 class Ledger:

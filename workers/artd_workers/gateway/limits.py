@@ -14,6 +14,8 @@ class Limits:
     response waits for the route that names the weights it came from. ledger_s: deadline of the daemon's
     acknowledgement. call_s: deadline of render, derender and what is asked of routed experts; generate has none, as the
     harness watches the engine.
+    head_s: a connection that has sent no whole request head, or no right token, is dropped after this long; heads: as many of those
+    there may be. body_s: the longest pause within a request's body.
     body: bytes. max_message: bytes, all frames of one message to the daemon together.
     """
 
@@ -24,6 +26,9 @@ class Limits:
     ledger_s: float = 60.0
     call_s: float = 60.0
     connect_s: float = 5.0
+    head_s: float = 10.0
+    heads: int = 128
+    body_s: float = 30.0
     retry_after_s: float = 2.0
     body: int = 32 * 2**20
     max_message: int = 64 * 2**20

@@ -1,7 +1,8 @@
 """The reply to the client: what derender is given, and what is corrected in what it gives back. Owner of no state.
 
 vLLM's derender decodes every sampled token, also the ones behind which its own chat endpoint cuts the text: the stop
-string and the stop token. The cut is made here, on the text alone; the ledger keeps every sampled token.
+string, the stop token and the EOS (which is text where the client asks for `skip_special_tokens: false`). The cut is made
+here, on the text alone; the ledger keeps every sampled token.
 """
 
 from __future__ import annotations
@@ -95,10 +96,11 @@ _GENERATE_COLUMNS = ("choices", "usage", "created", "prompt_token_ids")
 def _ends_in_stop_token(choice: Json, params: Json) -> bool:
     if choice.get("finish_reason") != "stop" or params.get("include_stop_str_in_output"):
         return False
-    if "stop_reason" not in choice:  # vLLM before 0.32 does not tell
-        return choice["token_ids"][-1] in (params.get("stop_token_ids") or ())
+    if "stop_reason" not in choice:
+        # vLLM before 0.32 does not tell; without stop strings only a token can have ended it.
+        return choice["token_ids"][-1] in (params.get("stop_token_ids") or ()) or not params.get("stop")
     stop = choice["stop_reason"]
-    return isinstance(stop, int) and choice["token_ids"][-1:] == [stop]
+    return stop is None or (isinstance(stop, int) and choice["token_ids"][-1:] == [stop])  # None: the model's own EOS
 
 
 def _found_stop(text: str, params: Json) -> str | None:

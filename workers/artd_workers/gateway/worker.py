@@ -1,6 +1,6 @@
 """The gateway process: the daemon's link on one side, uvicorn on the other.
 
-Owner of: the listening socket and the event loop. Invariants: every message of the daemon is handled in the event
+Owner of: the event loop; the listening socket is the daemon's. Invariants: every message of the daemon is handled in the event
 loop, in the order of arrival; the process ends when the daemon says Exit, refuses it, or its link breaks.
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
+import os
 import queue
 import socket
 import sys
@@ -26,6 +28,7 @@ from .engine import Engines
 from .flow import Flow
 from .ledger import Ledger, Send
 from .limits import Limits
+from .patience import Crowd, PatientProtocol, most_connections
 from .routing import Table
 
 log = logging.getLogger("artd.gateway")
@@ -106,14 +109,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Errors: OSError that says which address, why, and what to do."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        what = f"the gateway cannot listen on {host} port {port}: {error.strerror or error}"
-        raise OSError(f"{what}; choose another address in artd.toml (port 0 takes any free one)") from error
+def inherited() -> socket.socket:
+    """The listening TCP socket that the daemon holds, too. Errors: ValueError, OSError."""
+    if not (number := os.environ.get(w.LISTENER, "")).isdecimal():
+        raise ValueError(f"{w.LISTENER} names no socket; the gateway is started by `artd start`, not by hand")
+    listener = socket.socket(fileno=int(number))
     listener.setblocking(False)
     return listener
 
@@ -132,9 +132,12 @@ async def serve(link: Link, mailbox: Mailbox, welcome: w.Welcome, listener: sock
     assert welcome.gateway is not None
     limits = Limits(max_message=welcome.max_message)
     gateway = Gateway(link.send, limits, welcome.gateway.token, lambda grace_s: server.end(grace_s))
+    most = most_connections()
     config = uvicorn.Config(
-        gateway.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, ws="none"
-    )
+        gateway.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, ws="none",
+        http=functools.partial(PatientProtocol, crowd=Crowd(limits, most)),  # type: ignore[arg-type]  # a class, to uvicorn
+        backlog=min(2048, most // 4), limit_concurrency=most,
+    )  # fmt: skip
     server = _Server(config, lambda: link.send(w.Ready(url=url_of(listener))))
     serving = asyncio.create_task(server.serve([listener]))
     delivering = asyncio.create_task(mailbox.deliver(gateway.handle))
@@ -176,7 +179,7 @@ def main() -> int:
     try:
         if welcome.gateway is None:
             raise ValueError("the daemon's Welcome has no gateway configuration")
-        listener = listen(welcome.gateway.host, welcome.gateway.port)
+        listener = inherited()
     except (OSError, ValueError) as error:
         log.error("%s", error)
         link.send(w.Down(error=str(error)))

@@ -12,6 +12,7 @@ from importlib import metadata
 
 import msgspec
 
+from ..base_files import BaseChanged, BaseFiles
 from ..gpus import refusal
 from ..harness import Link, LinkClosed, Rejected
 
@@ -41,6 +42,7 @@ def main() -> int:
         if welcome.trainer is None:
             return _fail("Welcome carries no trainer configuration")
         spec = welcome.trainer.spec
+        base = BaseFiles(spec.model, welcome.trainer.base)
         if refused := refusal("trainer.device", spec.trainer.device):  # before torch is imported, at every start
             return _fail(refused)
         logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -60,7 +62,11 @@ def main() -> int:
 
         with launch.started(parallel, device_of(spec) == "cuda") as ranks:
             ranks.tell(msgspec.msgpack.encode(welcome.trainer))
-            return TrainerWorker(link, Trainer(welcome.trainer, versions(), ranks)).run()
+            trainer = Trainer(welcome.trainer, versions(), ranks)
+            base.verify()
+            return TrainerWorker(link, trainer).run()
+    except BaseChanged as error:
+        return _fail(str(error))
     finally:
         link.close()
 

@@ -152,6 +152,8 @@ def read(ref: CheckpointRef, weights: str) -> Loaded:
         names = (weights, STATE, *shards_of(OPTIMIZER, shas))
         with ThreadPoolExecutor(READERS) as pool:
             trained, state, *moments = pool.map(lambda name: _read(folder / name, shas[name]), names)
+        if weights == ADAPTER:
+            _read(folder / ADAPTER_CONFIG, shas[ADAPTER_CONFIG])  # the adapter's rank and scale
         return Loaded(
             manifest,
             tensor_file.parsed(trained),

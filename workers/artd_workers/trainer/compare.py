@@ -87,12 +87,17 @@ def _near(a: float, b: float) -> bool:
 
 
 def _canary(ours: Canary, theirs: Canary) -> Iterator[ReplayRow]:
-    for name in ("prompts", "max_abs", "mean_abs"):
+    for name in ("prompts", "max_abs", "mean_abs", "rounding"):
         yield _value("canary", name, getattr(ours, name), getattr(theirs, name))
-    row = _value("canary", "logprobs", ours.logprobs, theirs.logprobs)
-    a, b = (
-        torch.tensor([x for prompt in each.logprobs for x in prompt], dtype=torch.float64) for each in (ours, theirs)
-    )
+    for name in ("logprobs", "base"):
+        yield from _scores(name, getattr(ours, name), getattr(theirs, name))
+
+
+def _scores(
+    name: str, ours: tuple[tuple[float, ...], ...], theirs: tuple[tuple[float, ...], ...]
+) -> Iterator[ReplayRow]:
+    row = _value("canary", name, ours, theirs)
+    a, b = (torch.tensor([x for prompt in each for x in prompt], dtype=torch.float64) for each in (ours, theirs))
     if row.equal or a.shape != b.shape:
         yield row
         return

@@ -20,13 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from artd_schema.families import SEEDED
 from artd_schema.manifest import WeightEntry, WeightTable
 
 from .checkpoint import is_listed
 from .merge import Stored, merged_tensors, open_base
 
 SHARD_BYTES = 4 << 30
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", SEEDED)
 
 
 class ExportError(Exception):

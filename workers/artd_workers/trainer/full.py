@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from artd_schema.manifest import WeightEntry
 from artd_schema.spec import Parameters, RunSpec
 
 from . import checkpoint
@@ -101,6 +102,9 @@ class FullState:
     def stage(self, staging: Staging) -> None:
         staging.tensors(checkpoint.MODEL, self.state())
 
+    def held(self) -> tuple[WeightEntry, ...]:
+        return ()  # there is no adapter
+
     def served(self) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self._spec.engine.dtype)
         # Rounded where they lie, so that a GPU sends the half. Copied even where nothing is rounded: training goes on.
@@ -138,7 +142,8 @@ def _master(weight: nn.Parameter) -> nn.Parameter:
 
 
 def _pass_on(master: nn.Parameter, weight: Tensor) -> None:
-    """Add a weight's gradient to its master's."""
+    """Add a weight's gradient to its master's. It comes rounded to the weight's dtype, once a row: docs/benchmarks.md, "Long rows", says
+    why that is left so."""
     grad, weight.grad = weight.grad, None
     if grad is None:
         return

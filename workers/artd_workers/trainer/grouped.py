@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..models.codec import Row, peft_names
-from . import routed
+from . import pieces, routed
 from .cached import Cached
 from .routed import Order
 
@@ -59,9 +59,19 @@ class GroupedExperts(MegatronModule):
 
     def routed(self, tokens: Tensor, probs: Tensor, order: Order) -> Tensor:
         """tokens [T, hidden], each to the experts that `order` says, weighted by probs [T, topk] -> [T, hidden]."""
+        return routed.apply(tokens, probs, order, *self._tensors())
+
+    def chosen(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Tensor:
+        """The same for expert ids [T, topk]. Where every layer is computed again to save memory, a long row goes in pieces."""
+        if self.config.recompute_granularity == "full" and len(tokens) > pieces.TOKENS:
+            return pieces.apply(tokens, probs, experts, *self._tensors())
+        return self.routed(tokens, probs, Order.of(experts, len(self.linear_fc1.weight)))
+
+    def _tensors(self) -> Any:
+        """Weights, and their adapters once they are attached."""
         first, second = self.linear_fc1, self.linear_fc2
         pairs = (first.adapter, second.adapter) if first.adapter is not None and second.adapter is not None else None
-        return routed.apply(tokens, probs, order, (first.weight, second.weight), pairs)
+        return (first.weight, second.weight), pairs
 
 
 class OneRankMoE(MoELayer):
@@ -78,7 +88,7 @@ class OneRankMoE(MoELayer):
     def _once(self, hidden_states: Tensor) -> Tensor:
         probs, chosen = self.router(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self.experts.routed(tokens, probs, Order.of(chosen, self.num_local_experts))
+        out = self.experts.chosen(tokens, probs, chosen)
         return out.view_as(hidden_states)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +88,19 @@ class Adapted(nn.Module):
     def adapted(self, out: Tensor, x: Tensor) -> Tensor:
         """What the linear gave [..., out], with its adapter's product of x [..., in] added."""
         return out if self.adapter is None else out + self.adapter(x)
+
+
+@contextmanager
+def detached(model: nn.Module) -> Iterator[None]:
+    """Within the block the model computes without its adapter."""
+    held = {module: module.adapter for module in model.modules() if getattr(module, "adapter", None) is not None}
+    try:
+        for module in held:
+            module.adapter = None  # type: ignore[assignment]
+        yield
+    finally:
+        for module, adapter in held.items():
+            module.adapter = adapter
 
 
 class LoraColumnLinear(Adapted, ColumnParallelLinear):
@@ -203,11 +217,16 @@ def shapes_of(codec: Codec, weights: Mapping[str, Tensor]) -> dict[str, tuple[in
 
 
 def adapter_config(base: str, codec: Codec, rank: int, alpha: int) -> dict[str, Any]:
-    """`adapter_config.json` for PEFT and vLLM."""
-    targets = sorted(
-        {part.removesuffix(".weight").rsplit(".", 1)[1] for row in codec.lora_rows() for part in row.parts}
-    )
-    return {
+    """`adapter_config.json` for PEFT and vLLM.
+
+    With transformers 5, PEFT takes gate, up and down for the fused experts' and leaves them out of dense layers between sparse
+    ones (seen: 0.21). There the weights themselves are named (`target_parameters`), which PEFT wraps in the same way.
+    """
+    parts = [part for row in codec.lora_rows() for part in row.parts]
+    targets = sorted({part.removesuffix(".weight").rsplit(".", 1)[1] for part in parts})
+    between = [part.removeprefix("model.") for part in parts if ".mlp." in part and ".experts." not in part]
+    named = {"target_parameters": between} if between and any(".experts." in part for part in parts) else {}
+    return named | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,

@@ -43,6 +43,8 @@ def open_base(folder: str | Path, device: str = "cpu") -> BaseWeights | seeded.S
     """A base model's tensors by Hugging Face name, one by one, on a device: drawn (`models.seeded`), or read (`BaseWeights`).
     Raises ValueError for a folder that is neither."""
     path = Path(folder)
+    if (path / SEEDED).is_file() and any(path.glob("*.safetensors")):
+        raise ValueError(f"{path} holds both {SEEDED} and weights: remove the one that this model is not made of")
     return seeded.SeededWeights(path, device) if (path / SEEDED).is_file() else BaseWeights(path, device)
 
 

@@ -10,7 +10,7 @@ forward draws no random numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,11 @@ class Scores:
     logprobs: Tensor
     entropy: Tensor
 
+    @classmethod
+    def of(cls, found: Tensor) -> Scores:
+        """found: [2, n], as `head.scored` gives it."""
+        return cls(found[0], found[1].detach())
+
 
 class Policy:
     """Model and adapter together. `lora` None = the base model."""
@@ -130,7 +135,34 @@ class Policy:
     def hidden_logits(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None = None
     ) -> Tensor:
-        """Logits [n, vocab] at `rows` [n] of one packed row; on a stage that is not the last, what it sends on.
+        """Logits [n, vocab] of all words at `rows` [n] of one packed row, for few of them; otherwise as `projected`."""
+
+        def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+            found = hidden @ weight.t()
+            return split.words(found) if self.parallel.sp else found
+
+        return self.projected(tokens, positions, seen, rows, routes, logits)
+
+    def hidden_scores(
+        self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor,
+        routes: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """fp32 [2, n]: logprobs and entropies (see `head.scored`) of `targets` [n] as predicted at `rows` [n], each at its
+        temperature [n] (> 0); otherwise as `projected`."""
+        targets, temperatures = ahead(targets, self.device), ahead(temperatures, self.device)
+        group = parallel_state.get_tensor_model_parallel_group() if self.parallel.sp else None
+
+        def scores(hidden: Tensor, weight: Tensor) -> Tensor:
+            return head.scored(hidden, weight, targets, temperatures, group)
+
+        return self.projected(tokens, positions, seen, rows, routes, scores)
+
+    def projected(
+        self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None,
+        onto: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        """What `onto` makes of the hidden states [n, h] at `rows` [n] of one packed row and of this rank's part [words, h] of the
+        head; on a stage that is not the last, what it sends on.
 
         tokens, positions: int64 [s], any device; seen: `until` int64 [s] of a row in preorder (see `tree`; on the CPU), or
         bool [s, s], True where query q (first) must not see key k. Only `rows` go through the language-model head.
@@ -142,10 +174,10 @@ class Policy:
         rows = ahead(rows - begin if begin else rows, self.device)
 
         def project(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
-            if self.parallel.sp:
-                return split.head(hidden_states, rows, output_layer.weight if output_weight is None else output_weight)
-            logits, _bias = output_layer(hidden_states.index_select(0, rows), weight=output_weight)
-            return logits[:, 0]
+            chosen = (
+                split.chosen(hidden_states, rows) if self.parallel.sp else hidden_states.index_select(0, rows)[:, 0]
+            )
+            return onto(chosen, output_layer.weight if output_weight is None else output_weight)
 
         def forward() -> Tensor:
             ids, at, mask = self._inputs(tokens, positions, seen)
@@ -206,9 +238,13 @@ class Policy:
         temperatures: Tensor,
         routes: Tensor | None = None,
     ) -> Scores:
-        """Logprobs of `targets` [n] as predicted at `rows` [n], each at its temperature [n] (> 0). routes: as there. On
-        all ranks; where these share a row or the layers, without gradient."""
-        return self.scores(self.logits(tokens, positions, seen, rows, routes), targets, temperatures)
+        """`hidden_scores` at any `rows`, and on all ranks; where these share a row or the layers, without gradient."""
+        if self.parallel.cp == self.stage.count == 1:
+            return Scores.of(self.hidden_scores(tokens, positions, seen, rows, targets, temperatures, routes))
+        mine = self._mine(len(tokens), rows)
+        out = self.hidden_scores(tokens, positions, seen, rows[mine], targets[mine], temperatures[mine], routes)
+        found = self._told(out.t() if self.stage.last else out, mine, 2, torch.float32)
+        return Scores.of(found.t())
 
     def logits(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None = None
@@ -216,18 +252,21 @@ class Policy:
         """`hidden_logits` at any `rows`, and on all ranks; where these share a row or the layers, without gradient."""
         if self.parallel.cp == self.stage.count == 1:
             return self.hidden_logits(tokens, positions, seen, rows, routes)
-        own = self.own_tokens(len(tokens))
-        mine = (rows >= own.start) & (rows < own.stop)
+        mine = self._mine(len(tokens), rows)
         out = self.hidden_logits(tokens, positions, seen, rows[mine], routes)
-        found = torch.zeros(len(rows), self.plan.vocab_size, dtype=self.model.config.params_dtype, device=self.device)
+        return self._told(out, mine, self.plan.vocab_size, self.model.config.params_dtype)
+
+    def _mine(self, size: int, rows: Tensor) -> Tensor:
+        """Which of `rows` are among this rank's tokens of a row of `size`; bool."""
+        own = self.own_tokens(size)
+        return (rows >= own.start) & (rows < own.stop)
+
+    def _told(self, out: Tensor, mine: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """[n, width] on all ranks, of which the last stage's each have the rows `mine`."""
+        found = torch.zeros(len(mine), width, dtype=dtype, device=self.device)
         if self.stage.last:
             found[mine.to(self.device)] = out.detach()
         return self.stage.told(context.added(found))
-
-    def scores(self, logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
-        """Of logits [n, vocab], as `score`."""
-        targets, temperatures = ahead(targets, self.device), ahead(temperatures, self.device)
-        return Scores(*head.scores(logits, targets, temperatures))
 
     def score_sequence(self, tokens: Tensor, temperature: float = 1.0, routes: Tensor | None = None) -> Tensor:
         """Logprobs [s - 1] of tokens 1.. of a plain sequence [s], without gradient. routes: as in `hidden_logits`."""

@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from artd_schema.manifest import WeightEntry
 from artd_schema.spec import Parameters, RunSpec
 
 from ..models.registry import plan_for, read_config
-from . import checkpoint, placement
+from . import checkpoint, held, placement
 from .checkpoint import Staging
 from .full import FullState
 from .lora import Adapter, Lora, adapter_config, shapes_of
@@ -76,6 +77,10 @@ class Trained(Protocol):
         """(name, new tensor) of what the engine is served, in push order."""
         ...
 
+    def held(self) -> tuple[WeightEntry, ...]:
+        """What an engine that is served the adapter alone must hold of it; empty where it is served merged weights."""
+        ...
+
 
 class AdapterState:
     """A LoRA adapter; the base stays as it is."""
@@ -115,6 +120,11 @@ class AdapterState:
         if self._collected is not None:
             return {name: tensor.cpu() for name, tensor in self._collected.items()}
         return self.parameters.outward({name: one.detach().cpu() for name, one in self.parameters.named()})
+
+    def held(self) -> tuple[WeightEntry, ...]:
+        if self._spec.rollout_weights_mode != "lora":
+            return ()
+        return held.entries(self._whole(), self.parameters.scale, getattr(torch, self._spec.engine.dtype))
 
     def served(self) -> Iterator[tuple[str, Tensor]]:
         if self._spec.rollout_weights_mode == "lora":

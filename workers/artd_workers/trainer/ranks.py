@@ -70,12 +70,9 @@ class Ranks:
         dist.all_gather(found, torch.tensor(os.getpid()), group=self._orders)
         return [int(pid) for pid in found[1:]]
 
-    def any(self, asked: Callable[[], bool]) -> Callable[[], bool]:
-        """What rank 0's `asked` says, on every rank, together."""
-        if self.alone:
-            return asked
-
-        return lambda: bool(self.told(int(self.first and asked())))
+    def looks(self, asked: Callable[[], bool]) -> Looks:
+        """What rank 0's `asked` says, on every rank, together; for one step."""
+        return Looks(self, asked)
 
     def least(self, value: float) -> float:
         """The smallest of all ranks' values, together."""
@@ -143,6 +140,41 @@ class Ranks:
         except BaseException:
             self.broken = not self.alone
             raise
+
+
+class Looks:
+    """What rank 0's `asked` says, looked at again and again in a step, by all ranks as often and in the same order.
+
+    A call gives what rank 0 said at the call before it (False at first), so that no rank waits for the slowest at every row: it
+    is heard while the row is computed. `now` waits, and gives what was ever said.
+    """
+
+    def __init__(self, ranks: Ranks, asked: Callable[[], bool]) -> None:
+        self._ranks, self._asked = ranks, asked
+        self._under_way: tuple[dist.Work | None, torch.Tensor] | None = None
+        self._said = False
+
+    def __call__(self) -> bool:
+        if self._ranks.alone:
+            return self._asked()
+        before, word = self._under_way, torch.tensor(int(self._ranks.first and self._asked()))
+        self._under_way = dist.broadcast(word, 0, group=self._ranks._orders, async_op=True), word
+        return self._heard(before)
+
+    def now(self) -> bool:
+        if self._ranks.alone:
+            return self._asked()
+        before, self._under_way = self._under_way, None
+        self._heard(before)
+        return bool(self._ranks.told(int(self._ranks.first and self._asked()))) or self._said
+
+    def _heard(self, before: tuple[dist.Work | None, torch.Tensor] | None) -> bool:
+        if before is not None:
+            work, word = before
+            if work is not None:
+                work.wait()
+            self._said = self._said or bool(word)
+        return self._said
 
 
 def joined(parallel: Parallel, rank: int, folder: Path, cuda: bool) -> Ranks:

@@ -7,8 +7,10 @@ Invariants: a recomputed forward gets the routes of the micro-batch whose backwa
 output says which one that is, so any number may be in flight and go backward in any order (RouterReplay's own FIFO serves
 one order only); no router call of a step goes unnoticed: `Step.finish` raises unless each (micro-batch, layer) was called as
 often as forward and recompute ask for, and each call used exactly its target's experts. Outside a step nothing is replayed.
-Cost: a micro-batch's routes go to the device in one copy and one conversion for all layers; a router that gives its target itself
-back, as those of one rank do, is checked without any work of the device; top-k is not computed.
+Memory: a micro-batch's routes are on the device from its first router call to its last expected one; where layers are recomputed in
+the dtype that they came in (a byte a choice), and a layer's are widened to RouterReplay's int64 for one call.
+Cost: a micro-batch's routes go to the device in one copy, and where nothing is recomputed in one conversion for all layers; a
+router that gives its target itself back, as those of one rank do, is checked without any work of the device; top-k is not computed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import ge
 from typing import Any
 
 import torch
@@ -50,26 +53,53 @@ sinkhorn, quantile), moves or drops tokens after it (capacity), trains the wrong
 class _Micro:
     """One forward of a step. routes: [layers, T, topk] of this rank's tokens, None = the live router decides.
 
-    forward, again: calls of each layer's router in the forward, and in recomputed forwards. staged: the routes as RouterReplay
-    takes them, from the first call on; version: torch's count of writes to them then.
+    forward, again: calls of each layer's router in the forward, and in recomputed forwards; recomputed: how many of those each
+    layer gets in a backward. staged: the routes on the device, from the first call to the last expected one (`done` from then on);
+    version: torch's count of writes to them then.
     """
 
     index: int
     routes: Tensor | None
     forward: list[int]
     again: list[int]
+    recomputed: tuple[int, ...]
     backward: bool = False
+    done: bool = False
     staged: Tensor | None = None
     version: int = 0
 
     def target(self, layer: int, device: torch.device) -> Tensor:
         """Routes of a layer as RouterReplay takes them. The first call sends those of all layers: by then the GPU has the first
         layer's attention to do, and does not wait for the copy."""
-        if self.staged is None and self.routes is not None:
-            self.staged = ahead(self.routes, device).to(torch.int64)
+        assert self.routes is not None
+        if self.done:
+            raise ReplayError(
+                f"micro-batch {self.index}, MoE layer {layer}: routes were asked for once more than the forward and its "
+                "recompute need: report this as a bug"
+            )
+        if self.staged is None:
+            staged = ahead(self.routes, device)
+            # Where nothing is recomputed, the backward keeps every layer's int64 anyway: one conversion is cheaper than many.
+            self.staged = staged if any(self.recomputed) else staged.to(torch.int64)
             self.version = self.staged._version
-        assert self.staged is not None
-        return self.staged[layer]
+        return self.staged[layer].to(torch.int64)
+
+    def called(self, layer: int) -> None:
+        """Count a router call that is over; behind the last one that needs them, the routes leave the device. Raises
+        ReplayError when they were written to."""
+        (self.again if self.backward else self.forward)[layer] += 1
+        if self.backward:
+            over = all(map(ge, self.again, self.recomputed))
+        else:
+            over = all(self.forward) and not any(self.recomputed)
+        if over:
+            self.leave()
+
+    def leave(self) -> None:
+        """Nothing will need the routes any more. Raises ReplayError when they were written to."""
+        if self.staged is not None and self.staged._version != self.version:
+            raise ReplayError(f"micro-batch {self.index}: its routes were written to in the step: report this as a bug")
+        self.done, self.staged = True, None
 
 
 @dataclass(eq=False)
@@ -85,6 +115,7 @@ class Step:
     _strays: list[tuple[int, int]] = field(default_factory=list)
     _counts: list[Tensor] = field(default_factory=list)
     _now: _Micro | None = None
+    _version: int = 0
     _closed: bool = False
 
     def forward(self, call: Callable[[], Tensor], routes: Tensor | None) -> Tensor:
@@ -96,7 +127,7 @@ class Step:
         if routes is not None:
             routes = self._local(routes)
         calls = len(self.routers)
-        micro = _Micro(len(self._micros), routes, [0] * calls, [0] * calls)
+        micro = _Micro(len(self._micros), routes, [0] * calls, [0] * calls, self.recomputed)
         self._micros.append(micro)
         self._now = micro
         try:
@@ -106,6 +137,8 @@ class Step:
         self._count()
         if out.requires_grad:
             out.register_hook(partial(self._backward, micro))
+        else:
+            micro.leave()
         return out
 
     def finish(self) -> int:
@@ -122,10 +155,6 @@ class Step:
         return sum(sum(micro.forward) + sum(micro.again) for micro in self._micros)
 
     def _check_calls(self, micro: _Micro) -> None:
-        if micro.staged is not None and micro.staged._version != micro.version:
-            raise ReplayError(
-                f"micro-batch {micro.index}: its routes were written to in the step: report this as a bug"
-            )
         for layer, found in enumerate(zip(micro.forward, micro.again, strict=True)):
             wanted = (1, self.recomputed[layer] if micro.backward else 0)
             if found != wanted:
@@ -174,6 +203,7 @@ class Step:
             raise ReplayError(
                 f"micro-batch {micro.index}, MoE layer {layer}: routes of {len(target)} tokens for {tokens} tokens"
             )
+        self._version = target._version
         router.router_replay.set_target_indices(target)
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
@@ -184,9 +214,15 @@ class Step:
             return
         target, used = router.router_replay.target_topk_idx, output[1]
         clear(router)
-        (micro.again if micro.backward else micro.forward)[layer] += 1
+        if target._version != self._version:
+            raise ReplayError(
+                f"micro-batch {micro.index}: its routes were written to in the step, by MoE layer {layer}: report this as a bug"
+            )
+        micro.called(layer)
         if used is not target:
             self._used.append((micro.index, layer, used.detach(), target))
+        if micro.done:
+            self._count()
 
     def _backward(self, micro: _Micro, _grad: Tensor) -> None:
         if self._closed and micro.routes is not None:

@@ -14,14 +14,14 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-ULP = 2.0**-8
-"""Of bfloat16: the largest relative error of one rounding."""
+ULP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
+"""bfloat16: the largest relative error of one rounding. float32: twice that, as a nudge is itself rounded to float32."""
 _SEED = 1_729
 
 
 @contextmanager
-def otherwise(model: nn.Module) -> Iterator[None]:
-    """Within the block what every attention, every MLP and every layer gives is off by up to one rounding of bfloat16,
+def otherwise(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """Within the block what every attention, every MLP and every layer gives is off by up to one rounding of `dtype`,
     drawn evenly, as if another kernel had summed in another order."""
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -29,7 +29,7 @@ def otherwise(model: nn.Module) -> Iterator[None]:
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(_SEED)
         drawn = torch.rand(tensor.shape, generator=generators[tensor.device], device=tensor.device)
-        return (tensor.float() * (1 + ULP * (2 * drawn - 1))).to(tensor.dtype)
+        return (tensor.double() * (1 + ULP[dtype] * (2 * drawn.double() - 1))).to(tensor.dtype)
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         return (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)

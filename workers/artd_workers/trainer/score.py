@@ -27,6 +27,7 @@ from torch import Tensor
 from artd_schema.codec import UNREADABLE
 from artd_schema.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, Pass, ScoreRequest
 
+from .head import chunks
 from .tree import chain
 
 if TYPE_CHECKING:
@@ -99,15 +100,21 @@ def score(policy: Policy, pieces: list[Piece], way: Pass) -> dict[str, Tensor]:
     """One pass over all pieces; columns as `artd_schema.score` has them, without the pass's name."""
     found: dict[str, list[Tensor]] = {"logprobs": [], "candidates": [], "top_ids": [], "top_logprobs": []}
     for piece in pieces:
-        size = len(piece.tokens) - 1
+        size, targets = len(piece.tokens) - 1, piece.tokens[piece.prompt :, None]
         at, routes = torch.arange(piece.prompt - 1, size), piece.routes if way == REPLAY else None
-        logits = policy.hidden_logits(piece.tokens[:-1], torch.arange(size), chain(size), at, routes)
-        logprobs = logits.float().log_softmax(-1)
-        top = logprobs.topk(piece.candidates.shape[1], -1)
-        found["logprobs"].append(logprobs.gather(-1, piece.tokens[piece.prompt :, None])[:, 0])
-        found["candidates"].append(logprobs.gather(-1, piece.candidates))
-        found["top_ids"].append(top.indices.int())
-        found["top_logprobs"].append(top.values)
+
+        def read(hidden: Tensor, weight: Tensor, piece: Piece = piece, targets: Tensor = targets) -> Tensor:
+            """The logits of a long sequence never exist all at once."""
+            for here in chunks(len(hidden)):
+                logprobs = (hidden[here] @ weight.t()).float().log_softmax(-1)
+                top = logprobs.topk(piece.candidates.shape[1], -1)
+                found["logprobs"].append(logprobs.gather(-1, targets[here])[:, 0])
+                found["candidates"].append(logprobs.gather(-1, piece.candidates[here]))
+                found["top_ids"].append(top.indices.int())
+                found["top_logprobs"].append(top.values)
+            return hidden
+
+        policy.projected(piece.tokens[:-1], torch.arange(size), chain(size), at, routes, read)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 

@@ -47,7 +47,11 @@ class SplitRow(RowParallelLinear):
         return reduce_scatter_to_sequence_parallel_region(adapted_product(input_, self.weight, self.adapter)), None
 
 
-def head(hidden: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """Logits [n, vocab] at `rows` of a row whose tokens are shared out, hidden [s / tp, 1, h]; weight [vocab / tp, h]."""
-    chosen = gather_from_sequence_parallel_region(hidden)[rows, 0]
-    return gather_from_tensor_model_parallel_region(chosen @ weight.t())
+def chosen(hidden: Tensor, rows: Tensor) -> Tensor:
+    """Hidden states [n, h] at `rows` of a row whose tokens are shared out, [s / tp, 1, h]; on all ranks."""
+    return gather_from_sequence_parallel_region(hidden)[rows, 0]
+
+
+def words(logits: Tensor) -> Tensor:
+    """Logits [n, vocab] from each rank's [n, vocab / tp]: for few tokens."""
+    return gather_from_tensor_model_parallel_region(logits)

@@ -71,8 +71,8 @@ class Files:
     def json(self, name: str, value: object) -> None:
         self.add(name, to_json(value))
 
-    def weights(self, mode: str, entries: Iterable[WeightEntry]) -> None:
-        self.json(WEIGHTS, WeightTable(mode=mode, tensors=tuple(entries)))
+    def weights(self, mode: str, entries: Iterable[WeightEntry], held: Iterable[WeightEntry] = ()) -> None:
+        self.json(WEIGHTS, WeightTable(mode=mode, tensors=tuple(entries), held=tuple(held)))
 
     def finish(self, **fields: Any) -> str:
         """Write the manifest from its remaining fields; returns its sha256. Raises OSError of any file."""

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from artd_schema.spec import LossSpec, OptimizerSpec
 
 from .losses import Measures, row_loss, shares
-from .model import Policy
+from .model import Policy, Scores
 from .packed import Batch
 from .turns import Turn, added, turns
 
@@ -73,17 +73,23 @@ class Optimizer:
     @classmethod
     def make(cls, parameters: ParameterSet, spec: OptimizerSpec) -> Optimizer:
         """Fresh: no step taken."""
-        own = [parameter for _, parameter in parameters.named()]
+        kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in parameters.named():
+            kinds[decays(name)].append(parameter)
+        decay = {True: spec.weight_decay, False: 0.0}
+        groups: list[dict[str, Any]] = [
+            {"params": own, "weight_decay": decay[kind]} for kind, own in kinds.items() if own
+        ]
         # torch wants a tuple of floats and no decay of a zero kind: exactly the spec's numbers.
         adamw = torch.optim.AdamW(
-            own, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=spec.weight_decay, foreach=False,
-            fused=own[0].is_cuda,
+            groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False,
+            fused=groups[0]["params"][0].is_cuda,
         )  # fmt: skip
         return cls(spec, parameters, adamw)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.torch.param_groups[0]["params"])
+        return [parameter for _, parameter in self.set.named()]
 
     def step(self) -> None:
         """Change the parameters by their gradients."""
@@ -119,6 +125,14 @@ class Optimizer:
             self.torch.state[parameter] = {"step": counted} | own
 
 
+def decays(name: str) -> bool:
+    """Whether `weight_decay` pulls a parameter towards zero, by its own name: linears and adapters it does; norms (near one),
+    biases, embeddings and routers it would harm. By name, not by shape: a master may lie flat."""
+    module, _, last = name.rpartition(".")
+    inner = module.rpartition(".")[2]
+    return not (last.endswith("bias") or inner.endswith("norm") or inner in ("word_embeddings", "router"))
+
+
 def _of_kind(state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
     """NAME -> tensor of every `NAME.key`."""
     suffix = f".{key}"
@@ -133,10 +147,12 @@ def train_step(
     epoch: int,
     progress: Callable[[], None] = lambda: None,
     cancelled: Callable[[], bool] = lambda: False,
+    cancelled_now: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """Train on a batch; returns metrics. epoch: policy epoch of the weights as they are now.
 
-    progress() is called after each forward and each backward of a row. Raises NonFinite and Cancelled, both before any weight changed.
+    progress() is called after each forward and each backward of a row. cancelled() is asked before each row, and may tell late;
+    cancelled_now (None = the same) is asked once, before weights change. Raises NonFinite and Cancelled, both before any weight changed.
     """
     started = time.perf_counter()
     parameters = optimizer.parameters
@@ -158,7 +174,7 @@ def train_step(
             calls = replay.finish() if replay else 0
         if not math.isfinite(norm):
             raise NonFinite(f"the gradient norm is {norm}: look at the batch's advantages and at the learning rate")
-        if cancelled():
+        if (cancelled_now or cancelled)():
             raise Cancelled("cancelled before the optimizer's step")
         clip(parameters, norm, optimizer.spec.clip_grad_norm)
         optimizer.step()
@@ -200,12 +216,12 @@ def _pass_all(
 def _forward(policy: Policy, turn: Turn, loss: LossSpec, share: Tensor, measures: Measures, losses: Tensor) -> Tensor:
     """A row forward; what its backward starts from. Its part of the loss is added to `losses`, and nothing waits for it."""
     row = turn.row
-    out = policy.hidden_logits(row.tokens, row.positions, row.until, row.at, row.routes)
+    out = policy.hidden_scores(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
     if not policy.stage.last:
         return out
     if not len(row.at):  # other ranks have them; what this one does for their tokens goes backward all the same
         return out.sum() * 0.0
-    scores = policy.scores(out, row.targets, row.temperatures)
+    scores = Scores.of(out)
     part = row_loss(loss, row, scores.logprobs, share)
     if turn.counts:
         measures.add(turn.first, scores.logprobs, scores.entropy)

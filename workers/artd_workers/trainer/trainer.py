@@ -27,6 +27,7 @@ from artd_schema.crashpoint import reach
 from artd_schema.manifest import Canary
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig, Transfer
 
+from ..base_files import BaseFiles
 from ..engines.direct.device import Port
 from . import canary, checkpoint, merge_loss, placement, serving
 from .checkpoint import Staging, State
@@ -91,8 +92,10 @@ class Trainer:
         """ranks: the processes that train together, of which this is one; port: what stands for a GPU's memory where there is
         none (tests)."""
         self.config, self.spec = config, config.spec
+        self._base_files = BaseFiles(config.spec.model, config.base, hashing=False)
         self.resident: Resident | None = None
         self._staged: tuple[str, Snapshot] | None = None
+        self._base: canary.Base | None = None
         self._versions = versions
         self._policy: Policy | None = None
         self.ranks = ranks or Ranks()
@@ -139,8 +142,10 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self.ranks.in_step(NonFinite, Cancelled, ArithmeticError):
             if batch is not None and job.parent is not None:
-                started, asked = time.perf_counter(), self.ranks.any(cancelled)
-                metrics = train_step(policy, self._optimizer, batch, self.spec.loss, job.parent.epoch, progress, asked)
+                started, asked = time.perf_counter(), self.ranks.looks(cancelled)
+                metrics = train_step(
+                    policy, self._optimizer, batch, self.spec.loss, job.parent.epoch, progress, asked, asked.now
+                )
                 seconds["train"] = time.perf_counter() - started
                 reach("train.stepped")
                 metrics |= _rewards(batch)
@@ -149,7 +154,7 @@ class Trainer:
                 state = checkpoint.with_rng(state, self._cuda)
             self._state = state
             started = time.perf_counter()
-            probe = canary.score(policy, self.spec.engine.dtype, self.ranks.least)
+            probe = canary.score(policy, self.spec.engine.dtype, self.ranks.least, self._base_scores(policy))
             seconds["canary"] = time.perf_counter() - started
             if batch is not None and (lost := merge_loss.metrics(policy, self._trained.base, self.spec)):
                 metrics |= lost
@@ -197,11 +202,21 @@ class Trainer:
             started = time.perf_counter()
             with self.ranks.agreed():
                 policy, self._trained = open_model(self.spec, self.ranks.parallel)
+                self._base_files.unchanged()
             with self.ranks.in_step():
                 self._serving = serving.serving_of(policy, self._trained, self.spec, self._port, self.ranks)
             self._policy = policy
             seconds["build"] = time.perf_counter() - started
+        else:  # weights of the base are read again for what an engine is served
+            with self.ranks.agreed():
+                self._base_files.unchanged()
         return self._policy
+
+    def _base_scores(self, policy: Policy) -> canary.Base | None:
+        """The canary of the base model, made once; None where the engine is not served the adapter alone. Together."""
+        if self.spec.rollout_weights_mode == "lora" and self._base is None:
+            self._base = canary.of_base(policy)
+        return self._base
 
     def _begin(self, job: Run, seconds: dict[str, float]) -> State:
         return self._start(seconds) if job.parent is None else self._restore(job.parent, seconds)
@@ -241,7 +256,7 @@ class Trainer:
             self._trained.stage(staging)
             staging.sharded(checkpoint.OPTIMIZER, moments)
             staging.json(checkpoint.STATE, state)
-            staging.weights(self.spec.rollout_weights_mode, snapshot.entries)
+            staging.weights(self.spec.rollout_weights_mode, snapshot.entries, self._trained.held())
             sha = staging.finish(
                 run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,
                 parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,

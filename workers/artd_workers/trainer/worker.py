@@ -20,6 +20,7 @@ from pathlib import Path
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
 
+from ..base_files import BaseChanged
 from ..harness import Link
 from ..models.base import UnsupportedModel
 from .checkpoint import CheckpointError
@@ -117,12 +118,14 @@ class TrainerWorker:
         self._link.send(w.Accepted(job=run.job, fence=run.fence))
         reach("train.accepted")
         report: w.Staged | w.Failed
+        failed: Exception | None = None
         try:
             staged = self._trainer.run(run, self._link.progress, lambda: self._stopped(identity))
             report = w.Staged(job=run.job, fence=run.fence, dir=run.dir, manifest_sha=staged.sha, metrics=staged.metrics,
                               seconds=staged.seconds)  # fmt: skip
             self._staged = Path(run.dir)
         except Exception as error:
+            failed = error
             self._trainer.discard()
             failure, text = classify(error)
             log.warning("job %d fence %d failed (%s): %s", run.job, run.fence, failure, text)
@@ -132,7 +135,7 @@ class TrainerWorker:
             shutil.rmtree(run.dir, ignore_errors=True)
         self._waiting = identity
         self._link.report(report)
-        if self._trainer.ranks.broken:
+        if self._trainer.ranks.broken or isinstance(failed, BaseChanged):  # the next process looks at the files anew
             self._status, self._exit_at = 1, time.monotonic() + _BROKEN_S
 
     def _stopped(self, identity: tuple[int, int]) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 P1 = 0x9E3779B97F4A7C15
 P2 = 0xD6E8FEB86659FD93
@@ -35,8 +36,8 @@ def signed(value: int) -> int:
 
 
 def mix(words: Tensor, first: int) -> Tensor:
-    """int64 words at positions first, first + 1, ... -> their hashes."""
-    at = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
+    """int64 words [..., n] at positions first, first + 1, ... -> their hashes."""
+    at = torch.arange(first + 1, first + 1 + words.shape[-1], dtype=torch.int64, device=words.device)
     h = words ^ (at * signed(P1))
     h = (h ^ ((h >> 32) & 0xFFFFFFFF)) * signed(P2)
     h = (h ^ ((h >> 29) & ((1 << 35) - 1))) * signed(P3)
@@ -50,6 +51,18 @@ def sum_of(tensor: Tensor, first: int = 0) -> int:
     for at in range(0, len(words), _CHUNK):
         total += int(mix(words[at : at + _CHUNK], first + at).sum())
     return signed(total)
+
+
+def sums_of_stacked(stacked: Tensor) -> Tensor:
+    """Checksum of each of stacked [n, ...], int64 [n] on its device, made together. A tensor that is no whole number of words
+    is summed as if zero bytes followed it."""
+    raw = stacked.reshape(len(stacked), -1).contiguous().view(torch.uint8)
+    words = functional.pad(raw, (0, -raw.shape[1] % WORD)).view(torch.int64)
+    total = torch.zeros(len(words), dtype=torch.int64, device=words.device)
+    step = max(1, _CHUNK // max(1, len(words)))
+    for at in range(0, words.shape[1], step):
+        total += mix(words[:, at : at + step], at).sum(1)
+    return total
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ..http import call
 from ..stock import await_id
 from . import guard, stock
 
-_RESET_TRIES = 20
+_RESET_TRIES, _RESET_PAUSE_S = 20, 0.1
 _SHOWN = 200
 """Characters of an odd answer in an error."""
 _OFFER_POLL_S, _STAGE_POLL_S = 0.005, 0.01
@@ -175,6 +175,7 @@ class VllmAdapter:
             reply = self._call("POST", "/reset_prefix_cache", deadline=deadline)
             if not isinstance(reply, dict) or reply.get("success") is not False:
                 return
+            time.sleep(_RESET_PAUSE_S)  # blocks of requests that were aborted come back within a step or two
         raise EngineError(
             "POST /reset_prefix_cache: blocks are still held while paused, so old prefixes would outlive the push"
         )
@@ -182,6 +183,9 @@ class VllmAdapter:
     def load_adapter(self, name: str, folder: Path, deadline: Deadline) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         self._call("POST", "/v1/load_lora_adapter", body, deadline=deadline, text=True)
+
+    def check_adapter(self, folder: Path, table: Sequence[WeightEntry], deadline: Deadline) -> dict[str, float]:
+        return self._figures("artd_check_adapter", {"folder": str(folder), "table": rows(table)}, deadline)
 
     def unload_adapter(self, name: str, deadline: Deadline) -> None:
         self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, deadline=deadline, text=True)
@@ -243,7 +247,7 @@ class VllmAdapter:
         return {key: float(value) for key, value in figures.items()}
 
     def _rpc(self, method: str, arguments: dict[str, Any], deadline: Deadline) -> list[Any]:
-        body = {"method": method, "args": [], "kwargs": arguments, "timeout": deadline.left}
+        body = {"method": method, "args": [], "kwargs": arguments, "timeout": deadline.longest}
         try:
             reply = self._call("POST", "/collective_rpc", body, deadline=deadline)
         except EngineTimeout:

@@ -2,9 +2,8 @@
 
 Purpose: one place for what differs between devices and versions. Owner of: no state but the answer to "is there a GPU".
 Invariants: a flag that the installed version lacks is never given; prefix caching stays on (it pays for multi-turn prompts)
-unless routes are captured by hooks; `Adapter.finish` drops it at every merged push but one that kept requests with their cache
-(there the gateway's salts keep epochs apart), and in lora mode every adapter has a name and a path of its own, which are part of
-the cache's key.
+unless routes are captured by hooks; `Adapter.finish` drops it at every merged push but one that kept requests with their cache.
+There, and in lora mode, the gateway's salts keep epochs apart.
 """
 
 from __future__ import annotations

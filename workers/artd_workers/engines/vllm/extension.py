@@ -1,5 +1,5 @@
-"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, direct push, routes, who sampled each
-token, warm-up, and death with the harness.
+"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, direct push, adapters' sums, routes, who
+sampled each token, warm-up, and death with the harness.
 
 Purpose: what the stock server cannot do. vLLM imports this module before it builds the model, and mixes `Extension` into
 its worker class, so its methods are reachable by /collective_rpc.
@@ -25,12 +25,13 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from artd_schema.scratch import remove
 from artd_schema.trajectory import RouteShape
 
 from .. import group
 from ..base import Fence
 from ..fence import FenceError, own_gate
-from . import guard
+from . import guard, slots
 from .command import CPU_BACKEND, CUDA_BACKEND
 from .direct.extension import DirectExtension, table_of
 from .disk import served_tensors
@@ -85,6 +86,10 @@ class Extension(DirectExtension):
             raise RuntimeError("the update loaded nothing")
         UPDATE.gate.finish()
         return dict(UPDATE.figures)
+
+    def artd_check_adapter(self, folder: str, table: list[list[Any]]) -> dict[str, float]:
+        """Compare the adapter that was read from this folder, where the kernels read it, with the table; see `slots.check`."""
+        return slots.check(self.model_runner, folder, entries(table))  # type: ignore[attr-defined]
 
     def artd_label(self, owner: str, name: str, cleared: bool) -> dict[str, Any]:
         """The weights are `name` from the next step on, see `SampleBook.label`; called while the engine is paused, by its own
@@ -148,11 +153,12 @@ def _end_with_harness(pid: int, ticks: int) -> None:
         pass  # it was dead before this began
     finally:
         own = os.getpgrp()
-        group.remove(group.scratch_files(group.members(own), 0.0))
+        remove(group.scratch_files(group.members(own), 0.0))
         os.killpg(own, signal.SIGKILL)
 
 
 def _install() -> None:
+    slots.install()
     if current_platform.is_cpu():
         from .lora_experts import install as install_lora_experts
         from .transfer import make_backend

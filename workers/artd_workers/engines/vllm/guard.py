@@ -3,7 +3,8 @@
 Purpose: these routes carry no fence. A harness that was replaced while it was stopped, and wakes, could otherwise pause or
 resume an engine that is not its own, relabel its weights or take its adapters. What artd adds by /collective_rpc has fences of
 its own (`fence.py`); within one spawn there is one harness, whose pushes are in order.
-Owner of: no state. Invariants: a guarded route without the right header is refused before vLLM sees it; everything else passes
+It also counts the requests that wait for the engine, for whoever asks whether that stands still (`work`).
+Owner of: that count. Invariants: a guarded route without the right header is refused before vLLM sees it; everything else passes
 untouched. Imports nothing but the standard library.
 """
 
@@ -22,8 +23,11 @@ ROUTES = frozenset(
         "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     )
 )  # fmt: skip
+GENERATING = frozenset(("/inference/v1/generate", "/v1/completions", "/v1/chat/completions"))
+IN_FLIGHT = "/artd/in_flight"
+"""How many of these wait for the engine."""
 MIDDLEWARE = f"{__name__}.Guard"
-CONFLICT = 409
+OK, CONFLICT = 200, 409
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
@@ -51,18 +55,29 @@ class Guard:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._in_flight = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             told = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
             if why := refusal(scope["path"], told):
-                await _refuse(send, why)
+                await _answer(send, CONFLICT, {"error": {"message": why}})
+                return
+            if scope["path"] == IN_FLIGHT:
+                await _answer(send, OK, {"requests": self._in_flight})
+                return
+            if scope["path"] in GENERATING:
+                self._in_flight += 1
+                try:
+                    await self._app(scope, receive, send)
+                finally:
+                    self._in_flight -= 1
                 return
         await self._app(scope, receive, send)
 
 
-async def _refuse(send: Send, why: str) -> None:
-    body = json.dumps({"error": {"message": why}}).encode()
+async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": CONFLICT, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import marks
 from ..base import Fence
 from ..fence import Gate
 from .hashing import Entry, Hasher, WeightError, wrong_of
@@ -95,6 +96,7 @@ class Checking:
         rows = [self._row(name, tensor) for name, tensor in taken]
         if wrong := wrong_of(rows, [tensor for _, tensor in taken]):
             raise WeightError(f"{wrong[0]} arrived with other bytes than committed")
+        marks.leave()
         size = sum(tensor.numel() * tensor.element_size() for _, tensor in taken)
         self._update.figures["bytes"] = self._update.figures.get("bytes", 0.0) + size
         return self._model.load_weights(taken)
@@ -130,6 +132,7 @@ def _checked(load: Load, table: list[Entry], source: Source, hasher: Hasher) -> 
         entry.check_form(tensor)
         hasher.add(entry, tensor)
         load.seconds["transfer"] = transfer
+        marks.leave()
         yield name, tensor
     if extra := next(source, None):
         raise WeightError(f"the source has {extra[0]}, which the weight table does not")

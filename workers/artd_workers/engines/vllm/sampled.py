@@ -6,7 +6,7 @@ it has sampled and from which position on it computes, are the places where old 
 counted here, and a step in which no sequence begins, ends, comes back or crosses a push costs three looks.
 Owner of: the label in force, and what is known of the sequences that run, or have ended and were not asked for. One sequence
 = one choice of a request. Invariants: labels change between steps only; a sequence of which something was not seen is not
-known at all; of those that have ended the newest `ENDED` are kept. No vLLM, no torch, one thread (vLLM's own).
+known at all; of those that have ended the newest `ENDED` are kept, more while as many run, and all of a request that still runs. No vLLM, no torch, one thread (vLLM's own).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ Runs = list[tuple[int, str]]
 """(first sampled token, label), starts rising from 0."""
 ENDED = 4096
 """The gateway asks for the few that were in flight when it had to hold, as soon as their response is whole."""
+
+PER_LIVE = 16
+"""And so many for each that runs: a machine that runs more also ends more until the gateway has asked."""
 
 
 @dataclass
@@ -105,12 +108,21 @@ class SampleBook:
         if (sequence := self._forget(worker_id)) is None:
             return
         self._ended[sequence.key] = sequence
-        if len(self._ended) > self._most:
-            del self._ended[next(iter(self._ended))]
+        most = max(self._most, PER_LIVE * len(self._live))
+        if len(self._ended) > most + most // 8:  # many at once: it takes a look at all of them
+            running = {_request(live.key) for live in self._live.values()}
+            gone = [key for key in self._ended if _request(key) not in running][: len(self._ended) - most]
+            for key in gone:
+                del self._ended[key]
 
     def _forget(self, worker_id: str) -> _Sequence | None:
         self._across.discard(worker_id)
         return self._live.pop(worker_id, None)
+
+
+def _request(key: str) -> str:
+    """Of a choice."""
+    return key.rpartition("#")[0]
 
 
 def watch(runner: Any, book: SampleBook) -> None:

@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+from artd_schema import scratch
 from artd_schema.worker import EngineConfig
 
 from ...gpus import refusal
@@ -109,7 +110,7 @@ class Server:
                 known = len(self._files)
                 self._files |= group.scratch_files(group.members(self._process.pid), self._started)
                 if len(self._files) > known:
-                    group.record(self._files, self.record)
+                    scratch.record(self._files, self.record)
 
     def death(self) -> str:
         """Why the server ended, in one sentence."""
@@ -150,7 +151,7 @@ class Server:
             self.scan(now=True)
             left = group.kill(self._process.pid, KILL_S)
             self.ended.wait(KILL_S)
-        group.remove(self._files)
+        scratch.remove(self._files)
         self.record.unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.socket.unlink(missing_ok=True)
@@ -172,7 +173,7 @@ class Server:
                 )
             self.scratch.mkdir(mode=0o700)
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            group.sweep(self.record)  # of a spawn that was killed together with its harness
+            scratch.sweep(self.record)  # of a spawn that was killed together with its harness
         except OSError as error:
             raise EngineError(f"the engine's folder {self.folder} cannot be made: {error}") from None
 

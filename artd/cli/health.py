@@ -1,0 +1,63 @@
+"""Whether the daemon that holds the lock is well: its heartbeat is young, and its sockets are there.
+
+Owner of: no state. Invariants: the daemon is not asked, so a stopped or hung one cannot hold up the answer; what it did not say
+yet (it starts) is no fault.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from artd_schema import paths
+
+from .. import pulse
+from ..supervise.guardian import read_stat
+from .probe import Daemon, option, start_command
+
+
+class Problem(NamedTuple):
+    """What keeps artd from working, and the command or act that helps."""
+
+    what: str
+    next: str
+
+
+def unwell(data: Path, found: Daemon) -> Problem | None:
+    """What is wrong with a daemon that runs."""
+    told = found.file
+    if not found.running or told is None:
+        return None
+    socket = told.socket.removeprefix("ipc://")
+    folder = Path(socket).parent if socket else paths.runtime_dir(data, create=False)
+    seen = pulse.seen(folder)
+    if socket and (seen is None or not Path(socket).is_socket()):
+        return Problem(
+            f"the daemon's sockets are gone from {folder}: nobody can connect; it makes them again within seconds",
+            f"artctl logs daemon{option(data)}",
+        )
+    if seen is None:
+        return None  # it starts
+    age = _age(told.ticks)  # what is older is the heartbeat of the daemon before it
+    loop, writer = (min(each if each >= 0 else age, age) for each in seen)
+    if max(loop, writer) <= pulse.STALE_S:
+        return None
+    stat = read_stat(told.pid)
+    if stat is not None and stat.state in "Tt":
+        return Problem(f"the daemon (pid {told.pid}) is stopped, by SIGSTOP or a debugger", f"kill -CONT {told.pid}")
+    if loop > pulse.STALE_S:
+        return Problem(
+            f"the daemon (pid {told.pid}) hangs: no sign of life for {loop:.0f} s",
+            f"artctl logs daemon{option(data)}; if it goes on so: kill -9 {told.pid}, then {start_command(data)}",
+        )
+    return Problem(
+        f"nothing is written to the database for {writer:.0f} s: the disk of {data} hangs, or is full",
+        f"dmesg, df {data}, artctl logs daemon{option(data)}",
+    )
+
+
+def _age(ticks: int) -> float:
+    """Seconds since a process began. ticks: its start, as /proc tells it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

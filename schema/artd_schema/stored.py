@@ -1,0 +1,52 @@
+"""Which Structs lie in rows and files, and the digest by which a database says with what forms of them it was written.
+
+Owner of: no state. Invariants: the digest follows names, types, bounds and defaults of the fields, and neither docstrings nor
+the version of msgspec.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from .base import BaseModel
+from .codec import digest
+from .manifest import BatchManifest, CheckpointManifest, ReplayManifest, WeightTable
+from .spec import RunSpec
+from .trajectory import RouteShape, Turn
+
+STORED = (RunSpec, BaseModel, RouteShape, Turn, BatchManifest, ReplayManifest, CheckpointManifest, WeightTable)
+READABLE: frozenset[str] = frozenset()
+"""Forms of released versions whose rows and files these Structs still read (a folder of each is opened by a test)."""
+
+
+def form() -> str:
+    """sha256 of the fields of all `STORED` Structs."""
+    return digest(msgspec.json.encode([_plain(inspect.type_info(kind), ()) for kind in STORED]))
+
+
+def _plain(value: Any, above: tuple[type, ...]) -> Any:
+    """A type of msgspec.inspect as lists and texts. above: the Structs that it stands in, which are only named again."""
+    if isinstance(value, inspect.StructType):
+        if value.cls in above:
+            return value.cls.__name__
+        above = (*above, value.cls)
+        flags = [value.tag_field, value.tag, value.array_like, value.forbid_unknown_fields]
+        return [value.cls.__name__, flags, [_field(one, above) for one in value.fields]]
+    if isinstance(value, inspect.Type):
+        told = {name: getattr(value, name) for name in value.__struct_fields__}
+        return [type(value).__name__, {k: _plain(v, above) for k, v in sorted(told.items()) if v is not None}]
+    if isinstance(value, tuple | list):
+        return [_plain(one, above) for one in value]
+    return repr(value)
+
+
+def _field(one: inspect.Field, above: tuple[type, ...]) -> Any:
+    default = (
+        "required"
+        if one.required
+        else repr(one.default if one.default_factory is msgspec.NODEFAULT else one.default_factory())
+    )
+    return [one.encode_name, default, _plain(one.type, above)]

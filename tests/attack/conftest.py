@@ -1,0 +1,13 @@
+"""One rig for each attack on a daemon process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.daemon.rig import rig
+
+
+@pytest.fixture(name="rig")
+def a_rig():
+    with rig() as made:
+        yield made
