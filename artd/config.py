@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from artd.supervise.environment import DROP
 from artd_schema import paths
-
-from .supervise.environment import DROP
 
 Level = Literal["debug", "info", "warning", "error"]
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -24,35 +24,39 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
+from artd.datadir import folder, lock
+from artd.datadir.disk import give_up
+from artd.datadir.layout import DataDir
+from artd.health import notify
+from artd.health.heart import Heart
+from artd.net import descriptors
+from artd.net.keys import BadKey, Keys
+from artd.net.remote import CannotListen, ClientWire
+from artd.net.router import Router, WorkerWire
+from artd.net.sockets import Sockets
+from artd.net.under_way import UnderWay
+from artd.serving import gateway_address
+from artd.store import fs
+from artd.store.migrate import SchemaMismatch
+from artd.store.origin import ForeignLog
+from artd.store.room import is_full
+from artd.store.store import DatabaseRead, Store, get_meta, set_meta
+from artd.store.writer import StoreFull
+from artd.supervise import procfs
+from artd.supervise.code import install_code
+from artd.supervise.reap import Leftover, Recorded, reap
+from artd.supervise.scratch import sweep_folders
 from artd_schema import paths
 from artd_schema import worker as w
 from artd_schema.codec import Codec
 from artd_schema.crashpoint import reach
 from artd_schema.scratch import sweep
 
-from . import __version__, descriptors, folder, gateway_address, lock, notify
+from . import __version__
 from .clock import Clock
 from .config import Settings
-from .disk import give_up
-from .heart import Heart
-from .keys import BadKey, Keys
 from .recover import identify, recover
-from .remote import CannotListen, ClientWire
-from .rundir import DataDir
 from .services import Services
-from .sockets import Sockets
-from .store import fs
-from .store.migrate import SchemaMismatch
-from .store.origin import ForeignLog
-from .store.room import is_full
-from .store.store import DatabaseRead, Store, get_meta, set_meta
-from .store.writer import StoreFull
-from .supervise import procfs
-from .supervise.code import install_code
-from .supervise.reap import Leftover, Recorded, reap
-from .supervise.scratch import sweep_folders
-from .under_way import UnderWay
-from .wire import Router, WorkerWire
 from .workforce import Boot
 
 log = logging.getLogger(__name__)

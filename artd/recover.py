@@ -16,19 +16,18 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from artd.datadir.layout import DataDir
+from artd.retention import clock_jumps
+from artd.retention.checkpoints import Swept, sweep
+from artd.runs.lifecycle import pause_unreadable
+from artd.serving.pusher import forget_engine
+from artd.store import fs
+from artd.store.store import Store, emit, get_meta, set_meta
+from artd.store.views import unreadable
+from artd.tables.jobs import end_attempt
+from artd.training import commit as result
+from artd.training.commit import BadResult, Stale
 from artd_schema.crashpoint import reach
-
-from . import commit as result
-from . import times
-from .commit import BadResult, Stale
-from .jobs import end_attempt
-from .push import forget_engine
-from .retain import Swept, sweep
-from .rundir import DataDir
-from .runs import pause_unreadable
-from .store import fs
-from .store.store import Store, emit, get_meta, set_meta
-from .views import unreadable
 
 log = logging.getLogger(__name__)
 FIRST = "1"
@@ -46,7 +45,7 @@ def identify(c: sqlite3.Connection, data: DataDir, now: int) -> tuple[str, int]:
         set_meta(c, "instance", instance)
         set_meta(c, "place", place)
         set_meta(c, "created", str(now))
-    times.boot(c, now)  # before anything is written that bears the present time
+    clock_jumps.boot(c, now)  # before anything is written that bears the present time
     boot = int(get_meta(c, "boot", "0")) + 1
     set_meta(c, "boot", str(boot))
     set_meta(c, "sqlite", sqlite3.sqlite_version)

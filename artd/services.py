@@ -15,33 +15,33 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from artd.api.requests import Requests, Send
+from artd.datadir.disk import Disk
+from artd.datadir.layout import DataDir
+from artd.datadir.log_files import LogFiles
+from artd.net.descriptors import is_scarce
+from artd.net.router import WorkerWire
+from artd.net.under_way import UnderWay
+from artd.packing.process import STALL_S
+from artd.packing.service import Packer
+from artd.retention.checkpoints import Retain
+from artd.retention.clock_jumps import Times
+from artd.retention.collector import Collector
+from artd.retention.deletion import Deleter
+from artd.rollouts.ingest import Ingest
+from artd.runs.lifecycle import Runs
+from artd.serving.pusher import Pusher
+from artd.serving.routing_table import Router as RouteTable
+from artd.store.blobs import Blobs
+from artd.store.store import Store
+from artd.supervise.lease import Leases
+from artd.training.dispatch import Dispatch
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import WireError
 
 from .config import Settings
-from .deletion import Deleter
-from .descriptors import is_scarce
-from .disk import Disk
-from .dispatch import Dispatch
 from .errors import Busy
-from .gc import Collector
-from .ingest import Ingest
-from .lease import Leases
-from .log_files import LogFiles
-from .packing.process import STALL_S
-from .packing.service import Packer
-from .push import Pusher
-from .requests import Requests, Send
-from .retain import Retain
-from .route import Router as RouteTable
-from .rundir import DataDir
-from .runs import Runs
-from .store.blobs import Blobs
-from .store.store import Store
-from .times import Times
-from .under_way import UnderWay
-from .wire import WorkerWire
 from .workforce import Boot, Workforce
 
 log = logging.getLogger(__name__)

@@ -22,29 +22,29 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from artd.datadir.layout import DataDir
+from artd.models.base_model import PinnedBase
+from artd.net.router import WorkerWire
+from artd.serving.gateway_file import write_gateway_file
+from artd.store.store import Store, emit, set_meta
+from artd.store.views import active_run, route_shape, stored_spec
+from artd.supervise.environment import TRAINER_EXTRA, Tags, child_environment
+from artd.supervise.lease import Holder, heartbeat_s
+from artd.supervise.postmortem import Status
+from artd.supervise.reap import Leftover
+from artd.supervise.spawn import Undead
+from artd.supervise.spec import Info, Launch, Spec
+from artd.supervise.states import State
+from artd.supervise.supervisor import Supervisor
+from artd.supervise.worker import ERROR_LINES
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.base import BaseModel
 from artd_schema.scratch import sweep
 
 from . import runtimes
-from .base_model import PinnedBase
 from .config import Interpreter, Settings
 from .errors import Conflict, RequestError
-from .gateway_file import write_gateway_file
-from .lease import Holder, heartbeat_s
-from .rundir import DataDir
-from .store.store import Store, emit, set_meta
-from .supervise.environment import TRAINER_EXTRA, Tags, child_environment
-from .supervise.postmortem import Status
-from .supervise.reap import Leftover
-from .supervise.spawn import Undead
-from .supervise.spec import Info, Launch, Spec
-from .supervise.states import State
-from .supervise.supervisor import Supervisor
-from .supervise.worker import ERROR_LINES
-from .views import active_run, route_shape, stored_spec
-from .wire import WorkerWire
 
 log = logging.getLogger(__name__)
 MODULES: dict[str, str] = {

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from artd_schema.direct import EngineTable, Offer, Plan
-from artd_workers.engines.base import Deadline, Fence
-from artd_workers.engines.direct import checksum
-from artd_workers.engines.direct.checksum import WORD, Span
-from artd_workers.engines.direct.session import Session
-from artd_workers.engines.fence import Gate
+from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.engines.gate import Gate
+from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters, survey
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.direct.frozen import Frozen
-from artd_workers.trainer.direct.holdings import Holdings
-from artd_workers.trainer.direct.plan import make_plan
-from artd_workers.trainer.direct.served import Served
-from artd_workers.trainer.direct.source import Aborted, Source
-from artd_workers.trainer.snapshot import Snapshot
+from artd_workers.trainer.push.direct.checksums import Served
+from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.direct.plan import make_plan
+from artd_workers.trainer.push.direct.source import Aborted, Source
+from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.snapshot import Snapshot
+from artd_workers.transfer import checksum
+from artd_workers.transfer.checksum import WORD, Span
 from tests.plain_wire import PlainWire
 
 PLAIN: dict[str, Any] = {"quantization": None, "enable_lora": False}

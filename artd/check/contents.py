@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from artd.datadir.layout import DataDir
 from artd_schema.codec import UNREADABLE, digest
 from artd_schema.trajectory import Turn
 
-from ..rundir import DataDir
 from .report import Violation
 
 PAGE = 500

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from artd.datadir.layout import DataDir
+from artd.store.blobs import TRASH, hash_file, place
+from artd.training import commit
 from artd_schema.codec import UNREADABLE, digest
 from artd_schema.manifest import CheckpointManifest
 
-from .. import commit
-from ..rundir import DataDir
-from ..store.blobs import TRASH, hash_file, place
 from .listing import Listing
 from .report import Note, Violation
 

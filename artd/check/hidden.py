@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from ..tables import NOT_DELETED
+from artd.store.selects import NOT_DELETED
 
 KEPT = f"SELECT id FROM main.run WHERE {NOT_DELETED}"
 VIEWS = {

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from artd.datadir.layout import DataDir
+from artd.training import commit
 from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.manifest import BatchManifest, CheckpointManifest, ReplayManifest
 
-from .. import commit
-from ..rundir import DataDir
 from .listing import Listing
 from .report import Violation
 

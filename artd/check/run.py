@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from artd.datadir.layout import DataDir
+from artd.store.migrate import require_known
+from artd.store.readonly import open_readonly
 from artd_schema.paths import DATABASE
 
-from ..rundir import DataDir
-from ..store.migrate import require_known
-from ..store.readonly import open_readonly
 from . import contents, files, hidden, listing, manifests, shape
 from .report import Note, Outcome, Report, Violation
 from .serving import SERVING

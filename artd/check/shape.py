@@ -12,12 +12,12 @@ from contextlib import closing
 
 import msgspec
 
+from artd.store.migrate import migrate
 from artd_schema.base import BaseModel
 from artd_schema.codec import UNREADABLE
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 
-from ..store.migrate import migrate
 from .report import Outcome, Violation
 
 OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"

@@ -6,7 +6,8 @@ Owner of: nothing. See `invariant` for how a query is read; `checkpoint_dir` is 
 
 from __future__ import annotations
 
-from ..retain import NEEDED
+from artd.retention.checkpoints import NEEDED
+
 from .invariant import Invariant
 
 UNFINISHED = "('queued', 'running', 'quarantined')"

@@ -10,23 +10,24 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
+from artd import __version__
+
 from .outcome import Parser, arguments, guarded, parsed, shared
 
 VERBS = {
-    "status": "status",
-    **dict.fromkeys(("runs", "jobs", "trajectories", "checkpoints", "workers", "pushes"), "lists"),
-    "job": "job",
-    "logs": "logs",
-    "events": "events",
+    "status": "status.verb",
+    **dict.fromkeys(("runs", "jobs", "trajectories", "checkpoints", "workers", "pushes"), "artctl.lists"),
+    "job": "artctl.job",
+    "logs": "artctl.logs",
+    "events": "artctl.events",
     **dict.fromkeys(
-        ("cancel", "discard", "discard-group", "retry", "pause", "resume", "finish", "delete", "rollback"), "act"
+        ("cancel", "discard", "discard-group", "retry", "pause", "resume", "finish", "delete", "rollback"), "artctl.act"
     ),
-    "export": "export",
-    "backup": "backup",
-    "gc": "gc",
-    "mismatch": "mismatch",
-    "key": "key",
+    "export": "artctl.export",
+    "backup": "artctl.backup",
+    "gc": "artctl.gc",
+    "mismatch": "mismatch.verb",
+    "key": "artctl.key",
 }
 """Verb -> module that registers it."""
 EPILOG = """Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 degraded (status), 5 not found, 6 conflict,

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from artd.health import pulse
+from artd.supervise.guardian import read_stat
 from artd_schema import paths
 
-from .. import pulse
-from ..supervise.guardian import read_stat
-from .probe import Daemon, option, start_command
+from .daemon_probe import Daemon, option, start_command
 
 
 class Problem(NamedTuple):

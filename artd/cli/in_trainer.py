@@ -10,9 +10,10 @@ import os
 import subprocess
 from pathlib import Path
 
-from ..config import ConfigError, load
-from ..runtimes import registry
-from ..supervise.code import install_code
+from artd.config import ConfigError, load
+from artd.runtimes import registry
+from artd.supervise.code import install_code
+
 from .outcome import FAILED, INTERRUPTED, CliError
 
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}

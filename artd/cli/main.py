@@ -11,8 +11,10 @@ import sqlite3
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
-from . import check, doctor, model, replay_job, restore, runtime, start, stop, systemd
+from artd import __version__
+from artd.cli.artd import check, doctor, model, restore, runtime, start, stop, systemd
+from artd.cli.replay_job import verb as replay_job
+
 from .outcome import OK, Parser, arguments, guarded, parsed, shared
 
 VERBS = (start, stop, systemd, check, restore, replay_job, model, runtime, doctor)

@@ -1,5 +1,5 @@
 """Reading the database from the command line: one read-only connection and every query that the verbs use
-(the columns of the tables are in `artd.tables`).
+(the columns of the tables are in `artd.store.selects`).
 
 Owner of: no state. Invariants: `mode=ro` and `query_only`; nothing here needs a daemon; the JSON columns come back
 decoded.
@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from artd.cli.status.problems import of_database
+from artd.store import pages, selects
+from artd.store.readonly import open_readonly
 from artd_schema.paths import DATABASE
 
-from .. import pages, tables
-from ..store.readonly import open_readonly
+from .daemon_probe import start_command
 from .outcome import FAILED, NOT_FOUND, NOT_RUNNING, CliError, near
-from .probe import start_command
-from .remedy import of_database
 
 Row = dict[str, Any]
 
 META = "SELECT key, value FROM meta"
-RUNS = f"{tables.RUNS} ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"
+RUNS = f"{selects.RUNS} ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"
 MODEL = """
 SELECT vocab_size, routes FROM run WHERE name = :run"""
 HELD = """
@@ -39,7 +39,7 @@ SELECT state, count(*) AS count FROM job
 WHERE run_id = :run AND state IN ('queued', 'running', 'succeeded', 'quarantined', 'cancelled') GROUP BY state"""
 RETRYING = """
 SELECT count(*) AS count FROM job WHERE run_id = :run AND state = 'queued' AND attempts > 0"""
-JOB = f"{tables.JOBS} WHERE j.id = :id"
+JOB = f"{selects.JOBS} WHERE j.id = :id"
 UNPACKED = """
 SELECT count(*) AS dropped FROM (SELECT run_id, state, reason FROM trajectory ORDER BY id DESC LIMIT :limit) t
 WHERE t.run_id = :run AND t.reason LIKE '%more than row_length%'"""
@@ -56,7 +56,7 @@ SELECT j.id, j.kind, j.step, j.epoch, j.fence, r.name AS run, r.spec, r.base_dig
 FROM job j JOIN run r ON r.id = j.run_id JOIN checkpoint k ON k.job_id = j.id
   LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id
 WHERE j.state = 'succeeded' AND (:id = 0 OR j.id = :id) ORDER BY j.id DESC LIMIT :limit"""
-WORKERS = f"{tables.WORKERS} ORDER BY {tables.WORKERS_FIRST}"
+WORKERS = f"{selects.WORKERS} ORDER BY {selects.WORKERS_FIRST}"
 SERVING = """
 SELECT s.engine, s.name, c.step, s.state, s.created FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
 WHERE s.state IN ('live', 'draining') ORDER BY s.id"""
@@ -100,7 +100,7 @@ class Database:
             return [_decoded(row) for row in pages.read(self._connection, pages.Page(what, **asked))]
 
     def run_names(self) -> list[str]:
-        return [row["name"] for row in self.rows(f"SELECT name FROM run WHERE {tables.NOT_DELETED} ORDER BY id")]
+        return [row["name"] for row in self.rows(f"SELECT name FROM run WHERE {selects.NOT_DELETED} ORDER BY id")]
 
     def checked_run(self, name: str) -> str:
         """`name`, which must exist unless empty. Raises CliError(NOT_FOUND)."""
@@ -119,7 +119,7 @@ def _decoded(row: sqlite3.Row) -> Row:
 
 
 def _value(key: str, value: Any) -> Any:
-    if key not in tables.JSON_COLUMNS or not isinstance(value, bytes | str):
+    if key not in selects.JSON_COLUMNS or not isinstance(value, bytes | str):
         return value
     try:
         return json.loads(value or b"{}")

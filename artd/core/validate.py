@@ -11,9 +11,9 @@ import math
 from array import array
 from collections.abc import Sequence
 
+from artd.columns import float_sum_and_largest, int_range
 from artd_schema.trajectory import RouteShape, Sampling, Turn, untrainable
 
-from ..columns import float_sum_and_largest, int_range
 from .fields import InvalidField
 from .routes import check_turn_routes, refuse_routes
 

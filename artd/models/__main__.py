@@ -13,8 +13,9 @@ import sys
 
 import msgspec
 
-from ..base_model import pin
-from ..errors import RequestError
+from artd.errors import RequestError
+
+from .base_model import pin
 from .fetch import FetchError, fetch
 from .names import parse
 

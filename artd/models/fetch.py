@@ -20,7 +20,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..runtimes import diagnose, paths, pip, registry
+from artd.runtimes import diagnose, paths, pip, registry
+
 from .names import PACKAGED, Name, local, root
 
 Say = Callable[[str], None]

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from artd.errors import Invalid
 from artd_schema.base import BaseModel
-
-from ..errors import Invalid
 
 log = logging.getLogger(__name__)
 WAIT_S = 5.0

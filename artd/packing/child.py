@@ -20,15 +20,15 @@ from typing import Literal
 
 import msgspec
 
+from artd.store import fs
+from artd.store.blobs import place
+from artd.store.readonly import open_readonly
 from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import Drop
 
-from ..store import fs
-from ..store.blobs import place
-from ..store.readonly import open_readonly
-from .manifest import fill, pack
-from .spec import PackError, PackSpec, Source, StoreDamaged
+from .batch import fill, pack
+from .inputs import PackError, PackSpec, Source, StoreDamaged
 from .tensors import serialise
 
 TENSORS = "batch.safetensors"

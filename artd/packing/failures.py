@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from .. import pauses
-from ..store.store import emit, get_meta, move, set_meta
+from artd.store.store import emit, get_meta, move, set_meta
+from artd.tables import pauses
+
 from .child import PackFailure, PackRequest
 
 PACKING = "packing"

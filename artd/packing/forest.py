@@ -16,9 +16,9 @@ from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import Drop
 from artd_schema.trajectory import Turn
 
-from .assemble import AssemblyError, Sequence, assemble
-from .plan import Placed, row_tokens
-from .spec import PackError, PackSpec, Source
+from .inputs import PackError, PackSpec, Source
+from .rows import Placed, row_tokens
+from .sequences import AssemblyError, Sequence, assemble
 from .tree import Tree, build_tree
 
 _TURNS = msgspec.msgpack.Decoder(list[Turn])

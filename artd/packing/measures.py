@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from artd_schema.manifest import Drop
 
 from .forest import Answer, Forest
-from .spec import Source
+from .inputs import Source
 
 CLIENT = "client/"
 """Before the name of a metric that the program gave with its trajectories."""

@@ -20,10 +20,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from artd.supervise import procfs
+from artd.supervise.spawn import PROOF_S, death_pipe, guarded
 from artd_schema.codec import UNREADABLE, digest
 
-from ..supervise import procfs
-from ..supervise.spawn import PROOF_S, death_pipe, guarded
 from .child import PackFailure, PackRequest, PackResult
 
 STALL_S = 60.0

@@ -13,9 +13,9 @@ import numpy as np
 
 from artd_schema.trajectory import RouteShape
 
-from .assemble import Ids, Sequence
-from .plan import Placed, Segment
 from .routes import id_type
+from .rows import Placed, Segment
+from .sequences import Ids, Sequence
 from .tensors import Tensors
 
 

@@ -18,15 +18,15 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from artd.core.decide import Group, batch_to_pack
+from artd.datadir.layout import DataDir
+from artd.store import fs
+from artd.store.blobs import Blobs, add_row
+from artd.store.store import Store, emit, move
+from artd.store.views import active_run, load_run, route_shape, stored_spec
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import BatchManifest
 
-from ..core.decide import Group, batch_to_pack
-from ..rundir import DataDir
-from ..store import fs
-from ..store.blobs import Blobs, add_row
-from ..store.store import Store, emit, move
-from ..views import active_run, load_run, route_shape, stored_spec
 from . import failures
 from .child import MANIFEST, REPLAY, REPLAY_MANIFEST, TENSORS, PackFailure, PackRequest, PackResult, WrittenFile
 from .process import STALL_S, run_child

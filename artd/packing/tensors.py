@@ -14,8 +14,8 @@ from safetensors.numpy import save
 
 from artd_schema.manifest import TensorInfo
 
-from .assemble import Sequence
-from .plan import Placed, Segment
+from .rows import Placed, Segment
+from .sequences import Sequence
 
 Tensors = dict[str, NDArray]
 

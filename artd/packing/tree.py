@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .assemble import Sequence
+from .sequences import Sequence
 
 MIN_SHARED = 64
 """Tokens; a common prefix shorter than this is shared only where it is a whole prompt."""

@@ -4,7 +4,7 @@ Owner: runtimes. `find(name, device)` is what the supervisor needs; `install.ins
 what is there. Invariants: nothing here imports a runtime's packages.
 """
 
-from artd.runtimes.lockfile import LockError
-from artd.runtimes.registry import Runtime, RuntimeMissing, find
+from .lockfile import LockError
+from .registry import Runtime, RuntimeMissing, find
 
 __all__ = ["LockError", "Runtime", "RuntimeMissing", "find"]

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
-from artd.descriptors import AMPLE, NEEDED, reserve
-from artd.runtimes import diagnose, lockfile, own, paths, pythons, registry
-from artd.runtimes.finding import Finding
+from artd.net.descriptors import AMPLE, NEEDED, reserve
 from artd.store.version import BUG, REMEDY, wal_reset_bug
+
+from . import diagnose, lockfile, own, paths, pythons, registry
+from .finding import Finding
 
 FSYNC_ROUNDS = 20
 LOW_DISK = 5_000_000_000

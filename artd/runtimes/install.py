@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from artd.runtimes import diagnose, lockfile, paths, pip, plan, pythons, registry
-from artd.runtimes.lockfile import Lock
+from . import diagnose, lockfile, paths, pip, plan, pythons, registry
+from .lockfile import Lock
 
 LOG_TAIL_LINES = 15
 

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from artd.runtimes import paths
-from artd.runtimes.pythons import dotted
+from . import paths
+from .pythons import dotted
 
 _PIN = re.compile(r"([a-z0-9][a-z0-9-]*)==([A-Za-z0-9.!+]+)(\s+#\s*build)?")
 _CHECK = re.compile(r"#\s*check:\s*import\s+(.+)")

@@ -5,7 +5,7 @@ Owner: runtimes. For Makefile and CI; prints one line. Exit 1 with the command t
 
 import sys
 
-from artd.runtimes import lockfile, registry
+from . import lockfile, registry
 
 
 def main(what: str) -> int:

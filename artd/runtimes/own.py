@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artd.runtimes import pip
-from artd.runtimes.finding import Finding
 from artd.supervise.code import install_code
 from artd.supervise.environment import inherited
+
+from . import pip
+from .finding import Finding
 
 DEADLINE_S = 60.0
 OLDEST = (3, 11)

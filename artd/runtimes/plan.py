@@ -7,8 +7,8 @@ lock does not name is ever installed.
 from collections.abc import Iterator
 from pathlib import Path
 
-from artd.runtimes import diagnose, pip
-from artd.runtimes.lockfile import Lock
+from . import diagnose, pip
+from .lockfile import Lock
 
 
 def stages(lock: Lock, sources: list[str], torch_index: list[str]) -> Iterator[tuple[list[str], list[str]]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from artd.runtimes import lockfile, paths
+from . import lockfile, paths
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from artd.runtimes import lockfile, paths
-from artd.runtimes.lockfile import Lock
+from . import lockfile, paths
+from .lockfile import Lock
 
 
 class RuntimeMissing(Exception):

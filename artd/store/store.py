@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar
 import aiosqlite
 import msgspec
 
-from ..clock import Clock
-from ..core.states import IllegalTransition, sources
+from artd.clock import Clock
+from artd.core.states import IllegalTransition, sources
+
 from . import fs, origin
 from .migrate import migrate
 from .readers import Readers

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from artd.net.descriptors import is_scarce
 from artd_schema.crashpoint import reach
 
-from ..descriptors import is_scarce
 from . import procfs
 from .guardian import ORDER
 from .postmortem import TAIL_LINES, read_tail

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..core.states import check
+from artd.core.states import check
 
 State = Literal["stopped", "starting", "ready", "draining", "backoff", "broken"]
 

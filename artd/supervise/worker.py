@@ -18,7 +18,8 @@ from collections.abc import Callable
 import anyio
 import anyio.to_thread
 
-from ..awake import Awake
+from artd.health.awake import Awake
+
 from . import postmortem, procfs
 from .backoff import Backoff
 from .reap import strike_again

@@ -127,7 +127,7 @@ class WeightEntry(Struct, frozen=True):
     """One tensor as the engine is served it: Hugging Face name, torch dtype name, and what its bytes are known by.
 
     sha256: hex, "" where the trainer made them on a GPU; sum64: there, their position-dependent 64-bit checksum as a signed
-    integer (`artd_workers.engines.direct.checksum`), None elsewhere. One of the two is always there.
+    integer (`artd_workers.transfer.checksum`), None elsewhere. One of the two is always there.
     """
 
     name: str

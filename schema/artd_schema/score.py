@@ -1,6 +1,6 @@
 """What a scoring process is asked and answers: a folder with `request.json`, `sequences.safetensors`, `scores.safetensors`.
 
-The command line writes the first two, `python -m artd_workers.trainer.score FOLDER` the last. Tensors are little-endian, in
+The command line writes the first two, `python -m artd_workers.trainer.tools.score FOLDER` the last. Tensors are little-endian, in
 the order of the sequences; N sequences have T tokens together, of which M are scored: each sequence's tokens from its
 `prompts` on. Temperature 1, natural logarithms.
 

@@ -18,14 +18,15 @@ from typing import Any
 
 import pytest
 
-from artd import backup, folder
+from artd.backups import backup
 from artd.cli import show
 from artd.cli.ctl import main as artctl
-from artd.disk import LOW_FILES, Disk
+from artd.datadir import folder
+from artd.datadir.disk import LOW_FILES, Disk
 from artd.errors import Busy
+from artd.retention.clock_jumps import SEEN
 from artd.store import fs, origin, store
 from artd.store.writer import connect
-from artd.times import SEEN
 from artd_schema.paths import DATABASE
 from tests.daemon.rig import FOLDERS
 from tests.fakes.rows import FakeClock, add_run, count, never, open_store

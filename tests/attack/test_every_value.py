@@ -17,16 +17,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from artd.api.job_orders import end_for_good
+from artd.api.requests import Requests
 from artd.errors import RequestError
-from artd.intake import seal_group
-from artd.job_orders import end_for_good
 from artd.packing import child, service
 from artd.packing.service import Packer
 from artd.recover import recover
-from artd.requests import Requests
-from artd.retain import Retain
-from artd.route import load_table
-from artd.runs import Runs, _check_spec
+from artd.retention.checkpoints import Retain
+from artd.rollouts.insert import seal_group
+from artd.runs.lifecycle import Runs, _check_spec
+from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError

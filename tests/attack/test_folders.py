@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from artd import folder, lock
 from artd.cli.ctl import main as artctl
 from artd.cli.main import main as artd
 from artd.config import Retention
-from artd.gc import Collector
+from artd.datadir import folder, lock
 from artd.recover import identify, recover
+from artd.retention.collector import Collector
 from artd.store.blobs import Blobs
 from artd_schema.paths import DATABASE, MARKER
 from tests.fakes.rows import data_dir, open_store
@@ -184,7 +184,9 @@ def test_a_fresh_volume_is_an_empty_target(
         raise OSError(28, "No space left on device")
 
     if fails:
-        monkeypatch.setattr("artd.backup._verified" if verb == "backup" else "artd.restore._private", broken)
+        monkeypatch.setattr(
+            "artd.backups.backup._verified" if verb == "backup" else "artd.backups.restore._private", broken
+        )
     words = ["backup", str(root), "--data-dir", str(data)], ["restore", str(taken), "--data-dir", str(root)]
     assert (artctl(words[0]) if verb == "backup" else artd(words[1])) == fails
     assert (root / "lost+found" / "inode-17").read_text() == "found"
@@ -325,7 +327,7 @@ async def test_a_boot_that_made_its_database_deletes_nothing(tmp_path: Path) -> 
 def test_the_lock_cannot_be_deleted_away(data: Path) -> None:
     mine = lock.acquire(data, "1", 1.0)
     (data / "artd.lock").unlink()
-    code = "import pathlib, sys; from artd import lock; lock.acquire(pathlib.Path(sys.argv[1]), '1', 1.0)"
+    code = "import pathlib, sys; from artd.datadir import lock; lock.acquire(pathlib.Path(sys.argv[1]), '1', 1.0)"
     command = [sys.executable, "-c", code, str(data)]
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert second.returncode == 1 and "a daemon already runs" in second.stderr

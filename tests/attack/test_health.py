@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from artd import pulse
+from artd.health import pulse
 from artd_client import Client
 from artd_schema import paths
 from tests.daemon.rig import ROOT, SPEC, Rig, fill

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from artd.lists import read_rows
-from artd.requests import _failure
+from artd.api.listing import read_rows
+from artd.api.requests import _failure
 from artd.store import readers, writer
 from artd.store import store as stores
 from artd.store.readers import Readers, TooSlow

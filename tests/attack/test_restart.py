@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from artd.cli import keep, main, start
+from artd.cli import main
+from artd.cli.artd import keep, start
 from artd_schema.paths import LOGS, read_daemon_file
 from tests.awake import SOON_S, wait_until
 from tests.daemon.rig import ROOT, Rig
@@ -24,7 +25,7 @@ from tests.daemon.rig import ROOT, Rig
 DAEMON = """
 import os, sys, time
 from pathlib import Path
-from artd.lock import describe
+from artd.datadir.lock import describe
 from artd_schema.paths import write_daemon_file
 import dataclasses
 data, code = Path(sys.argv[1]), int(sys.argv[2])
@@ -43,7 +44,7 @@ def keeper(data: Path, code: int, state: str, deaths: int = 3, base_s: float = 0
     program = f"""
         import sys
         from pathlib import Path
-        from artd.cli import keep
+        from artd.cli.artd import keep
         from artd.supervise.backoff import Policy
         keep.POLICY = Policy(base_s={base_s}, deaths={deaths})
         data = Path({str(data)!r})
@@ -158,7 +159,7 @@ def test_a_timeout_that_is_none_is_usage(wrong: str, tmp_path: Path, capsys: pyt
 
 
 def test_a_daemon_that_stops_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start.probe, "daemon", lambda _: start.probe.Daemon("draining", None))
+    monkeypatch.setattr(start.daemon_probe, "daemon", lambda _: start.daemon_probe.Daemon("draining", None))
     began = time.monotonic()
     assert main.main(["start", "--detach", "--data-dir", str(tmp_path)]) == 6
     assert time.monotonic() - began < start.READY_S / 2

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from artd import slices
+from artd.api.job_orders import end_for_good
 from artd.config import Retention
-from artd.gc import DAY_MS, Collector
-from artd.ingest import Ingest
-from artd.job_orders import end_for_good
 from artd.recover import interrupt
-from artd.runs import Runs
+from artd.retention.collector import DAY_MS, Collector
+from artd.rollouts import slices
+from artd.rollouts.ingest import Ingest
+from artd.runs.lifecycle import Runs
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from tests.awake import until

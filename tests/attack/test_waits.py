@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from artd import requests, runs
-from artd.requests import Requests
-from artd.runs import Runs
+from artd.api import requests
+from artd.api.requests import Requests
+from artd.runs import lifecycle
+from artd.runs.lifecycle import Runs
 from artd_schema import client_api as api
 from tests.awake import until
 from tests.fakes.rows import EVERY_STEP, add_run, data_dir, make_ingest, open_store, submit
@@ -24,13 +25,13 @@ WAITERS = 1000
 def looks(monkeypatch):
     """Every look at the rows that a wait takes."""
     found: list[tuple[str, int]] = []
-    look = runs._progress
+    look = lifecycle._progress
 
     def noted(c, run, step, *more):
         found.append((run, step))
         return look(c, run, step, *more)
 
-    monkeypatch.setattr(runs, "_progress", noted)
+    monkeypatch.setattr(lifecycle, "_progress", noted)
     return found
 
 
@@ -79,7 +80,7 @@ async def test_all_are_answered_when_the_step_is_served(tmp_path, looks):
 
 async def test_a_wait_sees_what_its_client_was_told_before(tmp_path, monkeypatch):
     """It is not answered by a look of another waiter that began earlier, and takes long."""
-    look = runs._progress
+    look = lifecycle._progress
     lingering = threading.Event()
 
     def linger(*asked):
@@ -88,7 +89,7 @@ async def test_a_wait_sees_what_its_client_was_told_before(tmp_path, monkeypatch
         time.sleep(0.05)
         return answer
 
-    monkeypatch.setattr(runs, "_progress", linger)
+    monkeypatch.setattr(lifecycle, "_progress", linger)
     async with open_store(tmp_path) as store:
         data = data_dir(tmp_path)
         await add_run(store, groups_per_step=2)

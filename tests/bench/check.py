@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from artd.rundir import DataDir
+from artd.datadir.layout import DataDir
 from artd.store.migrate import migrate
 from artd_schema import worker as w
 from artd_schema.base import BaseModel

@@ -24,8 +24,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from artd.packing.batch import PackSpec, Source, fill, pack
 from artd.packing.child import PackRequest, PackResult
-from artd.packing.manifest import PackSpec, Source, fill, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from artd.base_model import pin
+from artd.models.base_model import pin
 from artd_client import Client
 from artd_client.run import Run
 from artd_schema.spec import RunSpec

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from artd_schema.manifest import Canary
 from artd_schema.worker import CheckpointRef
-from artd_workers.trainer import checkpoint, tensor_file
-from artd_workers.trainer.checkpoint import ADAPTER, OPTIMIZER, STATE, Staging, State
+from artd_workers.trainer.checkpoint import folder as checkpoint
+from artd_workers.trainer.checkpoint import tensor_file
+from artd_workers.trainer.checkpoint.folder import ADAPTER, OPTIMIZER, STATE, Staging, State
 from tests.bench.report import Report, parser
 
 FASTER = 1.5

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from artd import lock
+from artd.datadir import lock
 from tests.bench.report import Report, parser
 from tests.cli.rows import Made, busy
 

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from artd import lock
-from artd.cli import ctl, show, snapshot
+from artd.cli import ctl, show
+from artd.cli.status import snapshot
+from artd.datadir import lock
 from artd_schema import paths
 from tests.cli.rows import T0, Made, busy
 

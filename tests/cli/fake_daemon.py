@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from artd import folder, lock
+from artd.datadir import folder, lock
 from artd_schema import paths
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from artd.base_model import pin
+from artd.models.base_model import pin
 from artd_schema.codec import digest
 from artd_schema.replay_job import EnvironmentRow, ReplayReport, ReplayRequest, ReplayRow
 from artd_schema.spec import RunSpec

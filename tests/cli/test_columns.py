@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from artd import tables
-from artd.cli.lists import LISTINGS
-from artd.pages import QUERIES
+from artd.cli.artctl.lists import LISTINGS
+from artd.store import selects
 from artd.store.migrate import migrate
+from artd.store.pages import QUERIES
 from tests.cli.conftest import Call
 from tests.cli.rows import Made
 
@@ -71,4 +71,4 @@ def test_json_is_decoded_under_the_same_names(schema: sqlite3.Connection) -> Non
         if row[2] == "BLOB"
     }
     shown = set().union(*(columns(schema, sql) for sql in QUERIES.values()))
-    assert blobs & shown == tables.JSON_COLUMNS
+    assert blobs & shown == selects.JSON_COLUMNS

@@ -75,7 +75,9 @@ def test_every_exit_code_is_documented_and_used() -> None:
 
 def test_every_metric_is_defined() -> None:
     told = set(re.findall(r"`(?:seconds\.)?(\w+)`", (ROOT / "docs/metrics.md").read_text()))
-    losses, step, trainer, lost = (TRAINER / name for name in ("losses.py", "step.py", "trainer.py", "merge_loss.py"))
+    losses, step, trainer, lost = (
+        TRAINER / name for name in ("step/losses.py", "step/step.py", "trainer.py", "checkpoint/merge_loss.py")
+    )
     measured = set(re.findall(r'"(\w+)": float\(', losses.read_text() + trainer.read_text()))
     measured |= set(re.findall(r'out\["(\w+)"\]', losses.read_text()))
     measured |= set(re.findall(r'"(\w+)": (?:quantile|total|norm|sum)', losses.read_text() + step.read_text()))

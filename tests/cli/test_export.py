@@ -104,7 +104,7 @@ def test_every_weight(
     """The trainer's program gets the weights and their table, checked, and makes the folder."""
 
     def call(_data: Path, _config: str | None, module: str, arguments: list[str], _what: str) -> None:
-        assert module == "artd_workers.trainer.export"
+        assert module == "artd_workers.trainer.tools.export"
         given = dict(zip(arguments[::2], arguments[1::2], strict=True))
         assert (given["--base"], given["--dtype"]) == ("/models/toy", "float32")
         checkpoint, out = Path(given["--checkpoint"]), Path(given["--out"])

@@ -14,9 +14,9 @@ import pytest
 
 from artd.check import check
 from artd.cli import show
+from artd.retention.clock_jumps import SEEN
 from artd.store.blobs import TRASH
 from artd.store.writer import connect
-from artd.times import SEEN
 from artd_schema.paths import LOCK
 from tests.cli.conftest import Call
 from tests.fakes.world import template

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from artd import lock
-from artd.cli import check as verb
 from artd.cli import ctl, main
+from artd.cli.artd import check as verb
+from artd.datadir import lock
 from artd.store import fs
 from artd_schema import paths
 from tests.fakes.world import copy

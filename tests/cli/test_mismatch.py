@@ -36,7 +36,7 @@ Choice = dict[str, Any]
 INTERPRETER = """#!{python}
 import shutil, sys
 folder = sys.argv[3]
-assert sys.argv[1:3] == ["-m", "artd_workers.trainer.score"], sys.argv
+assert sys.argv[1:3] == ["-m", "artd_workers.trainer.tools.score"], sys.argv
 shutil.copytree(folder, {here!r} + "/asked")
 print("words of the trainer", file=sys.stderr)
 sys.path[:0] = {path!r}

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from artd.cli.mismatch_metrics import Engine, Mismatch, Trainer, compare
+from artd.cli.mismatch.metrics import Engine, Mismatch, Trainer, compare
 
 TOKENS, VOCAB, TOP = 40, 50, 7
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from artd import lock
+from artd.datadir import lock
 from artd.supervise import procfs
 from artd_schema import paths
 from tests.process import helpers
@@ -113,7 +113,7 @@ def test_one_daemon_per_folder(tmp_path: Path) -> None:
 
 def test_the_lock_dies_with_its_holder_and_is_not_inherited(tmp_path: Path) -> None:
     code = (
-        "import subprocess, sys, pathlib; from artd import lock; lock.acquire(pathlib.Path(sys.argv[1]), '1', 1.0);"
+        "import subprocess, sys, pathlib; from artd.datadir import lock; lock.acquire(pathlib.Path(sys.argv[1]), '1', 1.0);"
         "subprocess.Popen(['sleep', '5'], stdout=subprocess.DEVNULL, close_fds=False); print('held', flush=True); input()"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd.cli import main, replay_job
+from artd.cli import main
+from artd.cli.replay_job import verb
 from artd_schema.codec import digest
 from artd_schema.replay_job import EnvironmentRow, ReplayReport, ReplayRow
 from artd_schema.spec import RunSpec
@@ -44,7 +45,7 @@ def interpreter(tmp_path: Path) -> Interpreter:
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "scratch"
     folder.mkdir()
-    monkeypatch.setattr(replay_job.tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(verb.tempfile, "tempdir", str(folder))
     return folder
 
 
@@ -107,7 +108,7 @@ def test_the_work_is_done_in_the_trainers_environment(artd: Any, interpreter: In
     monkeypatch.setenv("ARTD_TOKEN", "secret")
     assert artd("3")[0] == 0
     env = dict(line.split("=", 1) for line in interpreter.told("environment").splitlines() if "=" in line)
-    assert interpreter.told("arguments").split() == ["-m", "artd_workers.trainer.replay_job"]
+    assert interpreter.told("arguments").split() == ["-m", "artd_workers.trainer.tools.replay_job"]
     assert interpreter.told("cwd") == "/\n"
     assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"], env["TOKENIZERS_PARALLELISM"]) == ("PASSIVE", "0", "false")
     code, further = env["PYTHONPATH"].split(":")
@@ -252,14 +253,14 @@ def test_an_error_of_the_trainer(artd: Any, interpreter: Interpreter) -> None:
 def test_retired_while_it_ran(artd: Any, past: Past, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon goes on with its steps; what it deletes in the meantime is not damage."""
     interpreter.answers(ReplayReport(error="adapter_model.safetensors is missing"))
-    replay = replay_job._replay
+    replay = verb._replay
 
     def slow(*arguments: Any) -> ReplayReport:
         report = replay(*arguments)
         past.connection.execute("UPDATE checkpoint SET state = 'retired' WHERE step = 1")
         return report
 
-    monkeypatch.setattr(replay_job, "_replay", slow)
+    monkeypatch.setattr(verb, "_replay", slow)
     code, _, err = artd("3")
     assert code == 5 and "its parent toy@1 was deleted (keep_checkpoints) (can be replayed: 1)" in err
 
@@ -284,7 +285,7 @@ def test_no_runtime(artd: Any, interpreter: Interpreter) -> None:
 
 
 def test_too_little_space(artd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_job.os, "statvfs", lambda _: SimpleNamespace(f_bavail=4_999_999, f_frsize=1))
+    monkeypatch.setattr(verb.os, "statvfs", lambda _: SimpleNamespace(f_bavail=4_999_999, f_frsize=1))
     code, _, err = artd("3")
     assert code == 1 and "the result takes 4.8 MiB" in err
 

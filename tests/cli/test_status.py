@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from artd import lock
-from artd.cli import snapshot
+from artd.cli.status import snapshot
+from artd.datadir import lock
 from tests.cli.conftest import Call, FakeDaemon
 from tests.cli.rows import SPEC, T0, Made
 
@@ -232,7 +232,7 @@ def test_what_nobody_needs_is_not_imported(made: Made) -> None:
     """Imports are most of a short command."""
     code = f"import sys; from artd.cli import ctl; ctl.main(['status', '--data-dir', {str(made.data)!r}]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "artd.cli.remedy" in done.stdout.split() and "msgspec" not in done.stdout.split()
+    assert "artd.cli.status.problems" in done.stdout.split() and "msgspec" not in done.stdout.split()
 
 
 def test_trajectories_that_fit_no_row_are_counted(made: Made, daemon: FakeDaemon, artctl: Call) -> None:

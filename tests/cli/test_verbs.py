@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from artd.cli import ctl, events, logs, main, read
+from artd.cli import ctl, main, read
+from artd.cli.artctl import events, logs
 from artd.store import readonly
 from tests.awake import SOON_S
 from tests.cli.conftest import Call

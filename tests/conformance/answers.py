@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.base import Adapter, Deadline, EngineError, EngineTimeout, Fence
+from artd_workers.engines.adapter import Adapter, Deadline, EngineError, EngineTimeout, Fence
 from tests.engine.daemon import INSTANCE
 
 from .bench import Bench

@@ -19,7 +19,7 @@ import msgspec
 
 from artd_schema import worker as w
 from artd_schema.manifest import WeightTable
-from artd_workers.engines.base import DiskLoad, Fence
+from artd_workers.engines.adapter import DiskLoad, Fence
 from tests.awake import SOON_S
 from tests.engine.daemon import INSTANCE
 

@@ -13,7 +13,7 @@ from artd_schema.direct import OFFER
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
-from artd_workers.engines.stock import ID_BYTES, leave_id
+from artd_workers.transfer.stock import ID_BYTES, leave_id
 from tests.engine import folders
 
 from .spawn import Flaw, rendezvous

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.base import Adapter
+from artd_workers.engines.adapter import Adapter
 
 from . import answers, methods, pushes
 from .bench import Bench

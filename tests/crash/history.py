@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-from artd import backup, commit
+from artd.backups import backup
 from artd.check import check
-from artd.rundir import DataDir
+from artd.datadir.layout import DataDir
 from artd.store.migrate import SchemaMismatch, backup_path, migrate, require_known
 from artd.store.readonly import open_readonly
 from artd.store.writer import connect
+from artd.training import commit
 from tests.daemon.rig import history
 from tests.fixtures.schema.next import NOW, released
 

@@ -24,15 +24,17 @@ from typing import Any, NoReturn
 import anyio
 import msgspec
 
-from artd import daemon, job_orders, requests, retain
+from artd import daemon
+from artd.api import job_orders, requests
 from artd.clock import Clock
-from artd.dispatch import TRAINER
+from artd.datadir.layout import DataDir
 from artd.packing import child, service
-from artd.push import ENGINE
 from artd.recover import identify, recover
-from artd.rundir import DataDir
+from artd.retention import checkpoints
+from artd.serving.pusher import ENGINE
 from artd.store import fs, store, writer
 from artd.store.blobs import Blobs
+from artd.training.dispatch import TRAINER
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.trajectory import Sampling
@@ -176,7 +178,7 @@ class Daemon:
                 dispatch.run,
                 pusher.run,
                 service.Packer(made, blobs, data, room).run,
-                retain.Retain(made, data).run,
+                checkpoints.Retain(made, data).run,
             ):
                 group.start_soon(task)
             group.start_soon(wire.serve, dispatch, pusher)
@@ -304,7 +306,7 @@ def _child(life: Life, writing: int, log: Path) -> NoReturn:
 
 def main() -> None:
     service.run_child = pack_here
-    service.RETRY_S = retain.PERIOD_S = 0.02
+    service.RETRY_S = checkpoints.PERIOD_S = 0.02
     store.FULL_RETRY_S = writer.FULL_RETRY_S = 0.02
     logging.basicConfig(level="WARNING", stream=sys.stderr)
     faulthandler.enable()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from artd.backup import snapshot
+from artd.backups.backup import snapshot
 from artd.check import check
 from artd.store.readonly import open_readonly
 from tests.daemon.rig import ROOT, Rig, fill
@@ -19,10 +19,10 @@ from tests.daemon.rig import ROOT, Rig, fill
 WRITERS = {
     "artd/store/writer.py": 1,  # the writer
     "artd/store/migrate.py": 1,  # the copy before a migration
-    "artd/backup.py": 1,  # the copy that becomes a backup
+    "artd/backups/backup.py": 1,  # the copy that becomes a backup
 }
 """Every place that opens a database to write, and how often."""
-BORROWERS = {"artd/store/store.py", "artd/restore.py"}
+BORROWERS = {"artd/store/store.py", "artd/backups/restore.py"}
 """Who uses the writer's way to open one: before the writer is there, and on a folder that no daemon runs on yet."""
 
 

@@ -34,8 +34,8 @@ from urllib.parse import parse_qs, urlsplit
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from artd_workers.engines import checkpoint
-from artd_workers.engines.base import EngineError, Fence
-from artd_workers.engines.fence import FenceError, Gate
+from artd_workers.engines.adapter import EngineError, Fence
+from artd_workers.engines.gate import FenceError, Gate
 from artd_workers.engines.vllm import guard
 from tests.engine.folders import scores, seed_of_adapter, seed_of_table, sum64, tensors_of
 

@@ -19,7 +19,7 @@ from artd_schema import worker as w
 from artd_schema.manifest import CheckpointManifest, WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.base import Deadline, Fence
+from artd_workers.engines.adapter import Deadline, Fence
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from artd_schema.codec import to_json
 from artd_schema.manifest import WeightTable
-from artd_workers.engines.gloo import TRAINER, broadcast, join
-from artd_workers.trainer.merge import BaseWeights, merged_tensors
+from artd_workers.transfer.gloo import TRAINER, broadcast, join
+from artd_workers.transfer.merge import BaseWeights, merged_tensors
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.engine.make_checkpoint import ALPHA, RANK, entry

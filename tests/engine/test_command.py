@@ -15,7 +15,7 @@ import pytest
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import EngineConfig
-from artd_workers.engines.base import EngineError
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.vllm.command import command, device_of, environment, graph_sizes, sees_gpu
 
 SHAPE = RouteShape(layers=3, topk=2, experts=8)

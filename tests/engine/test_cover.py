@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from artd_workers.engines.direct.cover import CoverError, Piece, check
+from artd_workers.transfer.coverage import CoverError, Piece, check
 
 
 def tiling(draw: random.Random, size: int, pitch: int) -> list[Piece]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from artd_workers.engines.direct.cover import CoverError, check
-from artd_workers.engines.direct.ring import Page
+from artd_workers.transfer.coverage import CoverError, check
+from artd_workers.transfer.ring import Page
 
 
 def test_both_sides_see_one_page(tmp_path: Path) -> None:

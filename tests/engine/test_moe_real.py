@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.base import Deadline, EngineError
+from artd_workers.engines.adapter import Deadline, EngineError
 from artd_workers.engines.http import call
 from tests.engine.real import Engine, HuggingFace, Sender, load, start
 

@@ -24,9 +24,10 @@ from artd_schema.manifest import Canary, WeightEntry
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import EngineConfig
-from artd_workers.engines import canary, checkpoint, diagnose, group
-from artd_workers.engines.base import VLLM, EngineError, Fence, capabilities
-from artd_workers.engines.fence import FenceError, Gate, Way
+from artd_workers.engines import canary, checkpoint
+from artd_workers.engines.adapter import VLLM, EngineError, Fence, capabilities
+from artd_workers.engines.gate import FenceError, Gate, Way
+from artd_workers.engines.process import diagnose, process_group
 from artd_workers.engines.vllm import server
 from artd_workers.engines.vllm.adapter import active_adapters
 from artd_workers.engines.vllm.command import command, lora_rank
@@ -260,12 +261,12 @@ def test_scratch_is_found_and_other_files_of_the_server_are_not(tmp_path: Path) 
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            members = group.members(process.pid)
+            members = process_group.members(process.pid)
             assert members == [process.pid]
-            assert group.scratch_files(members, since) == files
-            assert group.scratch_files(members, time.time() + 60) == set()
-            assert group.kill(process.pid, 5.0) == []
-            assert group.members(process.pid) == []
+            assert process_group.scratch_files(members, since) == files
+            assert process_group.scratch_files(members, time.time() + 60) == set()
+            assert process_group.kill(process.pid, 5.0) == []
+            assert process_group.members(process.pid) == []
         finally:
             process.kill()
             scratch.remove(paths)
@@ -280,7 +281,7 @@ def test_a_semaphore_is_found_though_it_was_made_under_another_name() -> None:
         name = Path(f"/dev/shm/sem.{process.stdout.readline().strip().removeprefix('/')}")
         try:
             assert name.exists()
-            assert name in group.scratch_files([process.pid], time.time() - 60)
+            assert name in process_group.scratch_files([process.pid], time.time() - 60)
         finally:
             process.communicate("")
 
@@ -321,8 +322,8 @@ def test_scratch_is_recorded_by_one_thread_at_a_time(tmp_path: Path, monkeypatch
         time.sleep(0.1)
         busy.release()
 
-    monkeypatch.setattr(group, "members", lambda _: [])
-    monkeypatch.setattr(group, "scratch_files", lambda *_: {tmp_path / str(next(files))})
+    monkeypatch.setattr(process_group, "members", lambda _: [])
+    monkeypatch.setattr(process_group, "scratch_files", lambda *_: {tmp_path / str(next(files))})
     monkeypatch.setattr(scratch, "record", record)
     monkeypatch.setattr(one, "_process", SimpleNamespace(pid=1))
     with ThreadPoolExecutor(2) as pool:
@@ -334,7 +335,7 @@ def test_a_member_whose_first_thread_has_ended_is_killed() -> None:
     with subprocess.Popen(helpers.python(helpers.LEADERLESS), process_group=0) as process:
         try:
             helpers.until(lambda: (now := procfs.read_stat(process.pid)) is not None and now.state == "Z")
-            assert group.kill(process.pid, 5.0) == []
+            assert process_group.kill(process.pid, 5.0) == []
             assert process.wait(SOON_S) == -signal.SIGKILL
         finally:
             process.kill()
@@ -343,8 +344,8 @@ def test_a_member_whose_first_thread_has_ended_is_killed() -> None:
 def test_a_group_of_another_session_is_not_ours() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         try:
-            assert group.members(process.pid) == []
-            assert group.kill(process.pid, 0.1) == []
+            assert process_group.members(process.pid) == []
+            assert process_group.kill(process.pid, 0.1) == []
             assert process.poll() is None
         finally:
             process.kill()

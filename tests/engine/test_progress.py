@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from artd_schema import worker as w
-from artd_workers import harness
-from artd_workers.engines.base import Deadline
-from artd_workers.engines.progress import Standstill, Work, watch
+from artd_workers import daemon_link
+from artd_workers.engines.adapter import Deadline
+from artd_workers.engines.process.progress import Standstill, Work, watch
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
-from artd_workers.engines.vllm.sampled import SampleBook
+from artd_workers.engines.vllm.tokens.sample_book import SampleBook
 from artd_workers.engines.vllm.work import read
 from tests.awake import Awake
 from tests.engine.conftest import Bench
@@ -192,11 +192,11 @@ def test_the_tries_to_reset_the_cache_are_apart(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_heartbeat_tells_the_memory_that_is_held_now() -> None:
-    before = harness.resident()
+    before = daemon_link.resident()
     block = bytearray(os.urandom(1)) * (64 << 20)
-    held = harness.resident()
+    held = daemon_link.resident()
     del block
-    assert held - before > 48 << 20 and held - harness.resident() > 48 << 20
+    assert held - before > 48 << 20 and held - daemon_link.resident() > 48 << 20
     assert Path("/proc/self/statm").exists()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from artd_schema import worker as w
-from artd_workers.engines import marks
-from artd_workers.engines.base import EngineError
+from artd_workers.engines.adapter import EngineError
+from artd_workers.engines.process import marks
 from artd_workers.engines.vllm import work
 from tests.awake import SOON_S
 from tests.engine.daemon import ROOT

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.vllm.routes import RouteBook, Rows, owner_of
+from artd_workers.engines.vllm.tokens.row_book import RouteBook, Rows, owner_of
 
 SHAPE = RouteShape(layers=3, topk=2, experts=8)
 

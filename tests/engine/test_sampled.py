@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from artd_workers.engines.vllm.sampled import SampleBook, watch
+from artd_workers.engines.vllm.tokens.sample_book import SampleBook, watch
 
 
 @dataclass

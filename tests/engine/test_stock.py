@@ -16,10 +16,10 @@ import pytest
 from artd.runtimes import registry
 from artd_schema.manifest import WeightEntry
 from artd_workers.engines import checkpoint
-from artd_workers.engines import stock as wire
-from artd_workers.engines.base import EngineError
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.push import PushError
-from artd_workers.engines.vllm import stock
+from artd_workers.engines.vllm.weights import stock_dialects
+from artd_workers.transfer import stock as wire
 from tests.engine.conftest import Bench
 from tests.engine.real import TOOL_ENV
 
@@ -58,21 +58,21 @@ BODIES = {
 
 @pytest.mark.parametrize("version", BODIES)
 def test_every_version_gets_its_own_json(version: str) -> None:
-    row = stock.dialect(version)
+    row = stock_dialects.dialect(version)
     start, init, update = BODIES[version]
-    assert stock.start_body(row) == start
-    assert stock.init_body(row, UID if row.by_id else TCP) == {"init_info": init}
-    assert stock.update_body(row, TABLE) == {"update_info": update}
+    assert stock_dialects.start_body(row) == start
+    assert stock_dialects.init_body(row, UID if row.by_id else TCP) == {"init_info": init}
+    assert stock_dialects.update_body(row, TABLE) == {"update_info": update}
 
 
 @pytest.mark.parametrize("version", ["0.21.0", "0.34.0", "1.0.0"])
 def test_a_version_that_nobody_read_is_refused(version: str) -> None:
     with pytest.raises(EngineError, match=r"0\.22 to 0\.33"):
-        stock.dialect(version)
+        stock_dialects.dialect(version)
 
 
 def test_what_was_seen_running_is_what_runs_on_the_gpu() -> None:
-    assert {row.first for row in stock.DIALECTS if row.evidence == "run"} == {(0, 25)}
+    assert {row.first for row in stock_dialects.DIALECTS if row.evidence == "run"} == {(0, 25)}
 
 
 def test_a_push_by_vllms_own_calls(bench: Bench) -> None:
@@ -86,10 +86,13 @@ def test_a_push_by_vllms_own_calls(bench: Bench) -> None:
     assert [call["route"] for call in calls] == [*UPDATE, *(route for route in UPDATE if not route.startswith("/init"))]
     table = checkpoint.read(bench.push(1).checkpoint).weights.tensors
     bodies = [call["body"] for call in calls[-5:]]
-    row = stock.dialect("0.32.0")
-    assert calls[1]["body"] == stock.init_body(row, {"nccl_unique_id_b64": base64.b64encode(ID).decode()})
+    row = stock_dialects.dialect("0.32.0")
+    assert calls[1]["body"] == stock_dialects.init_body(row, {"nccl_unique_id_b64": base64.b64encode(ID).decode()})
     assert bodies[1]["kwargs"]["table"] == [[e.name, e.dtype, list(e.shape), e.sha256] for e in table]
-    assert (bodies[2], bodies[3]) == ({}, stock.update_body(row, table))  # the fake reads no body as an empty one
+    assert (bodies[2], bodies[3]) == (
+        {},
+        stock_dialects.update_body(row, table),
+    )  # the fake reads no body as an empty one
 
 
 @pytest.mark.parametrize("left", [b"", b"short"])

@@ -20,7 +20,7 @@ from vllm.config import set_current_vllm_config
 
 from artd_schema.manifest import WeightTable
 from artd_workers.engines.vllm.extension import Extension
-from artd_workers.engines.vllm.reload import Reload
+from artd_workers.engines.vllm.weights.reload import Reload
 
 
 class Probe(Extension):

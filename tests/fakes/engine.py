@@ -19,7 +19,7 @@ from pathlib import Path
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
 from artd_schema.trajectory import RouteShape
-from artd_workers.harness import Link, LinkClosed
+from artd_workers.daemon_link import Link, LinkClosed
 from tests.fakes.script import Script
 
 SIGNED = 32  # characters of a sha256: one token each

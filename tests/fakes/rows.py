@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from artd.clock import Clock
+from artd.datadir.layout import DataDir
 from artd.errors import RequestError
-from artd.ingest import Ingest
-from artd.rundir import DataDir
-from artd.runs import _insert
+from artd.rollouts.ingest import Ingest
+from artd.runs.lifecycle import _insert
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_schema import client_api as api

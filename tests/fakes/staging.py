@@ -10,7 +10,7 @@ from typing import Any
 
 from artd_schema import worker as w
 from artd_schema.manifest import Canary
-from artd_workers.trainer.staging import Files
+from artd_workers.trainer.checkpoint.writer import Files
 
 
 def stage(folder: Path, order: w.Run, base_digest: str = "b" * 64, **changes: Any) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from artd.dispatch import TRAINER, Dispatch
+from artd.datadir.layout import DataDir
 from artd.packing import child, service
-from artd.push import ENGINE, Pusher
-from artd.rundir import DataDir
+from artd.serving.pusher import ENGINE, Pusher
 from artd.store.blobs import Blobs
 from artd.store.store import Store
+from artd.training.dispatch import TRAINER, Dispatch
 from artd_schema import worker as w
 
 from .rows import FakeWire, add_run, add_worker, data_dir, make_ingest, stage, submit

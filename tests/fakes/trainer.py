@@ -21,7 +21,7 @@ from pathlib import Path
 
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
-from artd_workers.harness import Link, LinkClosed
+from artd_workers.daemon_link import Link, LinkClosed
 from tests.fakes.script import Script
 from tests.fakes.staging import stage
 

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-from artd.dispatch import TRAINER
-from artd.ingest import Ingest
-from artd.jobs import abandon
-from artd.push import ENGINE, Pusher
+from artd.datadir.layout import DataDir
 from artd.recover import identify
-from artd.retain import Retain
-from artd.rundir import DataDir
-from artd.runs import set_run_state
+from artd.retention.checkpoints import Retain
+from artd.rollouts.ingest import Ingest
+from artd.runs.lifecycle import set_run_state
+from artd.serving.pusher import ENGINE, Pusher
 from artd.store.blobs import Blobs
 from artd.store.store import Store
+from artd.tables.jobs import abandon
+from artd.training.dispatch import TRAINER
 from artd_client import turn
 from artd_schema import client_api as api
 from artd_schema import worker as w

@@ -9,7 +9,7 @@ import pytest
 
 from artd_schema import worker as w
 from artd_workers.gateway.errors import EngineFailure
-from artd_workers.gateway.flow import Flow
+from artd_workers.gateway.request.flow import Flow
 from tests.awake import SOON_S
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, merged

@@ -18,8 +18,9 @@ import pytest_asyncio
 
 from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape, Turn
-from artd_workers.gateway import deliver, experts
-from artd_workers.gateway import engine as engine_module
+from artd_workers.gateway.engine import client as engine_module
+from artd_workers.gateway.engine import experts
+from artd_workers.gateway.request import deliver
 from tests.awake import SOON_S, until
 from tests.fakes.routes import SHAPE, WIDE, layer_rows, put, rows_of
 from tests.gateway.fake_engine import FakeEngine

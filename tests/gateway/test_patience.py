@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from artd_workers.gateway.http.patience import GRACE_S, Crowd
 from artd_workers.gateway.limits import Limits
-from artd_workers.gateway.patience import GRACE_S, Crowd
 
 
 class Waiting:

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from artd_schema.direct import EngineTable
-from artd_workers.engines.direct.device import Cuda
 from artd_workers.models.codec import peft_names
-from artd_workers.trainer.direct.source import write_offer
-from artd_workers.trainer.merge import BaseWeights
+from artd_workers.trainer.push.direct.source import write_offer
+from artd_workers.transfer.device import Cuda
+from artd_workers.transfer.merge import BaseWeights
 from tests.gpu.push_refusals import changed, runs_of
 from tests.gpu.push_trainer import Trainer
 

@@ -27,15 +27,15 @@ from torch import Tensor
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
 from artd_schema.worker import CheckpointRef
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer import checkpoint
-from artd_workers.trainer.full import FullState
-from artd_workers.trainer.merge import Stored
-from artd_workers.trainer.model import Policy, build
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.parallel import ALONE, Parallel
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.checkpoint import folder as checkpoint
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.trainer.parallel.layout import ALONE, Parallel
+from artd_workers.trainer.parameters.full import FullState
+from artd_workers.trainer.parameters.full_sharded import ShardedState
 from artd_workers.trainer.placement import Placement
-from artd_workers.trainer.sharded import ShardedState
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.step.step import Optimizer, train_step
+from artd_workers.transfer.merge import Stored
 from tests.gpu import jobs, rows, shape
 from tests.gpu.policies import memory, on, settle
 

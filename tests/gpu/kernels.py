@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from artd_schema.direct import Piece
 from artd_workers.models.codec import peft_names
-from artd_workers.trainer import adapted_kernels as thin
-from artd_workers.trainer import routed
-from artd_workers.trainer.adapted_kernels import Tile as Thin
-from artd_workers.trainer.direct.merge_cuda import CudaFiller, Tile
-from artd_workers.trainer.direct.schedule import Fill
-from artd_workers.trainer.merge import merge as exact
-from artd_workers.trainer.routed import Order, PlainAdapted
+from artd_workers.trainer.model.experts import routed
+from artd_workers.trainer.model.experts.routed import Order, PlainAdapted
+from artd_workers.trainer.model.kernels import adapted as thin
+from artd_workers.trainer.model.kernels.adapted import Tile as Thin
+from artd_workers.trainer.push.direct.merge_cuda import CudaFiller, Tile
+from artd_workers.trainer.push.direct.schedule import Fill
+from artd_workers.transfer.merge import merge as exact
 
 Line = dict[str, Any]
 RANK, SCALE, EXPERTS, TOPK = 16, 2.0, 128, 8

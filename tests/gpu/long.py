@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer import head, pieces
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.model import logits as head
+from artd_workers.trainer.model.experts import chunks
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.step.step import Optimizer, train_step
 
 from . import rows
 from .policies import made, memory, on, settle
@@ -50,7 +51,7 @@ def small(tiny: bool) -> AbstractContextManager[object]:
     """For a CPU: pieces and chunks that its rows are longer than, and torch's generator where Megatron wants a GPU's."""
     stack = ExitStack()
     if tiny:
-        stack.enter_context(mock.patch.object(pieces, "TOKENS", 100))
+        stack.enter_context(mock.patch.object(chunks, "TOKENS", 100))
         stack.enter_context(mock.patch.object(head, "CHUNK", 100))
         state = "_get_cuda_rng_state", "_set_cuda_rng_state"
         for name, new in zip(state, (lambda *_, **__: torch.get_rng_state(), lambda *_, **__: None), strict=True):

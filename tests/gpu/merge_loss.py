@@ -20,11 +20,11 @@ from tests.gpu import lines  # first: it sets the environment
 import torch  # isort: skip
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer import canary, merge_loss
-from artd_workers.trainer.canary import Row
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.checkpoint import canary, merge_loss
+from artd_workers.trainer.checkpoint.canary import Row
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.step.step import Optimizer, train_step
 from tests.gpu import rows
 from tests.gpu.policies import made, on, settle
 

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import torch
 
-from artd.packing.manifest import pack
-from artd.packing.spec import PackSpec, Source
+from artd.packing.batch import pack
+from artd.packing.inputs import PackSpec, Source
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
@@ -151,7 +151,7 @@ def led(name: str, folder: Path, tiny: bool) -> None:
     from artd_workers.trainer import placement
 
     placement.prepare(spec)
-    from artd_workers.trainer import launch
+    from artd_workers.trainer.parallel import launch
     from artd_workers.trainer.trainer import Trainer
 
     config = TrainerConfig(run="gpu", spec=spec, base_digest="base")

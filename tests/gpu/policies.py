@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.lora import Lora, shapes_of
-from artd_workers.trainer.model import ALONE, Policy, build
-from artd_workers.trainer.packed import Batch
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.model.lora import Lora, shapes_of
+from artd_workers.trainer.model.model import ALONE, Policy, build
 from artd_workers.trainer.placement import CUDA, Placement
 
 from . import shape

@@ -57,7 +57,7 @@ def rig(args: argparse.Namespace, folder: Path) -> Rig:
 
         trainer, port = Trainer(config, "cpu"), MemoryPort()
         return Rig(trainer, TinyEngine(config), port, folder, {"buffers": 3, "buffer_bytes": 1 << 16}, tiny=True)
-    from artd_workers.engines.direct.device import Cuda
+    from artd_workers.transfer.device import Cuda
     from tests.gpu.push_server import Server, model_folder
 
     model, sleeps = model_folder(folder / "model", config), "sleep" in args.items.split(",")

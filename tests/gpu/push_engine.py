@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from artd_workers.engines.direct.session import Session
+from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters
 from tests.gpu.held import held
 

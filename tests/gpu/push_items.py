@@ -20,7 +20,7 @@ from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightTable
 from artd_workers.engines.vllm.adapter import rows
 from artd_workers.models.codec import peft_names
-from artd_workers.trainer.merge import merge
+from artd_workers.transfer.merge import merge
 
 from .held import grown
 from .held import held as held_now

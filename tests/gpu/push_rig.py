@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from artd_schema.direct import Offer
-from artd_workers.engines.direct.device import Port
-from artd_workers.trainer.direct.source import write_offer
+from artd_workers.trainer.push.direct.source import write_offer
+from artd_workers.transfer.device import Port
 
 from .push_trainer import Trainer
 

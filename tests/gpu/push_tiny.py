@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from artd_workers.engines.direct.session import Session
-from artd_workers.engines.fence import Gate
+from artd_workers.engines.gate import Gate
+from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.extension import DirectExtension
 from artd_workers.engines.vllm.direct.survey import parameters
 from tests.direct_rig import MemoryPort, engine_model, engine_table, fused

@@ -20,17 +20,17 @@ from torch import Tensor
 from artd_schema.codec import to_json
 from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightTable
-from artd_workers.engines.base import Deadline
-from artd_workers.engines.direct.device import Port
+from artd_workers.engines.adapter import Deadline
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.direct.frozen import Frozen
-from artd_workers.trainer.direct.holdings import Holdings
-from artd_workers.trainer.direct.plan import make_plan
-from artd_workers.trainer.direct.served import Served
-from artd_workers.trainer.direct.source import Source, write_offer
-from artd_workers.trainer.merge import merge
-from artd_workers.trainer.snapshot import Snapshot
+from artd_workers.trainer.push.direct.checksums import Served
+from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.direct.plan import make_plan
+from artd_workers.trainer.push.direct.source import Source, write_offer
+from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.snapshot import Snapshot
+from artd_workers.transfer.device import Port
+from artd_workers.transfer.merge import merge
 
 from . import shape
 

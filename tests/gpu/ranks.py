@@ -33,10 +33,11 @@ from artd_schema.direct import OFFER, TABLE, EngineTable, Offer
 from artd_schema.manifest import WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_schema.worker import CheckpointRef, Push, Run, TrainerConfig
-from artd_workers.engines.direct import checksum
-from artd_workers.trainer import launch, placement
-from artd_workers.trainer.direct.source import write_offer
-from artd_workers.trainer.merge import merged_tensors, open_base
+from artd_workers.trainer import placement
+from artd_workers.trainer.parallel import launch
+from artd_workers.trainer.push.direct.source import write_offer
+from artd_workers.transfer import checksum
+from artd_workers.transfer.merge import merged_tensors, open_base
 from tests.gpu import parallel, shape
 from tests.gpu.push_refusals import changed, error_of
 
@@ -70,7 +71,7 @@ class Bench:
     """Rank 0 of the trainer, as the worker has it, and an engine."""
 
     def __init__(self, trainer: Any, served: Any, folder: Path) -> None:
-        from artd_workers.trainer.push import Pusher
+        from artd_workers.trainer.push.pusher import Pusher
 
         self._trainer, self._engine, self._folder = trainer, served, folder / "engine"
         self._base, self._refused = folder, list[str]()

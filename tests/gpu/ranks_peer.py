@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from artd_workers.engines.direct.session import Session
-from artd_workers.engines.fence import Gate
+from artd_workers.engines.gate import Gate
+from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters
-from artd_workers.trainer import peer, placement, serving
+from artd_workers.trainer import peer, placement
+from artd_workers.trainer.push import serving
 from tests.gpu.push_tiny import TinyEngine
 from tests.other_memory import OtherPort
 

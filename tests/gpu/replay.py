@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.step.step import Optimizer, train_step
 
 from . import rows
 from .policies import made, on, settle

@@ -13,13 +13,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from artd.packing.manifest import PackSpec, Source, pack
+from artd.packing.batch import PackSpec, Source, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest
 from artd_schema.trajectory import Sampling, Turn
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import Batch, PackedRow, make_batch
+from artd_workers.trainer.batch.rows import Batch, PackedRow, make_batch
+from artd_workers.trainer.model.model import Policy
 
 
 def packed(

@@ -24,9 +24,10 @@ import torch  # isort: skip
 import torch.distributed as dist
 
 from artd_schema.spec import RunSpec, TrainerSpec
-from artd_workers.trainer import placement, ranks
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.parallel import ALONE, Parallel
+from artd_workers.trainer import placement
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.parallel import ranks
+from artd_workers.trainer.parallel.layout import ALONE, Parallel
 from tests.gpu import full
 from tests.gpu.full import LOSS, two_steps
 from tests.gpu.policies import on

@@ -26,10 +26,10 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from torch import Tensor
 
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.sharded import ShardedState
-from artd_workers.trainer.step import MOMENTS, Optimizer, decays, train_step
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.parameters.full_sharded import ShardedState
+from artd_workers.trainer.step.step import MOMENTS, Optimizer, decays, train_step
 from tests.gpu.policies import memory, settle
 
 CASES = {"bfloat16": ("bfloat16", 0.0), "float32": ("float32", 0.0), "float32, clipped": ("float32", 0.5)}

@@ -23,8 +23,8 @@ from tests.gpu import lines, shape  # noqa: I001
 
 import torch
 
-from artd_workers.engines.base import Deadline
-from artd_workers.trainer.stock import Sender
+from artd_workers.engines.adapter import Deadline
+from artd_workers.trainer.push.stock import Sender
 from tests.gpu.push_trainer import Trainer
 from tests.gpu.stock_rig import Line, engines, meet, push
 from tests.gpu.stock_watchdog import watchdog
@@ -91,7 +91,7 @@ def _port(tiny: bool) -> Any:
         from tests.direct_rig import MemoryPort
 
         return MemoryPort()
-    from artd_workers.engines.direct.device import Cuda
+    from artd_workers.transfer.device import Cuda
 
     return Cuda(0)
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from artd_schema.manifest import WeightEntry
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_schema.worker import EngineConfig
-from artd_workers.engines.base import Deadline, Fence
-from artd_workers.engines.vllm import command, guard, stock
+from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.engines.vllm import command, guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.server import Server
-from artd_workers.trainer.stock import Sender
+from artd_workers.engines.vllm.weights import stock_dialects
+from artd_workers.trainer.push.stock import Sender
 from tests.gpu.push_server import ROOT, model_folder, visible
 
 Line = dict[str, Any]
@@ -81,9 +82,9 @@ class Engine(VllmAdapter):
         if not plain:
             self.receive(self._opened_update, table, deadline, "stock")
             return
-        row = stock.dialect(self.version)
-        self._call("POST", "/start_weight_update", stock.start_body(row), deadline=deadline)
-        self._call("POST", "/update_weights", stock.update_body(row, table), deadline=deadline)
+        row = stock_dialects.dialect(self.version)
+        self._call("POST", "/start_weight_update", stock_dialects.start_body(row), deadline=deadline)
+        self._call("POST", "/update_weights", stock_dialects.update_body(row, table), deadline=deadline)
         self._call("POST", "/finish_weight_update", deadline=deadline)
 
     def open(self, deadline: Deadline) -> None:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from artd_schema.manifest import WeightEntry
-from artd_workers.engines.base import Deadline, EngineError
-from artd_workers.engines.nccl import NcclError
+from artd_workers.engines.adapter import Deadline, EngineError
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.stock import Sender
+from artd_workers.trainer.push.stock import Sender
+from artd_workers.transfer.nccl import NcclError
 from tests.gpu import shape
 from tests.gpu.stock_rig import Engine, Line, engines, gpu_mib, meet, push
 

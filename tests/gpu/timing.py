@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.step.step import Optimizer, train_step
 
 from . import rows, shape
 from .policies import made, memory, on, recompute, settle

@@ -25,9 +25,9 @@ from tests.gpu import lines  # first: it sets the environment
 import torch  # isort: skip
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer.packed import Batch
+from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.placement import CPU
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.step.step import Optimizer, train_step
 from tests.gpu import long, replay, rows
 from tests.gpu.jobs import worker
 from tests.gpu.policies import dense, errors, gradient, made, made_like, on, scored, until

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from artd_schema.direct import EngineTable, Offer
-from artd_workers.engines.direct.device import Port
-from artd_workers.engines.direct.wire import Wire
-from artd_workers.engines.nccl import NcclError
-from artd_workers.engines.stock import TRAINER
-from artd_workers.trainer.direct.source import Source
+from artd_workers.trainer.push.direct.source import Source
+from artd_workers.transfer.device import Port
+from artd_workers.transfer.nccl import NcclError
+from artd_workers.transfer.stock import TRAINER
+from artd_workers.transfer.wire import Wire
 from tests.gpu.push_rig import TIMEOUT_S, Line, Rig
 from tests.gpu.push_trainer import Trainer
 

@@ -24,12 +24,12 @@ from artd import recover
 from artd.check import check
 from artd.config import Limits, Settings
 from artd.errors import RequestError
+from artd.net.router import WorkerWire
 from artd.packing import service
-from artd.route import load_table
-from artd.runs import _insert
+from artd.runs.lifecycle import _insert
 from artd.services import Services
+from artd.serving.routing_table import load_table
 from artd.store.store import Store
-from artd.wire import WorkerWire
 from artd.workforce import Boot
 from artd_schema import client_api as api
 from artd_schema import worker as w

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from artd.errors import RequestError
-from artd.route import load_table
+from artd.serving.routing_table import load_table
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from tests.fakes.rows import body, turn

@@ -20,11 +20,11 @@ import anyio
 from artd import recover, workforce
 from artd.check import check
 from artd.config import Interpreter, Limits, Runtimes, Settings
+from artd.datadir.layout import DataDir
+from artd.net.router import WorkerWire
 from artd.packing import child
-from artd.rundir import DataDir
 from artd.services import Services
 from artd.store.store import Store, set_meta
-from artd.wire import WorkerWire
 from artd_schema import worker as w
 from artd_schema.spec import RunSpec
 from tests.fakes.rows import VOCAB, data_dir

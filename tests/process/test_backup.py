@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd import backup as module
-from artd import lock
-from artd import restore as restoring
-from artd.backup import INFO, BackupError, BackupInfo, NotEmpty, backup
+from artd.backups import backup as module
+from artd.backups import restore as restoring
+from artd.backups.backup import INFO, BackupError, BackupInfo, NotEmpty, backup
+from artd.backups.instance import LEAP
+from artd.backups.restore import restore
 from artd.check import check
-from artd.instance import LEAP
+from artd.datadir import lock
+from artd.datadir.layout import DataDir
 from artd.recover import identify
-from artd.restore import restore
-from artd.rundir import DataDir
 from artd.store import fs
 from artd.store.migrate import SchemaMismatch
 from tests.fakes.world import copy, template

@@ -19,7 +19,7 @@ from artd.errors import Invalid
 from artd.models import names
 from artd.models.fetcher import Fetcher
 from artd.models.hub import _mark
-from artd.runs import Runs
+from artd.runs.lifecycle import Runs
 from artd.supervise import procfs
 from artd_schema import client_api as api
 from artd_schema.spec import RunSpec

@@ -321,7 +321,7 @@ def test_missing_interpreter_is_named(home: Path, fake: Path) -> None:
 
 DRIVER = """\
 import argparse, pathlib, sys
-from artd.cli import runtime
+from artd.cli.artd import runtime
 from artd.runtimes import lockfile
 locks = pathlib.Path(sys.argv[1])
 lockfile.load.__defaults__ = lockfile.shipped.__defaults__ = (locks,)

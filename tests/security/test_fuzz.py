@@ -15,18 +15,22 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from artd import backup, base_model, commit, config, keys
+from artd import config
+from artd.backups import backup
 from artd.errors import Invalid
-from artd.ingest import Ingest
+from artd.models import base_model
+from artd.net import keys
+from artd.rollouts.ingest import Ingest
 from artd.store.blobs import Blobs
+from artd.training import commit
 from artd_schema import client_api as api
 from artd_schema import paths
 from artd_schema import worker as w
 from artd_schema.codec import MAGIC, Codec, WireError, digest, to_json
 from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightTable
 from artd_workers.engines import checkpoint
-from artd_workers.engines.base import EngineError
-from artd_workers.gateway import npy
+from artd_workers.engines.adapter import EngineError
+from artd_workers.gateway.engine import npy
 from tests.fakes.rows import add_run, open_store
 from tests.gateway.conftest import engine, rig  # noqa: F401 - fixtures
 

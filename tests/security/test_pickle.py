@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("artd", "schema", "client", "workers", "examples")
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 CALLS = {"torch.load", "torch.save", "numpy.load", "np.load", "pickle.loads", "pickle.load"}
-SAFE = {("artd/cli/mismatch_probe.py", "np.load")}
+SAFE = {("artd/cli/mismatch/probe.py", "np.load")}
 """Calls that are told not to unpickle (`allow_pickle=False`)."""
 
-SENDERS = {"workers/artd_workers/engines/vllm/stock.py"}
+SENDERS = {"workers/artd_workers/engines/vllm/weights/stock_dialects.py"}
 """Files that build pickled bytes for a reader that is not ours: vLLM before 0.30 takes its communicator's id in no other form."""
 PROTOCOLS = tuple(bytes([0x80, number]) for number in range(2, 6))
 """How pickled bytes begin."""

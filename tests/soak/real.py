@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from artd import runtimes
-from artd.cli import read, replayable
+from artd.cli import read
+from artd.cli.replay_job import inputs
 from artd_schema.replay_job import ReplayRequest
 from tests.daemon.rig import FOLDERS, Rig
 from tests.e2e.rig import make_toy
@@ -89,6 +90,6 @@ def jobs(rig: Rig, folder: Path) -> list[ReplayRequest]:
     database = read.Database(rig.data)
     try:
         rows = sorted(database.rows(read.REPLAYABLE, id=0, limit=100_000), key=lambda row: row["step"])
-        return [replayable.request(database, rig.data, row, folder / str(row["step"])) for row in rows]
+        return [inputs.request(database, rig.data, row, folder / str(row["step"])) for row in rows]
     finally:
         database.close()

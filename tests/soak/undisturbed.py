@@ -97,7 +97,7 @@ def _apart(trainer: Any, probe: Probe) -> float:
     import torch
 
     from artd_schema.score import LIVE
-    from artd_workers.trainer.score import Piece, score
+    from artd_workers.trainer.tools.score import Piece, score
 
     tokens = torch.tensor([*probe.prompt, *probe.tokens])
     candidates = torch.zeros(len(probe.tokens), 1, dtype=torch.long)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from artd_schema.direct import Feed, Offer, Run, Segment, Unit
 from artd_schema.paths import process_ticks
-from artd_workers.engines.base import Fence
-from artd_workers.engines.direct import checksum
-from artd_workers.engines.direct.ring import Page
-from artd_workers.engines.direct.session import Session
-from artd_workers.engines.fence import Gate
+from artd_workers.engines.adapter import Fence
+from artd_workers.engines.gate import Gate
+from artd_workers.engines.pull.session import Session
+from artd_workers.transfer import checksum
+from artd_workers.transfer.ring import Page
 from tests.awake import wait_until
 from tests.direct_rig import MemoryPort
 

@@ -11,7 +11,7 @@ from artd_schema import worker as w
 from artd_schema.codec import digest
 from artd_schema.manifest import CheckpointManifest, WeightTable
 from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
-from artd_workers.engines import gloo
+from artd_workers.transfer import gloo
 
 from . import rig
 from .fake_daemon import FakeDaemon

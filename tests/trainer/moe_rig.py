@@ -14,9 +14,9 @@ from torch import Tensor
 from artd_schema.trajectory import RouteShape
 from artd_workers.models.base import Plan
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.model import ALONE, Policy, build
-from artd_workers.trainer.packed import PackedRow
-from artd_workers.trainer.parallel import Parallel
+from artd_workers.trainer.batch.rows import PackedRow
+from artd_workers.trainer.model.model import ALONE, Policy, build
+from artd_workers.trainer.parallel.layout import Parallel
 
 from . import rig, routes_rig
 from .rig import Piece

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from artd_schema.spec import RunSpec
-from artd_workers.trainer import head, placement, ranks, trainer
-from artd_workers.trainer.parallel import Parallel
+from artd_workers.trainer import placement, trainer
+from artd_workers.trainer.model import logits as head
+from artd_workers.trainer.parallel import ranks
+from artd_workers.trainer.parallel.layout import Parallel
+from artd_workers.trainer.parallel.ranks import RankError, Ranks
 from artd_workers.trainer.placement import Placement
-from artd_workers.trainer.ranks import RankError, Ranks
-from artd_workers.trainer.step import Cancelled, train_step
+from artd_workers.trainer.step.step import Cancelled, train_step
 
 from . import moe_rig, parallel_rig
 from .parallel_rig import Jobs

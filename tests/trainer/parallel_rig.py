@@ -19,8 +19,8 @@ from artd_schema import worker as w
 from artd_schema.codec import digest
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
-from artd_workers.trainer import canary, merge_loss
-from artd_workers.trainer.ranks import Ranks
+from artd_workers.trainer.checkpoint import canary, merge_loss
+from artd_workers.trainer.parallel.ranks import Ranks
 from artd_workers.trainer.trainer import Order, Trainer
 
 from . import moe_rig, rig, test_replay_train

@@ -17,7 +17,7 @@ from artd_schema.replay_job import ReplayRequest
 from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_workers.models import random_moe
-from artd_workers.trainer import replay_job
+from artd_workers.trainer.tools import replay_job
 from artd_workers.trainer.trainer import Trainer
 
 from . import rig, routes_rig

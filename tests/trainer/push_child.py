@@ -20,13 +20,15 @@ from megatron.core import parallel_state
 
 from artd_schema import worker as w
 from artd_schema.spec import RunSpec
-from artd_workers.trainer import placement, ranks, serving
-from artd_workers.trainer.channel import Channel
-from artd_workers.trainer.direct.holdings import Holdings
-from artd_workers.trainer.parallel import Parallel
+from artd_workers.trainer import placement
+from artd_workers.trainer.parallel import ranks
+from artd_workers.trainer.parallel.channel import Channel
+from artd_workers.trainer.parallel.layout import Parallel
+from artd_workers.trainer.parallel.ranks import Ranks
 from artd_workers.trainer.placement import Placement
-from artd_workers.trainer.push import Pusher
-from artd_workers.trainer.ranks import Ranks
+from artd_workers.trainer.push import serving
+from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.pusher import Pusher
 from artd_workers.trainer.trainer import Order
 from tests.other_memory import OtherPort
 

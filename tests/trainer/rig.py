@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from artd.packing.manifest import PackSpec, Source, pack
+from artd.packing.batch import PackSpec, Source, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest, PackedTrajectory, TensorInfo
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Sampling, Turn
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer.lora import Lora, shapes_of
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import Policy, build
-from artd_workers.trainer.packed import DTYPES, Batch, PackedRow, make_batch
-from artd_workers.trainer.parameters import FullState, open_model
+from artd_workers.trainer.batch.rows import DTYPES, Batch, PackedRow, make_batch
+from artd_workers.trainer.model.lora import Lora, shapes_of
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.trainer.parameters.trained import FullState, open_model
+from artd_workers.transfer.merge import BaseWeights
 
 RANK, ALPHA = 4, 8
 DEFAULTS = {"segment_ids": -1, "parent_ids": -1, "policy_epochs": -1, "trajectory_index": -1, "temperatures": 1}

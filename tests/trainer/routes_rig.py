@@ -15,8 +15,8 @@ from torch import Tensor
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest, ReplayManifest, TensorInfo
 from artd_schema.trajectory import RouteShape
-from artd_workers.trainer.packed import Batch, read_batch
-from artd_workers.trainer.routes import ReplayFiles
+from artd_workers.trainer.batch.replay_bundle import ReplayFiles
+from artd_workers.trainer.batch.rows import Batch, read_batch
 
 from . import rig
 

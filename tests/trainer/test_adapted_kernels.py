@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from artd_workers.trainer import adapted_kernels
-from artd_workers.trainer.routed import Order, PlainAdapted
+from artd_workers.trainer.model.experts.routed import Order, PlainAdapted
+from artd_workers.trainer.model.kernels import adapted
 
 pytestmark = pytest.mark.torch
 TOKENS, TOPK, EXPERTS, HIDDEN, INNER, RANK = 61, 3, 5, 136, 72, 3
@@ -45,7 +45,7 @@ def test_rows_are_gathered_and_narrowed(dtype: torch.dtype) -> None:
         draw(EXPERTS, HIDDEN, ALONE, dtype=dtype),
         draw(EXPERTS, ALONE, HIDDEN, dtype=dtype).transpose(1, 2),
     ):
-        found, wanted = adapted_kernels.gather(x, one, weight), PlainAdapted.gather(x, one, weight)
+        found, wanted = adapted.gather(x, one, weight), PlainAdapted.gather(x, one, weight)
         assert torch.equal(found[0], wanted[0])
         near(found[1], wanted[1], dtype)
 
@@ -59,7 +59,7 @@ def test_a_thin_product_is_added_in_place(dtype: torch.dtype) -> None:
     ):
         found = draw(TOKENS * TOPK, HIDDEN, dtype=dtype)
         wanted = found.clone()
-        adapted_kernels.widen(found, low, weight, one)
+        adapted.widen(found, low, weight, one)
         PlainAdapted.widen(wanted, low, weight, one)
         near(found, wanted, dtype)
 
@@ -72,14 +72,14 @@ def test_activation_with_adapters_and_its_gradient(dtype: torch.dtype) -> None:
     found = draw(TOKENS * TOPK, 2 * INNER, dtype=dtype)
     wanted = found.clone()
     for got, right in zip(
-        (*adapted_kernels.activate(found, low, b, a, probs, one), found),
+        (*adapted.activate(found, low, b, a, probs, one), found),
         (*PlainAdapted.activate(wanted, low, b, a, probs, one), wanted),
         strict=True,
     ):
         near(got, right, dtype)
     slope, small = draw(TOKENS * TOPK, INNER, dtype=dtype), draw(TOKENS * TOPK, ALONE, dtype=dtype)
     for got, right in zip(
-        adapted_kernels.activate_backward(slope, small, a, wanted, b, probs, one),
+        adapted.activate_backward(slope, small, a, wanted, b, probs, one),
         PlainAdapted.activate_backward(slope, small, a, wanted, b, probs, one),
         strict=True,
     ):
@@ -111,8 +111,7 @@ def test_gradients_reach_the_masters(dtype: torch.dtype, parts: int, by_token: b
     x, slope = draw(rows, HIDDEN, dtype=dtype), draw(rows, parts * INNER, dtype=dtype)
     low, d_low = (draw(TOKENS * TOPK, across, dtype=dtype, seed=i) for i in (1, 2))
     found, wanted = (
-        steps.gradients(pair, one, (x, by_token), low, (slope, by_token), d_low)
-        for steps in (adapted_kernels, PlainAdapted)
+        steps.gradients(pair, one, (x, by_token), low, (slope, by_token), d_low) for steps in (adapted, PlainAdapted)
     )
     for got, right in zip(found, wanted, strict=True):
         near(got, right, dtype)
@@ -121,5 +120,5 @@ def test_gradients_reach_the_masters(dtype: torch.dtype, parts: int, by_token: b
 def test_no_row_at_all() -> None:
     empty = torch.empty(0, dtype=torch.int64)
     none = replace(way(), order=empty, place=empty, ends=torch.zeros(EXPERTS, dtype=torch.int32))
-    rows, low = adapted_kernels.gather(draw(0, HIDDEN), none, draw(EXPERTS, HIDDEN, ALONE))
+    rows, low = adapted.gather(draw(0, HIDDEN), none, draw(EXPERTS, HIDDEN, ALONE))
     assert rows.shape == (0, HIDDEN) and low.shape == (0, ALONE)

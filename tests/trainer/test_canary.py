@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer import canary
-from artd_workers.trainer.layers import narrowest_choices
-from artd_workers.trainer.merge import BaseWeights, merged_tensors
+from artd_workers.trainer.checkpoint import canary
+from artd_workers.trainer.model.layers import narrowest_choices
+from artd_workers.transfer.merge import BaseWeights, merged_tensors
 from tests import toys
 
 from . import rig

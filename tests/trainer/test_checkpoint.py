@@ -18,8 +18,17 @@ from torch import Tensor
 
 from artd_schema.manifest import Canary
 from artd_schema.worker import CheckpointRef
-from artd_workers.trainer import checkpoint, staging, tensor_file
-from artd_workers.trainer.checkpoint import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE, CheckpointError, Staging, State
+from artd_workers.trainer.checkpoint import folder as checkpoint
+from artd_workers.trainer.checkpoint import tensor_file, writer
+from artd_workers.trainer.checkpoint.folder import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    OPTIMIZER,
+    STATE,
+    CheckpointError,
+    Staging,
+    State,
+)
 
 pytestmark = pytest.mark.torch
 FIELDS: dict[str, Any] = {
@@ -31,8 +40,8 @@ FIELDS: dict[str, Any] = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks of few numbers."""
-    monkeypatch.setattr(staging, "CHUNK", 64)
-    monkeypatch.setattr(staging, "SYNC_EVERY", 128)
+    monkeypatch.setattr(writer, "CHUNK", 64)
+    monkeypatch.setattr(writer, "SYNC_EVERY", 128)
 
 
 def drawn(seed: int = 0) -> dict[str, Tensor]:
@@ -72,7 +81,7 @@ def writers() -> list[str]:
 
 @pytest.mark.parametrize("chunk", [8, 64, 1000, 1 << 20])
 def test_a_file_is_what_the_library_would_write(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(staging, "CHUNK", chunk)
+    monkeypatch.setattr(writer, "CHUNK", chunk)
     found = b"".join(bytes(one) for one in tensor_file.chunks(drawn()))
     assert found == save(contiguous(drawn()), {"format": "pt"})
     assert b"".join(bytes(one) for one in tensor_file.chunks({})) == save({}, {"format": "pt"})
@@ -110,15 +119,15 @@ def test_no_chunk_is_made_anew_before_it_was_hashed_and_written(
     def chunks() -> Iterator[memoryview]:
         for number in range(9):
             made.append(number)
-            if number == 1 + staging.BUFFERS - 1:
+            if number == 1 + writer.BUFFERS - 1:
                 threading.Timer(0.2, goes_on.set).start()
-            assert number <= staging.BUFFERS or goes_on.is_set(), (
+            assert number <= writer.BUFFERS or goes_on.is_set(), (
                 "chunk 1 is not written yet, and its memory is used again"
             )
             yield memoryview(str(number).encode())
 
     monkeypatch.setattr(os, "write", held)
-    with staging.Files(tmp_path / "one") as files:
+    with writer.Files(tmp_path / "one") as files:
         files.stream("file", chunks())
         files.finish(**FIELDS)
     assert stuck.is_set() and (tmp_path / "one" / "file").read_bytes() == b"012345678"
@@ -178,7 +187,7 @@ def test_large_moments_are_files_in_the_order_of_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int
 ) -> None:
     monkeypatch.setattr(checkpoint, "SHARD", 4000)
-    monkeypatch.setattr(staging, "STREAMS", streams)
+    monkeypatch.setattr(writer, "STREAMS", streams)
     tensors = {f"{number:02}": torch.randn(400 + number) for number in reversed(range(20))} | {"07x": torch.randn(3000)}
     refs = [
         spread(tmp_path / name, dict(given)) for name, given in (("one", tensors), ("two", sorted(tensors.items())))
@@ -315,12 +324,12 @@ def test_a_file_that_fails_ends_the_others(tmp_path: Path, first: bool) -> None:
         yield memoryview(b"some")
         raise RuntimeError("CUDA error")
 
-    with staging.Files(tmp_path / "one") as files:
+    with writer.Files(tmp_path / "one") as files:
         for name in ("broken", "endless") if first else ("endless", "broken"):
             files.stream(name, broken() if name == "broken" else endless())
         with pytest.raises(RuntimeError, match="CUDA error"):
             files.finish(**FIELDS)
-    with pytest.raises(KeyError), staging.Files(tmp_path / "two") as files:
+    with pytest.raises(KeyError), writer.Files(tmp_path / "two") as files:
         files.stream("endless", endless())
         raise KeyError  # something else of the job
     at = len(asked)

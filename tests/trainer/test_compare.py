@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import FileEntry, WeightTable
 from artd_schema.replay_job import EnvironmentRow, ReplayRow
-from artd_workers.trainer import compare
+from artd_workers.trainer.tools import compare
 
 from .past_rig import Past, make_dense
 

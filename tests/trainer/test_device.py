@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from artd_workers.engines.direct.device import Cuda, DeviceError
+from artd_workers.transfer.device import Cuda, DeviceError
 from tests.compiled import library
 
 pytestmark = pytest.mark.torch

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from artd.base_model import ModelConfig
-from artd.base_model import read_config as daemon_config
+from artd.models.base_model import ModelConfig
+from artd.models.base_model import read_config as daemon_config
 from artd_workers.models.base import UnsupportedModel
 from artd_workers.models.experts import parts
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import Policy, build
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.transfer.merge import BaseWeights
 from tests import toys
 
 from . import rig

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from artd_schema.codec import to_json
 from artd_schema.families import SEEDED
 from artd_schema.manifest import WeightEntry, WeightTable
-from artd_workers.engines.direct.checksum import sum_of
 from artd_workers.models import seeded
-from artd_workers.trainer.checkpoint import entry_of
-from artd_workers.trainer.export import ExportError, export
-from artd_workers.trainer.merge import BaseWeights, merged_tensors, open_base
+from artd_workers.trainer.checkpoint.folder import entry_of
+from artd_workers.trainer.tools.export import ExportError, export
+from artd_workers.transfer.checksum import sum_of
+from artd_workers.transfer.merge import BaseWeights, merged_tensors, open_base
 from tests import toys
 
 pytestmark = pytest.mark.torch

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from artd_workers.models.base import UnsupportedModel
-from artd_workers.trainer.checkpoint import CheckpointError
-from artd_workers.trainer.packed import BatchError
-from artd_workers.trainer.step import Cancelled, NonFinite
+from artd_workers.trainer.batch.rows import BatchError
+from artd_workers.trainer.checkpoint.folder import CheckpointError
+from artd_workers.trainer.step.step import Cancelled, NonFinite
 from artd_workers.trainer.worker import classify
 
 pytestmark = pytest.mark.torch

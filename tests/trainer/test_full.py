@@ -18,13 +18,13 @@ from torch import Tensor
 from artd_schema import worker as w
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
-from artd_workers.trainer.checkpoint import MODEL, CheckpointError
-from artd_workers.trainer.export import export
-from artd_workers.trainer.losses import row_loss, shares
-from artd_workers.trainer.merge import BaseWeights, Stored
-from artd_workers.trainer.parameters import AdapterState, FullState, open_model
-from artd_workers.trainer.step import NonFinite, Optimizer, decays, train_step
+from artd_workers.trainer.checkpoint.folder import MODEL, CheckpointError
+from artd_workers.trainer.parameters.trained import AdapterState, FullState, open_model
+from artd_workers.trainer.step.losses import row_loss, shares
+from artd_workers.trainer.step.step import NonFinite, Optimizer, decays, train_step
+from artd_workers.trainer.tools.export import export
 from artd_workers.trainer.trainer import Trainer
+from artd_workers.transfer.merge import BaseWeights, Stored
 from tests import toys
 
 from . import rig, test_losses
@@ -194,7 +194,7 @@ def test_a_non_finite_gradient_changes_nothing(toy_folders: dict[str, Path], mon
     policy, state = rig.full_policy(toy_folders["moe"])
     optimizer = Optimizer.make(state, OptimizerSpec(lr=0.1))
     before = clones(state)
-    monkeypatch.setattr("artd_workers.trainer.full.gradient_norm", lambda _: float("nan"))
+    monkeypatch.setattr("artd_workers.trainer.parameters.full.gradient_norm", lambda _: float("nan"))
     with pytest.raises(NonFinite):
         train_step(policy, optimizer, make_batch(), LossSpec(), 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.state().items())

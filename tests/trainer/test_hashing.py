@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_workers.engines.direct.checksum import sum_of
-from artd_workers.engines.vllm import hashing
-from artd_workers.engines.vllm.hashing import Entry, Hasher, WeightError, wrong_of
+from artd_workers.engines.vllm.weights import hashing
+from artd_workers.engines.vllm.weights.hashing import Entry, Hasher, WeightError, wrong_of
+from artd_workers.transfer.checksum import sum_of
 
 pytestmark = pytest.mark.torch
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer import head
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.score import Piece, score
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.model import logits
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.step.step import Optimizer, train_step
+from artd_workers.trainer.tools.score import Piece, score
 
 from . import rig
 from .seen import Logits
@@ -24,7 +24,7 @@ WORDS, TOKENS, WIDTH = 300, 40, 16
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CHUNK", 7)
+    monkeypatch.setattr(logits, "CHUNK", 7)
 
 
 def drawn() -> tuple[Tensor, ...]:
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_all_logits_in_float64(trained: bool) 
     (logprobs * counts).sum().backward()
     own = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
     with Logits(WORDS, weight.numel()) as seen:
-        found = head.scored(*own, targets, heat)
+        found = logits.scored(*own, targets, heat)
         (found[0] * counts).sum().backward()
     assert found.dtype == torch.float32 and (found[0] - logprobs).abs().max() <= 1e-5
     assert (found[1] - entropy).abs().max() <= 1e-5
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_all_logits_in_float64(trained: bool) 
 def test_an_entropy_gives_no_gradient() -> None:
     hidden, weight, targets, heat, _ = drawn()
     leaf = hidden.clone().requires_grad_()
-    head.scored(leaf, weight, targets, heat)[1].sum().backward()
+    logits.scored(leaf, weight, targets, heat)[1].sum().backward()
     assert not leaf.grad.any()
 
 
@@ -70,7 +70,7 @@ def test_no_token_is_no_error() -> None:
     """Of a row whose trained tokens other ranks have."""
     hidden, weight, targets, heat, _ = drawn()
     leaf = hidden[:0].clone().requires_grad_()
-    found = head.scored(leaf, weight, targets[:0], heat[:0])
+    found = logits.scored(leaf, weight, targets[:0], heat[:0])
     found.sum().backward()
     assert found.shape == (2, 0) and leaf.grad.shape == (0, WIDTH)
 
@@ -87,7 +87,7 @@ def test_a_step_never_has_the_logits_of_a_row(
     """Losses and gradients are those of one chunk for all, within fp32's rounding."""
     folder, norms = toy_folders["llama"], []
     for chunk in (10_000, 4):
-        monkeypatch.setattr(head, "CHUNK", chunk)
+        monkeypatch.setattr(logits, "CHUNK", chunk)
         if parameters == "lora":
             policy = rig.make_policy(folder)
             trained = policy.lora
@@ -110,7 +110,7 @@ def test_scoring_for_a_mismatch_is_chunked_too(toy_folders: dict[str, Path], mon
     tokens, candidates = torch.randint(3, 1024, (40,), generator=g), torch.randint(3, 1024, (37, 3), generator=g)
     pieces, found = [Piece(tokens, 3, candidates, None)], []
     for chunk in (10_000, 7):
-        monkeypatch.setattr(head, "CHUNK", chunk)
+        monkeypatch.setattr(logits, "CHUNK", chunk)
         with logits_of(policy) as seen:
             found.append(score(policy, pieces, "live"))
         assert seen.tokens == min(chunk, 37)

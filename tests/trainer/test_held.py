@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from artd_schema.spec import EngineSpec, LoraSpec
-from artd_workers.engines.direct.checksum import sum_of, sums_of_stacked
-from artd_workers.trainer import held
-from artd_workers.trainer.checkpoint import ADAPTER
+from artd_workers.trainer.checkpoint import held
+from artd_workers.trainer.checkpoint.folder import ADAPTER
+from artd_workers.transfer.checksum import sum_of, sums_of_stacked
 
 from . import rig
 from .fake_daemon import FakeDaemon

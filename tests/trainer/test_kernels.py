@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_workers.trainer import head_kernels, heads, kernels
-from artd_workers.trainer.routed import Order, Plain
+from artd_workers.trainer.model import qkv_split
+from artd_workers.trainer.model.experts.routed import Order, Plain
+from artd_workers.trainer.model.kernels import qkv, sparse
 
 pytestmark = pytest.mark.torch
 TOKENS, TOPK, EXPERTS, HIDDEN, INNER = 7, 3, 5, 24, 12
@@ -42,17 +43,17 @@ def test_an_order_sorts_slots_by_expert() -> None:
 def test_rows_go_to_experts_and_back(dtype: torch.dtype) -> None:
     x, way = draw(TOKENS, HIDDEN, dtype=dtype), order()
     y = draw(TOKENS * TOPK, HIDDEN, dtype=dtype)
-    assert torch.equal(kernels.take(x, way.order, TOPK), Plain.take(x, way.order, TOPK))
-    near(kernels.collect(y, way.place, TOPK), Plain.collect(y, way.place, TOPK), dtype)
+    assert torch.equal(sparse.take(x, way.order, TOPK), Plain.take(x, way.order, TOPK))
+    near(sparse.collect(y, way.place, TOPK), Plain.collect(y, way.place, TOPK), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activation_and_its_gradient(dtype: torch.dtype) -> None:
     way, probs = order(), draw(TOKENS * TOPK).sigmoid()
     both, slope = draw(TOKENS * TOPK, 2 * INNER, dtype=dtype, seed=1), draw(TOKENS * TOPK, INNER, dtype=dtype, seed=3)
-    near(kernels.activate(both, probs, way.order), Plain.activate(both, probs, way.order), dtype)
+    near(sparse.activate(both, probs, way.order), Plain.activate(both, probs, way.order), dtype)
     for a, b in zip(
-        kernels.activate_backward(slope, both, probs, way.order),
+        sparse.activate_backward(slope, both, probs, way.order),
         Plain.activate_backward(slope, both, probs, way.order),
         strict=True,
     ):
@@ -78,8 +79,8 @@ def test_heads_are_cut_turned_and_padded(dtype: torch.dtype, normed: bool) -> No
     norms = (1 + 0.1 * draw(dim, dtype=dtype), 1 + 0.1 * draw(dim, dtype=dtype, seed=1)) if normed else None
     angles = draw(size, dim // 2)
     turns = angles.cos(), angles.sin()
-    wanted = heads.split_plainly(mixed, norms, turns, padded, 1e-6)
-    found = head_kernels.heads(mixed.detach(), norms, *turns, padded, 1e-6)
+    wanted = qkv_split.split_plainly(mixed, norms, turns, padded, 1e-6)
+    found = qkv.heads(mixed.detach(), norms, *turns, padded, 1e-6)
     for a, b in zip(found, wanted, strict=True):
         near(a, b.detach(), dtype)
         assert not a[size:].any()
@@ -87,14 +88,14 @@ def test_heads_are_cut_turned_and_padded(dtype: torch.dtype, normed: bool) -> No
     (slope,) = torch.autograd.grad(wanted, mixed, slopes)
     # As FlexAttention gives them: a head's tokens side by side.
     inward = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in slopes]
-    near(head_kernels.heads_backward(inward, mixed.detach(), norms, *turns, 1e-6), slope, dtype)
+    near(qkv.heads_backward(inward, mixed.detach(), norms, *turns, 1e-6), slope, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_their_gradient(dtype: torch.dtype) -> None:
     x, weight = draw(TOKENS, 2, HIDDEN, dtype=dtype).requires_grad_(), 1 + 0.1 * draw(HIDDEN, dtype=dtype)
     wanted = torch.nn.functional.rms_norm(x.float(), (HIDDEN,), weight.float(), 1e-6).to(dtype)
-    near(kernels.norm(x.detach(), weight, 1e-6), wanted.detach(), dtype)
+    near(sparse.norm(x.detach(), weight, 1e-6), wanted.detach(), dtype)
     slope = draw(TOKENS, 2, HIDDEN, dtype=dtype, seed=1)
     (grad,) = torch.autograd.grad(wanted, x, slope)
-    near(kernels.norm_backward(slope, x.detach(), weight, 1e-6), grad, dtype)
+    near(sparse.norm_backward(slope, x.detach(), weight, 1e-6), grad, dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from artd_workers.trainer.lora import adapter_config
+from artd_workers.trainer.model.lora import adapter_config
 from tests import toys
 
 from . import rig

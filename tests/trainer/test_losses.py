@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer import losses
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.step import Cancelled, NonFinite, Optimizer, train_step
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.step import losses
+from artd_workers.trainer.step.step import Cancelled, NonFinite, Optimizer, train_step
 
 from . import rig
 from .rig import Piece
@@ -133,7 +133,7 @@ def test_a_non_finite_loss_changes_nothing(toy_folders: dict[str, Path]) -> None
 
 
 def test_a_non_finite_gradient_changes_nothing(toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("artd_workers.trainer.lora.gradient_norm", lambda _: float("inf"))
+    monkeypatch.setattr("artd_workers.trainer.model.lora.gradient_norm", lambda _: float("inf"))
     policy = rig.make_policy(toy_folders["llama"])
     optimizer = Optimizer.make(policy.lora, OptimizerSpec(lr=0.1))
     adapter = {n: t.clone() for n, t in policy.lora.state().items()}

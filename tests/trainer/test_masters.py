@@ -15,17 +15,18 @@ from torch import Tensor
 
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import heads, placement
-from artd_workers.trainer.checkpoint import MODEL
-from artd_workers.trainer.full import FullState
-from artd_workers.trainer.losses import row_loss, shares
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import ALONE, Policy, build
-from artd_workers.trainer.packed import Batch
-from artd_workers.trainer.parallel import Parallel
-from artd_workers.trainer.parameters import open_model
+from artd_workers.trainer import placement
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.checkpoint.folder import MODEL
+from artd_workers.trainer.model import qkv_split
+from artd_workers.trainer.model.model import ALONE, Policy, build
+from artd_workers.trainer.parallel.layout import Parallel
+from artd_workers.trainer.parameters.full import FullState
+from artd_workers.trainer.parameters.trained import open_model
 from artd_workers.trainer.placement import Placement
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.step.losses import row_loss, shares
+from artd_workers.trainer.step.step import Optimizer, train_step
+from artd_workers.transfer.merge import BaseWeights
 
 from . import rig
 from .jobs import files_in
@@ -210,11 +211,11 @@ def test_load_refuses_other_weights(toy_folders: dict[str, Path], change: str) -
 
 def test_trained_norms_pass_by_the_kernel_that_has_no_gradient_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where it is the frozen ones' way."""
-    monkeypatch.setattr(heads, "split_plainly", lambda *_: "plain")
-    monkeypatch.setattr(heads, "_Split", SimpleNamespace(apply=lambda *_: "kernel"))
+    monkeypatch.setattr(qkv_split, "split_plainly", lambda *_: "plain")
+    monkeypatch.setattr(qkv_split, "_Split", SimpleNamespace(apply=lambda *_: "kernel"))
     trained, frozen = ([torch.nn.Parameter(torch.ones(2), requires_grad=one)] * 2 for one in (True, False))
     on_gpu, nothing = SimpleNamespace(is_cuda=True), torch.ones(1)
-    found = [heads.split(on_gpu, norms, (nothing, nothing), 2, 1e-6) for norms in (trained, frozen, None)]
+    found = [qkv_split.split(on_gpu, norms, (nothing, nothing), 2, 1e-6) for norms in (trained, frozen, None)]
     assert found == ["plain", "kernel", "kernel"]
 
 

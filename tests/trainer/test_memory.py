@@ -19,14 +19,15 @@ from artd_schema import crashpoint
 from artd_schema import worker as w
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import EngineSpec, RunSpec
-from artd_workers.engines.direct.device import Port
-from artd_workers.trainer import canary, trainer
-from artd_workers.trainer.checkpoint import Staging
-from artd_workers.trainer.ranks import Ranks
-from artd_workers.trainer.step import Cancelled
+from artd_workers.trainer import trainer
+from artd_workers.trainer.checkpoint import canary
+from artd_workers.trainer.checkpoint.folder import Staging
+from artd_workers.trainer.parallel.ranks import Ranks
+from artd_workers.trainer.push.ways import Gloo
+from artd_workers.trainer.step.step import Cancelled
 from artd_workers.trainer.trainer import Trainer
-from artd_workers.trainer.ways import Gloo
 from artd_workers.trainer.worker import TrainerWorker
+from artd_workers.transfer.device import Port
 
 from . import rig
 from .fake_daemon import FakeDaemon

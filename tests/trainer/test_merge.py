@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from artd_workers.trainer.merge import BaseWeights, merge, merged_tensors
+from artd_workers.transfer.merge import BaseWeights, merge, merged_tensors
 
 from . import rig
 
@@ -55,13 +55,13 @@ def test_order_names_and_tied_head(folder: Path) -> None:
 def test_the_engine_can_import_it() -> None:
     """Without Megatron, transformers and our modules that need more than torch."""
     code = (
-        "import sys; sys.modules['megatron'] = sys.modules['transformers'] = None; import artd_workers.trainer.merge;"
+        "import sys; sys.modules['megatron'] = sys.modules['transformers'] = None; import artd_workers.transfer.merge;"
         "print([m for m in sys.modules if m.startswith('artd_workers.')])"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | PATHS
     )
-    own = {"artd_workers.trainer", "artd_workers.trainer.merge", "artd_workers.models"}
+    own = {"artd_workers.trainer", "artd_workers.transfer.merge", "artd_workers.models"}
     found = set(ast.literal_eval(out.stdout))
     assert own <= found and all(name.startswith("artd_workers.models.") for name in found - own)
 

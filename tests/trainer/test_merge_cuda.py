@@ -10,9 +10,9 @@ from torch import Tensor
 
 from artd_schema.direct import Piece
 from artd_workers.models.codec import peft_names
-from artd_workers.trainer.direct.fill import PlainFiller
-from artd_workers.trainer.direct.merge_cuda import CudaFiller, Tile
-from artd_workers.trainer.direct.schedule import Fill
+from artd_workers.trainer.push.direct.merge_cpu import PlainFiller
+from artd_workers.trainer.push.direct.merge_cuda import CudaFiller, Tile
+from artd_workers.trainer.push.direct.schedule import Fill
 
 pytestmark = pytest.mark.torch
 PARTS = ("one.weight", "two.weight", "bare.weight")

@@ -13,11 +13,11 @@ from torch import Tensor
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import canary, merge_loss
-from artd_workers.trainer.lora import Lora, shapes_of
-from artd_workers.trainer.merge import BaseWeights, adapter_targets, merge
-from artd_workers.trainer.model import ALONE, Policy, build
+from artd_workers.trainer.checkpoint import canary, merge_loss
+from artd_workers.trainer.model.lora import Lora, shapes_of
+from artd_workers.trainer.model.model import ALONE, Policy, build
 from artd_workers.trainer.placement import Placement
+from artd_workers.transfer.merge import BaseWeights, adapter_targets, merge
 from tests import toys
 
 from . import rig

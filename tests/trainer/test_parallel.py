@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from artd_schema.spec import RunSpec, TrainerSpec
 from artd_workers.models.base import UnsupportedModel
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.context import padded
-from artd_workers.trainer.parallel import Parallel
+from artd_workers.trainer.parallel.context import padded
+from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.placement import Placement
 
 from . import moe_rig, parallel_rig

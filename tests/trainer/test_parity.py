@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from artd_workers.models.base import UnsupportedModel
 from artd_workers.models.codec import Row
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer.lora import adapter_config
-from artd_workers.trainer.merge import BaseWeights, merged_tensors
-from artd_workers.trainer.model import Policy, build
+from artd_workers.trainer.model.lora import adapter_config
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.transfer.merge import BaseWeights, merged_tensors
 from tests import toys
 
 from . import rig

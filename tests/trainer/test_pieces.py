@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import pieces
-from artd_workers.trainer.full import FullState
-from artd_workers.trainer.lora import Lora, shapes_of
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import Policy, build
-from artd_workers.trainer.parallel import ALONE
+from artd_workers.trainer.model.experts import chunks
+from artd_workers.trainer.model.lora import Lora, shapes_of
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.trainer.parallel.layout import ALONE
+from artd_workers.trainer.parameters.full import FullState
 from artd_workers.trainer.placement import Placement
+from artd_workers.transfer.merge import BaseWeights
 
 from . import moe_rig, rig
 from .test_placement import moe_pieces
@@ -94,7 +94,7 @@ def test_pieces_are_the_whole(toy_folders: dict[str, Path], monkeypatch: pytest.
     policy, own = policy_of(toy_folders["moe"], torch.float32, trained)
     (wanted, gradients), wide = step(policy, own)
     assert wide > 20
-    monkeypatch.setattr(pieces, "TOKENS", 10)
+    monkeypatch.setattr(chunks, "TOKENS", 10)
     assert len(ROW.tokens) % 10, "the last piece is shorter"
     (found, grads), wide = step(policy, own)
     assert wide == 0, "a tensor of all choices"
@@ -110,7 +110,7 @@ def test_a_rounded_weights_gradient_is_added_up_in_fp32(
     """Many pieces are no farther from fp32 than one."""
     gradients = {}
     for dtype, tokens in ((torch.float32, 10_000), (torch.bfloat16, 10_000), (torch.bfloat16, 2)):
-        monkeypatch.setattr(pieces, "TOKENS", tokens)
+        monkeypatch.setattr(chunks, "TOKENS", tokens)
         policy, own = policy_of(toy_folders["moe"], dtype, "full")
         (_, gradients[dtype, tokens]), _ = step(policy, own)
     exact, whole, parts = gradients.values()

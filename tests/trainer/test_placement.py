@@ -18,24 +18,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from artd_schema.spec import OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import context, placement, tree
-from artd_workers.trainer.layers import MaskedAttention
-from artd_workers.trainer.lora import Lora, shapes_of
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import ALONE, Policy, build
-from artd_workers.trainer.packed import subtree_ends
-from artd_workers.trainer.parallel import Parallel
+from artd_workers.trainer import placement, tree_mask
+from artd_workers.trainer.batch.rows import subtree_ends
+from artd_workers.trainer.model.experts.routed import Order
+from artd_workers.trainer.model.experts.router_replay import ReplayError
+from artd_workers.trainer.model.layers import MaskedAttention
+from artd_workers.trainer.model.lora import Lora, shapes_of
+from artd_workers.trainer.model.model import ALONE, Policy, build
+from artd_workers.trainer.model.product import adapted_product
+from artd_workers.trainer.parallel import context
+from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.placement import CPU, CUDA, Placement
-from artd_workers.trainer.product import adapted_product
-from artd_workers.trainer.replay import ReplayError
-from artd_workers.trainer.routed import Order
-from artd_workers.trainer.step import Optimizer
+from artd_workers.trainer.step.step import Optimizer
+from artd_workers.transfer.merge import BaseWeights
 
 from . import moe_rig, rig
 
 pytestmark = pytest.mark.torch
 GROUPED = Placement(grouped=True)
-BLOCK = tree.BLOCK
+BLOCK = tree_mask.BLOCK
 
 
 def random_tree(seed: int, size: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,7 @@ def random_tree(seed: int, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("seed", range(8))
 def test_until_says_what_ancestors_say(seed: int) -> None:
     until, mask = random_tree(seed, 700)
-    assert torch.equal(tree.hidden(until), mask)
+    assert torch.equal(tree_mask.hidden(until), mask)
 
 
 def edge(end: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ ROWS |= {f"edge {off:+d}": partial(edge, 3 * BLOCK + off) for off in (-1, 0, 1)}
 def test_block_mask_covers_the_mask_block_by_block(row: str) -> None:
     """A full block hides nothing, one that is not listed hides everything, and the rest is asked token by token."""
     until, mask = ROWS[row]()
-    blocks = tree.block_mask(until)
+    blocks = tree_mask.block_mask(until)
     cut = mask.view(6, BLOCK, 6, BLOCK).transpose(1, 2)
     for q in range(6):
         full = set(blocks.full_kv_indices[0, 0, q, : int(blocks.full_kv_num_blocks[0, 0, q])].tolist())
@@ -92,7 +93,7 @@ def test_block_mask_covers_the_mask_block_by_block(row: str) -> None:
 
 def test_block_mask_wants_whole_blocks() -> None:
     with pytest.raises(ValueError, match="not a multiple of 128"):
-        tree.block_mask(tree.chain(130))
+        tree_mask.block_mask(tree_mask.chain(130))
 
 
 @pytest.mark.parametrize("size", [2 * BLOCK, 300, 1100])
@@ -103,8 +104,8 @@ def test_flex_attention_is_masked_attention(monkeypatch: pytest.MonkeyPatch, siz
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, heads, size, 16, generator=g) for heads in (4, 2, 2))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~mask, enable_gqa=True)
-    padded = [torch.nn.functional.pad(x, (0, 0, 0, tree.padding(size))) for x in (q, k, v)]
-    found = flex.flex_attention(*padded, block_mask=tree.RowMask().of(until), enable_gqa=True)[:, :, :size]
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, tree_mask.padding(size))) for x in (q, k, v)]
+    found = flex.flex_attention(*padded, block_mask=tree_mask.RowMask().of(until), enable_gqa=True)[:, :, :size]
     assert (found - wanted).abs().max() <= 1e-5
 
 
@@ -116,7 +117,7 @@ def test_queries_of_a_part_see_what_they_see_in_the_row(monkeypatch: pytest.Monk
     g, part = torch.Generator().manual_seed(1), slice(begin, begin + 2 * BLOCK)
     q, k, v = (torch.randn(1, heads, 6 * BLOCK, 16, generator=g) for heads in (4, 2, 2))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~mask, enable_gqa=True)[:, :, part]
-    seen = tree.RowMask().of(until, begin, 2 * BLOCK)
+    seen = tree_mask.RowMask().of(until, begin, 2 * BLOCK)
     assert (seen.seq_lengths, seen.q_indices.shape[-2:]) == ((2 * BLOCK, 6 * BLOCK), (6, 2))
     found = flex.flex_attention(q[:, :, part], k, v, block_mask=seen, enable_gqa=True)
     assert (found - wanted).abs().max() <= 1e-5
@@ -131,8 +132,8 @@ def test_parts_of_a_row_are_whole_blocks_on_a_gpu(size: int, cp: int, tp: int, b
 
 
 def test_a_row_mask_is_never_another_rows() -> None:
-    masks = tree.RowMask()
-    one, two = tree.chain(BLOCK), random_tree(1, BLOCK)[0]
+    masks = tree_mask.RowMask()
+    one, two = tree_mask.chain(BLOCK), random_tree(1, BLOCK)[0]
     first = masks.of(one)
     assert masks.of(one.detach()) is first and masks.of(two) is not first
     changed = masks.of(two)
@@ -141,8 +142,8 @@ def test_a_row_mask_is_never_another_rows() -> None:
 
 
 def test_chains_are_told_from_trees() -> None:
-    assert tree.is_chain(tree.chain(9)) and not tree.is_chain(rig_row().until)
-    assert torch.equal(tree.fill(tree.chain(3), 2), torch.tensor([3, 3, 3, 4, 5]))
+    assert tree_mask.is_chain(tree_mask.chain(9)) and not tree_mask.is_chain(rig_row().until)
+    assert torch.equal(tree_mask.fill(tree_mask.chain(3), 2), torch.tensor([3, 3, 3, 4, 5]))
 
 
 def rig_row():
@@ -278,7 +279,7 @@ def test_placements_say_what_they_are() -> None:
     assert not CPU.cuda and CPU.dtype == torch.float32 and CPU.settings()["use_cpu_initialization"]
     assert CUDA.cuda and CUDA.grouped and CUDA.settings()["bf16"] and not CUDA.settings()["use_cpu_initialization"]
     assert Placement(recompute=3).settings()["recompute_num_layers"] == 3
-    assert MaskedAttention.__module__ == "artd_workers.trainer.layers"
+    assert MaskedAttention.__module__ == "artd_workers.trainer.model.layers"
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------

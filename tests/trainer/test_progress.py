@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from artd_schema import worker as w
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer import staging
-from artd_workers.trainer.staging import Files
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.checkpoint import writer
+from artd_workers.trainer.checkpoint.writer import Files
+from artd_workers.trainer.step.step import Optimizer, train_step
 
 from . import rig
 from .jobs import spec_for
@@ -61,7 +61,7 @@ def test_every_phase_and_file_of_a_job_is_marked(tmp_path: Path, toy_folders: di
         order, marks = desk.order(step, parent), Marks()
         staged = desk.trainer.run(order, marks)
         assert set(staged.seconds) == set(phases.split())
-        files = {path.name for path in Path(order.dir).iterdir()} - {staging.MANIFEST}
+        files = {path.name for path in Path(order.dir).iterdir()} - {writer.MANIFEST}
         rows = len(load_file(order.batch)["tokens"]) if step else 0
         assert marks.made == 2 * rows + len(staged.seconds) + len(files) + CHUNKS
         parent = w.CheckpointRef(run="r", step=step, epoch=step, lineage=0, sha=staged.sha, dir=order.dir)
@@ -81,5 +81,5 @@ def test_a_large_file_is_marked_while_it_is_written(tmp_path: Path) -> None:
     with Files(tmp_path / "one", marks) as files:
         files.stream("large", chunks())
         files.finish(**FIELDS)
-    lag = staging.BUFFERS
+    lag = writer.BUFFERS
     assert seen == [max(0, number - lag + 1) for number in range(10)] and marks.made == 10 - lag + 1 + 1

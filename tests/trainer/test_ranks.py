@@ -17,10 +17,10 @@ import pytest
 from artd.supervise import procfs
 from artd_schema import worker as w
 from artd_schema.spec import RunSpec, TrainerSpec
-from artd_workers.trainer import launch
-from artd_workers.trainer.parallel import Parallel
-from artd_workers.trainer.ranks import Ranks
-from artd_workers.trainer.step import NonFinite
+from artd_workers.trainer.parallel import launch
+from artd_workers.trainer.parallel.layout import Parallel
+from artd_workers.trainer.parallel.ranks import Ranks
+from artd_workers.trainer.step.step import NonFinite
 from artd_workers.trainer.worker import TrainerWorker
 from tests import listening
 from tests.awake import LOOK_S, SOON_S, Awake

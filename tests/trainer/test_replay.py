@@ -13,9 +13,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor, nn
 
 from artd_schema.trajectory import RouteShape
-from artd_workers.trainer.context import chunk
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.replay import ALLOWED, Replay, ReplayError
+from artd_workers.trainer.model.experts.router_replay import ALLOWED, Replay, ReplayError
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.parallel.context import chunk
 
 from . import moe_rig, routes_rig
 from .moe_rig import FOREIGN, ROWS, SHAPE, Gradients, gradients, ids, loss, trained

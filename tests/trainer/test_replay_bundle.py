@@ -13,7 +13,7 @@ from torch import Tensor
 
 from artd_schema.manifest import ReplayManifest
 from artd_schema.trajectory import RouteShape
-from artd_workers.trainer.packed import BatchError, read_batch
+from artd_workers.trainer.batch.rows import BatchError, read_batch
 
 from . import rig, routes_rig
 from .rig import Piece
@@ -140,7 +140,7 @@ def test_only_many_zero_routes_with_one_expert_a_token_are_refused(
 
     assert write(tmp_path / "right", shape=shape).read(shape).coverage
     assert write(tmp_path / "short", one_row, shape=shape).read(shape).coverage
-    monkeypatch.setattr("artd_workers.trainer.routes.FEW", 1)
+    monkeypatch.setattr("artd_workers.trainer.batch.replay_bundle.FEW", 1)
     with pytest.raises(BatchError, match=r"row 1: all routes from position 0 .*trajectory 4.* on are 0"):
         write(tmp_path / "wrong", one_row, shape=shape).read(shape)
 

@@ -20,7 +20,7 @@ from artd_schema.manifest import ReplayManifest
 from artd_schema.replay_job import ReplayReport, ReplayRow
 from artd_schema.spec import OptimizerSpec
 from artd_schema.trajectory import RouteShape
-from artd_workers.trainer import compare, replay_job
+from artd_workers.trainer.tools import compare, replay_job
 
 from . import rig, routes_rig
 from .past_rig import SHAPE, Past, make_dense, make_sparse
@@ -75,7 +75,7 @@ def parts(rows: list[ReplayRow]) -> set[str]:
 def test_a_fresh_process_repeats_every_bit(sparse: Past, tmp_path: Path) -> None:
     roots = [str(Path(__file__).parents[2] / name) for name in ("schema", "workers")]
     done = subprocess.run(
-        [sys.executable, "-m", "artd_workers.trainer.replay_job"], input=msgspec.json.encode(sparse.request(2, tmp_path)),
+        [sys.executable, "-m", "artd_workers.trainer.tools.replay_job"], input=msgspec.json.encode(sparse.request(2, tmp_path)),
         capture_output=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)}, cwd="/", check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd.packing.manifest import pack
-from artd.packing.spec import PackSpec, Source
+from artd.packing.batch import pack
+from artd.packing.inputs import PackSpec, Source
 from artd.packing.tensors import serialise
 from artd_schema import worker as w
 from artd_schema.codec import digest, to_json
 from artd_schema.spec import LossSpec, OptimizerSpec, RunSpec
 from artd_schema.trajectory import Sampling, Turn
-from artd_workers.trainer.gradients import gradient_norm
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import Batch, BatchError, PackedRow, read_batch
-from artd_workers.trainer.routes import ReplayFiles
-from artd_workers.trainer.step import Optimizer, train_step
+from artd_workers.trainer.batch.replay_bundle import ReplayFiles
+from artd_workers.trainer.batch.rows import Batch, BatchError, PackedRow, read_batch
+from artd_workers.trainer.model.gradients import gradient_norm
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.step.step import Optimizer, train_step
 from artd_workers.trainer.trainer import Trainer
 
 from . import moe_rig, rig

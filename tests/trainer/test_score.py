@@ -23,9 +23,10 @@ from artd_schema.trajectory import RouteShape
 from artd_schema.worker import CheckpointRef
 from artd_workers.models import random_moe
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer import checkpoint, score
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import Policy, build
+from artd_workers.trainer.checkpoint import folder as checkpoint
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.trainer.tools import score
+from artd_workers.transfer.merge import BaseWeights
 
 from . import rig, routes_rig
 
@@ -239,7 +240,7 @@ def test_columns_that_do_not_fit_are_refused(moe: Path, tmp_path: Path, says: st
 def test_the_process_answers_in_its_folder_or_says_why_not(moe: Path, tmp_path: Path) -> None:
     save_file(columns(256) | {"routes": routes()}, tmp_path / SEQUENCES)
     (tmp_path / REQUEST).write_bytes(to_json(ScoreRequest(spec=full(moe), routes=SHAPE)))
-    command = [sys.executable, "-m", "artd_workers.trainer.score", str(tmp_path)]
+    command = [sys.executable, "-m", "artd_workers.trainer.tools.score", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -13,8 +13,8 @@ from artd_schema.families import SEEDED
 from artd_schema.spec import RunSpec
 from artd_workers.models import seeded
 from artd_workers.models.seeded import Draw, SeededWeights, drawn, make
-from artd_workers.trainer.merge import BaseWeights, open_base
-from artd_workers.trainer.parameters import open_model
+from artd_workers.trainer.parameters.trained import open_model
+from artd_workers.transfer.merge import BaseWeights, open_base
 from tests.gpu import shape
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from artd_schema.manifest import WeightTable
 from artd_schema.spec import EngineSpec, OptimizerSpec, Parameters
 from artd_schema.worker import CheckpointRef
-from artd_workers.engines.vllm.disk import served_tensors
+from artd_workers.engines.vllm.weights.disk import served_tensors
 
 from .test_full import make_jobs
 

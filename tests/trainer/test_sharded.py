@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from artd_workers.trainer.checkpoint import MODEL, OPTIMIZER
+from artd_workers.trainer.checkpoint.folder import MODEL, OPTIMIZER
 from artd_workers.trainer.placement import Placement
 
 from . import parallel_rig, rig

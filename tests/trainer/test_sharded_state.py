@@ -14,12 +14,12 @@ from torch import Tensor
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer import placement
-from artd_workers.trainer.full import FullState
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import ALONE, Policy, build
+from artd_workers.trainer.model.model import ALONE, Policy, build
+from artd_workers.trainer.parameters.full import FullState
+from artd_workers.trainer.parameters.full_sharded import ShardedState
 from artd_workers.trainer.placement import Placement
-from artd_workers.trainer.sharded import ShardedState
-from artd_workers.trainer.step import Cancelled, Optimizer, train_step
+from artd_workers.trainer.step.step import Cancelled, Optimizer, train_step
+from artd_workers.transfer.merge import BaseWeights
 
 from .test_masters import GROUPED, make_batch
 

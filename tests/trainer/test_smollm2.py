@@ -11,8 +11,8 @@ import torch
 
 from artd_workers.models import gguf
 from artd_workers.models.registry import plan_for, read_config
-from artd_workers.trainer.merge import BaseWeights
-from artd_workers.trainer.model import Policy, build
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.transfer.merge import BaseWeights
 
 from . import rig
 from .rig import Piece

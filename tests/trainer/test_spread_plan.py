@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from artd_schema.direct import EngineTable, Plan
-from artd_workers.engines.direct.cover import CoverError
 from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.models.codec import Codec
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.direct.frozen import Frozen
-from artd_workers.trainer.direct.layout import Share, Spread
-from artd_workers.trainer.direct.plan import PlanError, check_whole, make_plan, whole
-from artd_workers.trainer.direct.schedule import schedule
-from artd_workers.trainer.direct.served import Served
-from artd_workers.trainer.direct.together import One
+from artd_workers.trainer.push.direct.checksums import Served
+from artd_workers.trainer.push.direct.collectives import One
+from artd_workers.trainer.push.direct.layout import Share, Spread
+from artd_workers.trainer.push.direct.plan import PlanError, check_whole, make_plan, whole
+from artd_workers.trainer.push.direct.schedule import schedule
+from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.transfer.coverage import CoverError
 from tests.direct_rig import engine_model, engine_table, fused, pair
 
 from .test_direct import MOE, base_of

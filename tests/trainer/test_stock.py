@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from artd_schema import worker as w
 from artd_schema.manifest import WeightEntry
-from artd_workers.engines import stock as wire
-from artd_workers.engines.direct import checksum, sums
-from artd_workers.engines.nccl import Library, NcclError
-from artd_workers.engines.vllm import stock as vllm
-from artd_workers.trainer import stock
-from artd_workers.trainer.push import Pusher
-from artd_workers.trainer.snapshot import Snapshot
+from artd_workers.engines.vllm.weights import stock_dialects as vllm
+from artd_workers.trainer.push import stock
+from artd_workers.trainer.push.pusher import Pusher
+from artd_workers.trainer.push.snapshot import Snapshot
+from artd_workers.transfer import checksum, sums
+from artd_workers.transfer import stock as wire
+from artd_workers.transfer.nccl import Library, NcclError
 from tests.awake import Awake
 from tests.compiled import library
 from tests.listening import listening

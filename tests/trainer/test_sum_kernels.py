@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from artd_workers.engines.direct import kernels
-from artd_workers.engines.direct.checksum import BLOCK, WORD, Blocks, Span, sum_of
+from artd_workers.transfer import checksum_kernels
+from artd_workers.transfer.checksum import BLOCK, WORD, Blocks, Span, sum_of
 from tests.direct_rig import MemoryQueue
 
 pytestmark = pytest.mark.torch
@@ -32,13 +32,13 @@ def data():
 
 
 def test_the_sums_of_the_reference(data):
-    table, sums = kernels.Table(Blocks.cut(spans(data), "cpu")), torch.zeros(2, dtype=torch.int64)
+    table, sums = checksum_kernels.Table(Blocks.cut(spans(data), "cpu")), torch.zeros(2, dtype=torch.int64)
     table.sum(sums, (0, 3))
     assert sums.tolist() == [sum_of(data[:41]), sum_of(data[41:])]
 
 
 def test_some_spans_alone(data):
-    table, sums = kernels.Table(Blocks.cut(spans(data), "cpu")), torch.zeros(2, dtype=torch.int64)
+    table, sums = checksum_kernels.Table(Blocks.cut(spans(data), "cpu")), torch.zeros(2, dtype=torch.int64)
     table.sum(sums, (1, 2))
     table.sum(sums, (1, 1))
     first = sums.tolist()
@@ -48,7 +48,7 @@ def test_some_spans_alone(data):
 
 def test_copied_and_summed(data):
     there = torch.zeros_like(data)
-    table, sums = kernels.Table(Blocks.cut(spans(there, data), "cpu")), torch.zeros(2, dtype=torch.int64)
+    table, sums = checksum_kernels.Table(Blocks.cut(spans(there, data), "cpu")), torch.zeros(2, dtype=torch.int64)
     assert not there.any()  # what is compiled ahead copies nothing
     table.sum(sums, (0, 3), copy=True)
     assert torch.equal(there, data) and sums.tolist() == [sum_of(data[:41]), sum_of(data[41:])]
@@ -57,7 +57,7 @@ def test_copied_and_summed(data):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_table_has_the_alignment_that_its_kernels_were_compiled_for(data, count):
     """Triton compiles anew for a pointer that 16 does not divide: a table of an odd number of blocks would wait for that."""
-    table = kernels.Table(Blocks.cut([Span(data.data_ptr(), 0, 4, 0)] * count, "cpu"))
+    table = checksum_kernels.Table(Blocks.cut([Span(data.data_ptr(), 0, 4, 0)] * count, "cpu"))
     columns = (table._here, table._there, table._first, table._words, table._part)
     begin = table._here.data_ptr()
     assert [(one.data_ptr() - begin) % 16 for one in columns] == [0] * len(columns)
@@ -70,12 +70,12 @@ def test_all_kernels_are_compiled_with_the_table(data, monkeypatch):
         assert int(part.max()) < len(sums), "it would add to memory of others"
         asked.append((count, int(words.sum()), copy, rows))
 
-    monkeypatch.setattr(kernels.Table, "_launch", launch)
+    monkeypatch.setattr(checksum_kernels.Table, "_launch", launch)
     late = [replace(span, part=7) for span in spans(data)]
-    kernels.Table(Blocks.cut(late, "cpu"))
+    checksum_kernels.Table(Blocks.cut(late, "cpu"))
     plain = [(1, 0, False, False), (1, 0, True, False)]
     assert asked == plain
-    kernels.Table(Blocks.cut([*late, Span(data.data_ptr(), 0, 4, 0, 0, 2, 3)], "cpu"))
+    checksum_kernels.Table(Blocks.cut([*late, Span(data.data_ptr(), 0, 4, 0, 0, 2, 3)], "cpu"))
     assert asked == [*plain, *plain, (1, 0, False, True), (1, 0, True, True)]
 
 
@@ -93,7 +93,7 @@ def test_columns_make_up_the_whole(widths, together):
         spans.append(Span(at, 7 + left, rows * width, 0, 0, width, pitch, 0 if together else pitch))
         left += width
     spans.append(Span(whole.data_ptr(), 0, whole.numel(), 1))
-    table, sums = kernels.Table(Blocks.cut(spans, "cpu")), torch.zeros(2, dtype=torch.int64)
+    table, sums = checksum_kernels.Table(Blocks.cut(spans, "cpu")), torch.zeros(2, dtype=torch.int64)
     table.sum(sums, (0, len(spans)))
     assert sums.tolist() == [sum_of(whole, 7), sum_of(whole)]
     table.sum(sums.zero_(), (len(spans) - 1, len(spans)))
@@ -108,7 +108,7 @@ def test_columns_copied_and_summed():
         Span(there.data_ptr() + a * WORD, a, 37 * (b - a), 0, whole.data_ptr() + a * WORD, b - a, 11, 11)
         for a, b in cuts
     ]
-    table, sums = kernels.Table(Blocks.cut(spans, "cpu")), torch.zeros(1, dtype=torch.int64)
+    table, sums = checksum_kernels.Table(Blocks.cut(spans, "cpu")), torch.zeros(1, dtype=torch.int64)
     table.sum(sums, (0, 1), copy=True)
     assert torch.equal(there[:, :4], whole[:, :4]) and not there[:, 4:].any()
     table.sum(sums, (1, 2), copy=True)
@@ -139,7 +139,7 @@ def test_spans_of_all_sorts_in_one_table(seed, even):
             at += some(0, 5) + max(words, rows * step)
         assert at <= len(here)
         before = here.clone()
-        table = kernels.Table(Blocks.cut(spans, "cpu"))
+        table = checksum_kernels.Table(Blocks.cut(spans, "cpu"))
         assert table._aligned == 1 + even or here.data_ptr() % 16
         table.sum(found, (0, 3))
         table.sum(found, (3, 5), copy=True)
@@ -164,7 +164,7 @@ def test_offsets_beyond_32_bits(tmp_path):
         span = Span(at, 7, data.numel(), 0, 0, width, pitch, step)
         for row, words in enumerate(data):
             ctypes.memmove(at + row * step * WORD, words.data_ptr(), width * WORD)
-        table, sums = kernels.Table(Blocks.cut([span], "cpu")), torch.zeros(1, dtype=torch.int64)
+        table, sums = checksum_kernels.Table(Blocks.cut([span], "cpu")), torch.zeros(1, dtype=torch.int64)
         table.sum(sums, (0, 1))
         wanted = [sum_of(words, 7 + row * pitch) for row, words in enumerate(data)]
         assert sums.item() == int(torch.tensor(wanted).sum())

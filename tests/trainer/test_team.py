@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from artd_schema.direct import Feed
-from artd_workers.engines.base import Deadline
-from artd_workers.trainer.direct import member, team
-from artd_workers.trainer.direct import pair as pair_module
-from artd_workers.trainer.direct.frozen import Frozen
-from artd_workers.trainer.direct.member import Member
-from artd_workers.trainer.direct.pair import Direct
-from artd_workers.trainer.direct.source import Aborted
-from artd_workers.trainer.direct.team import Abort, Answer, Close, Ended, Give, Open, Opened, Order, Others, Team
-from artd_workers.trainer.ways import Unable
+from artd_workers.engines.adapter import Deadline
+from artd_workers.trainer.push.direct import member, team
+from artd_workers.trainer.push.direct import pair as pair_module
+from artd_workers.trainer.push.direct.member import Member
+from artd_workers.trainer.push.direct.pair import Direct
+from artd_workers.trainer.push.direct.source import Aborted
+from artd_workers.trainer.push.direct.team import Abort, Answer, Close, Ended, Give, Open, Opened, Order, Others, Team
+from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.ways import Unable
 from tests.awake import wait_until
 
 pytestmark = pytest.mark.torch

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_workers.trainer.model import Policy
-from artd_workers.trainer.packed import BatchError, PackedRow
-from artd_workers.trainer.tree import chain
+from artd_workers.trainer.batch.rows import BatchError, PackedRow
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.tree_mask import chain
 
 from . import rig
 from .rig import Piece

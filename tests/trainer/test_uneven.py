@@ -10,8 +10,8 @@ import torch
 
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_workers.models.seeded import SeededWeights, make
-from artd_workers.trainer import serving
-from artd_workers.trainer.merge import BaseWeights, open_base
+from artd_workers.trainer.push import serving
+from artd_workers.transfer.merge import BaseWeights, open_base
 from tests import toys
 from tests.direct_rig import MemoryPort
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from artd.base_model import pin
+from artd.models.base_model import pin
 from artd_schema import crashpoint
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec
-from artd_workers.engines import gloo
-from artd_workers.trainer.checkpoint import ADAPTER, MODEL
-from artd_workers.trainer.merge import BaseWeights, merged_tensors
+from artd_workers.trainer.checkpoint.folder import ADAPTER, MODEL
+from artd_workers.transfer import gloo
+from artd_workers.transfer.merge import BaseWeights, merged_tensors
 from tests import toys
 
 from . import rig

@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import numpy as np
 
-from artd.packing.manifest import Bundle, Source
+from artd.packing.batch import Bundle, Source
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest
 from artd_schema.trajectory import RouteShape, Sampling, Turn

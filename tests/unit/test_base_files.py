@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from artd.base_model import PinnedBase
 from artd.errors import Conflict
+from artd.models.base_model import PinnedBase
 from artd_schema.base import BaseFile, BaseModel
 from artd_schema.codec import digest
 from artd_workers.base_files import BaseChanged, BaseFiles
@@ -73,5 +73,5 @@ def test_a_look_is_quick_and_a_check_remembers_what_it_hashed(base, monkeypatch)
         known.look()
     known.check()
     known.look()
-    monkeypatch.setattr("artd.base_model._entry", lambda path: pytest.fail(f"{path} is hashed again"))
+    monkeypatch.setattr("artd.models.base_model._entry", lambda path: pytest.fail(f"{path} is hashed again"))
     known.check()

@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 
-from artd import base_model
-from artd.base_model import check_pinned, pin
 from artd.errors import Conflict, Invalid
+from artd.models import base_model
+from artd.models.base_model import check_pinned, pin
 from artd_schema.trajectory import RouteShape
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 99}

@@ -16,7 +16,7 @@ from artd.check import Report, check
 from artd.check.report import LISTED, Outcome, Violation
 from artd.check.run import INVARIANTS
 from artd.recover import identify
-from artd.rollback import rollback
+from artd.runs.rollback import rollback
 from artd.store.migrate import SchemaMismatch
 from artd_schema.client_api import Rollback
 from tests.fakes.rows import BASE, data_dir, open_store

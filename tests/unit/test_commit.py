@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from artd import commit as result
-from artd.commit import BadResult, Stale
-from artd.runs import set_run_state
+from artd.runs.lifecycle import set_run_state
+from artd.training import commit as result
+from artd.training.commit import BadResult, Stale
 from artd_schema import worker as w
 from tests.fakes.rows import (
     FakeClock,

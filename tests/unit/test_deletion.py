@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from artd import deletion
+from artd.api.listing import read_rows
 from artd.check import check
 from artd.config import Retention
-from artd.deletion import Deleter, mark
 from artd.errors import Conflict, NotFound
-from artd.gc import Collector
-from artd.lists import read_rows
-from artd.runs import Runs, set_run_state
+from artd.retention import deletion
+from artd.retention.collector import Collector
+from artd.retention.deletion import Deleter, mark
+from artd.runs.lifecycle import Runs, set_run_state
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from tests.awake import until

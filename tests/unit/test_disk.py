@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from artd.disk import RESERVE, Disk, give_up
+from artd.datadir.disk import RESERVE, Disk, give_up
 from artd.errors import Busy
 from artd.packing import service
 from artd.store import store as store_module
@@ -184,7 +184,7 @@ async def test_a_result_that_the_disk_cannot_keep_is_interrupted_and_never_count
         def full(*_: object) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("artd.commit.publish", full)
+        monkeypatch.setattr("artd.training.commit.publish", full)
         await dispatch.staged(staged(order, stage(Path(order.dir), order)))
         assert wire.of(w.Fenced) and not Path(order.dir).exists()
         row = (await store.read("SELECT state, attempts, deaths FROM job WHERE id = ?", (order.job,)))[0]

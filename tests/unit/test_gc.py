@@ -9,16 +9,16 @@ from contextlib import closing
 
 import pytest
 
-from artd import gc
+from artd.api.requests import Requests
 from artd.check import check
 from artd.config import Retention
 from artd.errors import NotFound, RequestError
-from artd.gc import EXPIRIES, REFERENCES, Collector
-from artd.intake import insert_many
-from artd.requests import Requests
+from artd.retention import collector
+from artd.retention.clock_jumps import stop_retention
+from artd.retention.collector import EXPIRIES, REFERENCES, Collector
+from artd.rollouts.insert import insert_many
 from artd.store.blobs import GRACE_S, TRASH, Blobs, add_row
 from artd.store.store import emit
-from artd.times import stop_retention
 from artd_schema import client_api as api
 from artd_schema.trajectory import ExchangeRef
 from tests.fakes.rows import FakeClock, add_run, body, count, data_dir, make_ingest, one, open_store, submit, turn
@@ -246,7 +246,7 @@ async def test_contents_go_with_age_and_rows_stay(folder, clock):
 
 
 async def test_old_events_go_and_their_numbers_are_not_used_again(folder, clock, monkeypatch):
-    monkeypatch.setattr(gc, "ROWS", 3)
+    monkeypatch.setattr(collector, "ROWS", 3)
     async with open_store(folder, clock) as store:
         place = Place(store, folder, clock, Retention(trajectories_days=0, batches_days=0, exchanges_days=0))
         old = await count(store, "event")
@@ -256,9 +256,9 @@ async def test_old_events_go_and_their_numbers_are_not_used_again(folder, clock,
         assert await place.collect(dry=True) == await place.collect() == {}
         clock.advance(2 * DAY_S)
         assert await place.collect(dry=True) == {("expired", "event"): old}
-        assert await place.collect() == {("expired", "event"): old} and old > 2 * gc.ROWS
+        assert await place.collect() == {("expired", "event"): old} and old > 2 * collector.ROWS
         kinds = [row["kind"] for row in await store.read("SELECT kind FROM event ORDER BY id")]
-        assert kinds == ["young", *["event.expired"] * -(-old // gc.ROWS)]
+        assert kinds == ["young", *["event.expired"] * -(-old // collector.ROWS)]
         assert await one(store, "SELECT min(id) FROM event") == newest
     assert check(folder, deep=True).clean
 
@@ -310,7 +310,7 @@ async def test_nothing_goes_by_age_while_retention_has_stopped(folder, clock):
 
 
 async def test_the_database_gives_its_free_pages_back_in_small_steps(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(gc, "VACUUM_PAGES", 10)
+    monkeypatch.setattr(collector, "VACUUM_PAGES", 10)
     async with open_store(tmp_path, clock) as store:
         place = Place(store, tmp_path, clock)
         await add_run(store)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from artd.cli.remedy import _of_the_spec
+from artd.cli.status.problems import _of_the_spec
 from artd_schema.spec import RunSpec, TrainerSpec
 from artd_schema.worker import TrainerConfig, Welcome
 from artd_workers import gpus

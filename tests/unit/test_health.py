@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from artd import heart, pulse
 from artd.cli import health
-from artd.cli.probe import Daemon
-from artd.rundir import DataDir
-from artd.sockets import Sockets
+from artd.cli.daemon_probe import Daemon
+from artd.datadir.layout import DataDir
+from artd.health import heart, pulse
+from artd.net.sockets import Sockets
 from artd_schema.paths import CLIENT_SOCKET, DaemonFile
 from tests.awake import until
 

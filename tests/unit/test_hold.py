@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from artd.push import ENGINE, GATEWAY, HELD_S, Pusher
-from artd.route import Router, load_table
-from artd.rundir import DataDir
+from artd.datadir.layout import DataDir
+from artd.serving.pusher import ENGINE, GATEWAY, HELD_S, Pusher
+from artd.serving.routing_table import Router, load_table
 from artd.store.store import WAKE_S, Store
 from artd_schema import worker as w
 from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, open_store, settle
@@ -215,7 +215,7 @@ async def test_a_gateway_that_was_started_while_the_row_was_written_has_to_confi
 async def test_a_gateway_that_does_not_confirm_is_killed_and_its_death_waited_for(tmp_path, monkeypatch):
     assert HELD_S >= 5
     async with world(tmp_path) as it:
-        monkeypatch.setattr("artd.push.HELD_S", 0.05)
+        monkeypatch.setattr("artd.serving.pusher.HELD_S", 0.05)
         push = await it.push()
         await it.pausing(push)
         await asyncio.sleep(0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from artd.errors import Invalid
-from artd.runs import Runs
+from artd.runs.lifecycle import Runs
 from artd_schema import client_api as api
 from artd_schema.spec import EngineSpec, Mode, RunSpec, in_flight_error
 from tests.fakes.rows import EVERY_STEP, count, open_store

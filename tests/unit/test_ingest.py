@@ -8,9 +8,9 @@ import threading
 import msgspec
 import pytest
 
-from artd import ingest as ingest_module
 from artd.errors import Conflict, Invalid, NotFound
-from artd.runs import set_run_state
+from artd.rollouts import ingest as ingest_module
+from artd.runs.lifecycle import set_run_state
 from artd_schema import client_api as api
 from artd_schema.codec import digest
 from artd_schema.trajectory import Sampling

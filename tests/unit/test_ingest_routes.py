@@ -7,8 +7,8 @@ import threading
 import msgspec
 import pytest
 
-from artd import ingest as ingest_module
 from artd.errors import Conflict, Invalid
+from artd.rollouts import ingest as ingest_module
 from artd_client import turn as client_turn
 from artd_schema import client_api as api
 from artd_schema import worker as w
@@ -175,7 +175,7 @@ async def test_large_bodies_are_checked_neither_in_the_event_loop_nor_in_the_wri
         await add_moe_run(store)
         ingest = make_ingest(store, data_dir(tmp_path), max_inline=100)
         seen = []
-        module = ingest_module if by == "value" else ingest_module.references
+        module = ingest_module if by == "value" else ingest_module.by_reference
         check = module.check_turns
         monkeypatch.setattr(
             module, "check_turns", lambda *given: (seen.append(threading.current_thread()), check(*given))[1]
@@ -191,15 +191,15 @@ async def test_large_bodies_are_checked_neither_in_the_event_loop_nor_in_the_wri
 
 def submitted_meanwhile(ingest, monkeypatch, key):
     """Have another submit of response "a" come, with this key, while the next one has read the ledger but not written."""
-    read = ingest_module.references.read_exchanges
+    read = ingest_module.by_reference.read_exchanges
 
     async def meanwhile(*given):
         found = await read(*given)
-        monkeypatch.setattr(ingest_module.references, "read_exchanges", read)
+        monkeypatch.setattr(ingest_module.by_reference, "read_exchanges", read)
         await ingest.submit(refer("a", key=key), [])
         return found
 
-    monkeypatch.setattr(ingest_module.references, "read_exchanges", meanwhile)
+    monkeypatch.setattr(ingest_module.by_reference, "read_exchanges", meanwhile)
 
 
 async def test_of_two_submits_at_once_one_gets_the_response(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ async def test_many_references_are_read_at_once_and_stay_in_order(tmp_path):
         await ingest.submit(refer(*order), [])
         assert [each.prompt_ids[0] for each in await stored(store, data)] == [int(n[1:]) % VOCAB for n in order]
         plan = await store.read(
-            "EXPLAIN QUERY PLAN " + ingest_module.references.READ.format("(?, ?), (?, ?)"), ("a", 0, "b", 0, 1)
+            "EXPLAIN QUERY PLAN " + ingest_module.by_reference.READ.format("(?, ?), (?, ?)"), ("a", 0, "b", 0, 1)
         )
         assert any("run_id=? AND response_id=? AND choice=?" in row["detail"] for row in plan), [
             row["detail"] for row in plan

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from artd.check import check
 from artd.errors import Invalid
-from artd.gc import Collector, Retention
+from artd.retention.collector import Collector, Retention
 from artd.store.blobs import GRACE_S, Blobs
 from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError

@@ -10,9 +10,9 @@ import threading
 import msgspec
 import pytest
 
-from artd import intake
 from artd.errors import RequestError
-from artd.intake import Intake, Parcel, RunFacts, insert_many
+from artd.rollouts import insert
+from artd.rollouts.insert import Intake, Parcel, RunFacts, insert_many
 from artd.store.store import set_meta
 from artd.store.writer import StoreFull
 from artd_schema import client_api as api
@@ -83,7 +83,7 @@ async def test_a_batch_is_as_good_as_one_by_one(tmp_path, seed):
 async def test_a_batch_larger_than_a_lookup(tmp_path):
     async with open_store(tmp_path) as store:
         await add_run(store)
-        parcels = [parcel(f"k{number}", group=f"g{number}") for number in range(2 * intake.LOOKUP + 7)]
+        parcels = [parcel(f"k{number}", group=f"g{number}") for number in range(2 * insert.LOOKUP + 7)]
         for duplicate in (False, True):
             outcomes = await store.write(lambda c: insert_many(c, 1, parcels))
             assert [repeated for _, repeated, _ in map(plain, outcomes)] == [duplicate] * len(parcels)

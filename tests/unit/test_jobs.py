@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from artd.api.job_orders import end_for_good, retry
 from artd.errors import Conflict, NotFound
-from artd.job_orders import end_for_good, retry
-from artd.runs import Runs, set_run_state
+from artd.runs.lifecycle import Runs, set_run_state
 from artd.store.store import Store
 from artd_schema import worker as w
 from tests.fakes.rows import EVERY_STEP, FakeWire, add_run, add_worker, count, one, open_store, stage
@@ -198,7 +198,7 @@ async def test_a_report_that_comes_again_while_its_files_are_removed_is_left_alo
             calls.append(path)
             removed.wait(10)
 
-        monkeypatch.setattr("artd.dispatch.fs.remove_tree", remove)
+        monkeypatch.setattr("artd.training.dispatch.fs.remove_tree", remove)
         first = asyncio.ensure_future(it.dispatch.staged(staged(order, sha)))
         while not calls:
             await asyncio.sleep(0.01)

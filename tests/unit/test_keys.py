@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from artd.keys import BadKey, Keys
+from artd.net.keys import BadKey, Keys
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import contextlib
 import anyio
 import pytest
 
-from artd.lease import Holder, Leases, heartbeat_s
+from artd.supervise.lease import Holder, Leases, heartbeat_s
 from tests.fakes.rows import FakeClock
 
 

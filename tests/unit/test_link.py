@@ -10,7 +10,7 @@ import zmq
 
 from artd_schema import worker as w
 from artd_schema.codec import Codec
-from artd_workers.harness import Identity, Link
+from artd_workers.daemon_link import Identity, Link
 from tests.awake import SOON_S
 
 BEAT_S = 0.05

@@ -6,10 +6,11 @@ import functools
 
 import pytest
 
-from artd import lists, pages
+from artd.api import listing
+from artd.api.listing import read_events, read_rows
 from artd.errors import Invalid, NotFound
-from artd.lists import read_events, read_rows
-from artd.pages import QUERIES
+from artd.store import pages
+from artd.store.pages import QUERIES
 from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
 from tests.fakes.rows import add_run, data_dir, make_ingest, open_store, submit
@@ -123,7 +124,7 @@ async def test_a_list_names_so_many_states_at_most():
 
 
 async def test_an_answer_ends_before_it_becomes_too_large(tmp_path, monkeypatch):
-    monkeypatch.setattr(lists, "BYTES", 3000)
+    monkeypatch.setattr(listing, "BYTES", 3000)
     async with open_store(tmp_path) as store:
         await add_run(store)
         ingest = make_ingest(store, data_dir(tmp_path))
@@ -131,7 +132,7 @@ async def test_an_answer_ends_before_it_becomes_too_large(tmp_path, monkeypatch)
             await submit(ingest, key=f"k{number}", group=f"g{number}", metadata={"text": "x" * 1000})
         answer = await read_rows(store, api.List(what="trajectories"))
         assert ([row["key"] for row in answer.rows], answer.more) == (["k4", "k3"], True)
-        monkeypatch.setattr(lists, "BYTES", 10)
+        monkeypatch.setattr(listing, "BYTES", 10)
         assert len((await read_rows(store, api.List(what="trajectories"))).rows) == 1, "else nobody ever sees it"
 
 

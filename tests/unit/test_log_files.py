@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from artd.cli.logs import Source
-from artd.log_files import LogFiles
+from artd.cli.artctl.logs import Source
+from artd.datadir.log_files import LogFiles
 from artd.supervise.postmortem import read_tail
 
 LIMIT = 100

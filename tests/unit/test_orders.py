@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from artd.dispatch import TRAINER
-from artd.push import ENGINE
+from artd.serving.pusher import ENGINE
+from artd.training.dispatch import TRAINER
 from artd_schema import worker as w
 from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_dispatch, make_pusher

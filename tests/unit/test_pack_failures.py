@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from artd.api.group_orders import discard_group
 from artd.errors import Conflict, NotFound
-from artd.group_orders import discard_group
 from artd.packing import child, failures, forest, process, service
 from artd.packing.service import Packer
-from artd.runs import Runs
+from artd.runs.lifecycle import Runs
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from tests.awake import Awake

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from artd.job_orders import end_for_good
-from artd.lists import read_rows
+from artd.api.job_orders import end_for_good
+from artd.api.listing import read_rows
 from artd.packing.child import PackFailure, PackRequest
 from artd.packing.process import run_child
 from artd.packing.service import Packer
-from artd.runs import set_run_state
+from artd.runs.lifecycle import set_run_state
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from artd_schema.codec import digest

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from artd.packing import manifest as manifest_module
-from artd.packing import plan, tree
-from artd.packing.manifest import PackError, PackSpec, fill, pack
+from artd.packing import batch as manifest_module
+from artd.packing import rows as plan
+from artd.packing import tree
+from artd.packing.batch import PackError, PackSpec, fill, pack
 from artd.packing.tensors import PADDING, serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.trajectory import Sampling

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from artd.core.groups import group_outcome
 from artd.packing.advantages import group_statistics
+from artd.packing.batch import Bundle, PackError
 from artd.packing.child import PackFailure, PackRequest, run
-from artd.packing.manifest import Bundle, PackError
 from artd_schema.codec import digest, to_json
 from artd_schema.manifest import BatchManifest, ReplayManifest
 from artd_schema.trajectory import RouteShape

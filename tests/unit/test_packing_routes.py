@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artd.packing import forest, replay, routes, tree
-from artd.packing.manifest import PackError, PackSpec, pack
+from artd.packing.batch import PackError, PackSpec, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.trajectory import RouteShape
@@ -370,7 +370,7 @@ def plant_padding_of_zeros(patch):
         tensors["routes"][:, tensors["covered"] == 0] = 0
         return tensors
 
-    patch.setattr("artd.packing.manifest.fill_routes", zeros)
+    patch.setattr("artd.packing.batch.fill_routes", zeros)
 
 
 def plant_all_covered(patch):
@@ -381,7 +381,7 @@ def plant_all_covered(patch):
         tensors["covered"][:] = 1
         return tensors
 
-    patch.setattr("artd.packing.manifest.fill_routes", all_covered)
+    patch.setattr("artd.packing.batch.fill_routes", all_covered)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from artd import pages, times
+from artd.api.job_orders import end_for_good
 from artd.cli import read
-from artd.cli.probe import Daemon
-from artd.cli.snapshot import Snapshot, _fill
+from artd.cli.daemon_probe import Daemon
+from artd.cli.status.snapshot import Snapshot, _fill
 from artd.config import Retention
-from artd.gc import Collector
-from artd.job_orders import end_for_good
-from artd.push import Pusher
-from artd.retain import Retain
-from artd.rollback import rollback
-from artd.route import load_table
-from artd.runs import Runs
+from artd.retention import clock_jumps
+from artd.retention.checkpoints import Retain
+from artd.retention.collector import Collector
+from artd.runs.lifecycle import Runs
+from artd.runs.rollback import rollback
+from artd.serving.pusher import Pusher
+from artd.serving.routing_table import load_table
+from artd.store import pages
 from artd.store.blobs import Blobs
 from artd.store.migrate import migrate
 from artd_schema import client_api as api
@@ -176,7 +177,7 @@ async def live(store, data):
     await add_worker(store, "engine", 2, "ready", "/e.sock")
     for _ in range(2):
         await pusher._send_due()
-    await store.write(lambda c: times.follow(c, store.clock.now_ms(), 10_000))
+    await store.write(lambda c: clock_jumps.follow(c, store.clock.now_ms(), 10_000))
     await Collector(store, Blobs(data.blobs), Retention()).collect()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from artd.push import DEADLINE_S, GONE_S, MAX_ATTEMPTS
-from artd.runs import set_run_state
+from artd.runs.lifecycle import set_run_state
+from artd.serving.pusher import DEADLINE_S, GONE_S, MAX_ATTEMPTS
 from artd_schema import worker as w
 from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, serve, train_next

@@ -14,11 +14,11 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 
-from artd import remote
-from artd.descriptors import raise_limit
-from artd.keys import Keys
-from artd.remote import ClientWire
-from artd.wire import Local, NotAllowed
+from artd.net import remote
+from artd.net.descriptors import raise_limit
+from artd.net.keys import Keys
+from artd.net.remote import ClientWire
+from artd.net.router import Local, NotAllowed
 from artd_schema import PROTOCOL
 from artd_schema import client_api as api
 from artd_schema.codec import Codec

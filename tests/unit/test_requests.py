@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from artd.api.requests import Requests
 from artd.core.states import IllegalTransition
-from artd.requests import Requests
-from artd.runs import Runs
+from artd.runs.lifecycle import Runs
 from artd.store.writer import StoreFull
 from artd_schema import PROTOCOL
 from artd_schema import client_api as api
@@ -175,7 +175,7 @@ async def test_a_full_disk_is_busy_and_says_when_to_come_again(tmp_path, monkeyp
         def full(*_):
             raise StoreFull("the disk is full: free space")
 
-        monkeypatch.setattr("artd.intake.insert_many", full)
+        monkeypatch.setattr("artd.rollouts.insert.insert_many", full)
         sub = api.Submit(run="r", group="g", reward=1.0)
         answer = await desk.refused("busy", "disk is full", sub, [body()])
         assert answer.retry_after_s > 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from artd.retain import Retain, sweep
-from artd.runs import set_run_state
+from artd.retention.checkpoints import Retain, sweep
+from artd.runs.lifecycle import set_run_state
 from artd_schema import worker as w
 from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, train_next

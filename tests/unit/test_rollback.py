@@ -8,10 +8,10 @@ import pytest
 
 from artd.errors import Conflict, NotFound
 from artd.packing import service
-from artd.retain import Retain
-from artd.rollback import rollback
-from artd.route import load_table
-from artd.runs import Runs, set_run_state
+from artd.retention.checkpoints import Retain
+from artd.runs.lifecycle import Runs, set_run_state
+from artd.runs.rollback import rollback
+from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from artd_schema import worker as w

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from artd.route import Router, load_table
-from artd.runs import set_run_state
+from artd.runs.lifecycle import set_run_state
+from artd.serving.routing_table import Router, load_table
 from artd_schema import worker as w
 from tests.awake import SOON_S, until
 from tests.fakes.rows import BASE, MIXTURE, ROUTES, FakeWire, add_run, add_worker, data_dir, open_store, settle

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from artd import once
 from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.packing.advantages import group_statistics
-from artd.runs import Runs, set_run_state
+from artd.runs.lifecycle import Runs, set_run_state
+from artd.tables import once
 from artd_schema import client_api as api
 from artd_schema.spec import MAX_SERVED_RANK, EngineSpec, LoraSpec, LossSpec, RunSpec, TrainerSpec
 from tests.awake import SOON_S

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from artd import services
-from artd.descriptors import is_scarce, reserve
+from artd.net.descriptors import is_scarce, reserve
 from artd.services import patient
 from artd.supervise.spawn import _seen
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from artd import gc, log_files
 from artd.config import Limits, Runtimes, Settings
+from artd.datadir import log_files
+from artd.retention import collector
 from artd.services import Services
 from artd.store.blobs import TRASH
 from artd.workforce import Boot
@@ -23,9 +24,9 @@ MIB = 1 << 20
 
 
 async def test_files_without_rows_go_and_large_logs_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gc, log_files):
+    for module in (collector, log_files):
         monkeypatch.setattr(module, "PERIOD_S", 0.05)
-    monkeypatch.setattr(gc, "FIRST_S", 0.05)
+    monkeypatch.setattr(collector, "FIRST_S", 0.05)
     data = data_dir(tmp_path)
     loose = data.blobs / digest(b"loose")[:2] / digest(b"loose")
     loose.parent.mkdir(parents=True)

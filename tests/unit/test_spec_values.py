@@ -10,15 +10,15 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from artd.api.listing import read_rows
 from artd.errors import Conflict, Invalid, Unreadable
-from artd.lists import read_rows
 from artd.recover import identify, recover
-from artd.retain import Retain
-from artd.route import load_table
-from artd.runs import Runs
+from artd.retention.checkpoints import Retain
+from artd.runs.lifecycle import Runs
+from artd.serving.routing_table import load_table
 from artd.store.migrate import SchemaMismatch, migrate
+from artd.store.views import active_run
 from artd.store.writer import connect
-from artd.views import active_run
 from artd_schema import client_api as api
 from artd_schema import stored
 from artd_schema.codec import Codec, WireError

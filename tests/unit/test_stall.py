@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 
-from artd import commit as result
 from artd.config import Limits, Settings
-from artd.dispatch import TRAINER
+from artd.net.router import WorkerWire
 from artd.services import Services
 from artd.store.store import Store
-from artd.wire import WorkerWire
+from artd.training import commit as result
+from artd.training.dispatch import TRAINER
 from artd.workforce import Boot
 from artd_schema import worker as w
 from tests.fakes.rows import FakeClock, add_worker, data_dir, one, open_store, stage

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from artd import pauses
 from artd.core.states import TRANSITIONS, IllegalTransition, check, sources
+from artd.tables import pauses
 
 SQL = files("artd_schema").joinpath("sql").joinpath("0001_initial.sql").read_text(encoding="utf-8")
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd.lists import read_rows
-from artd.packing.manifest import PackSpec, pack
+from artd.api.listing import read_rows
+from artd.packing.batch import PackSpec, pack
 from artd.packing.measures import CLIENT_NAMES, client
 from artd_schema import client_api as api
 from artd_schema.manifest import Drop

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from artd import ingest as ingest_module
 from artd.core.deadlines import distrust, time_left
 from artd.recover import identify
+from artd.retention.clock_jumps import STOPPED, Times, resume_retention
+from artd.rollouts import ingest as ingest_module
 from artd.store.store import get_meta
-from artd.times import STOPPED, Times, resume_retention
 from tests.awake import until
 from tests.fakes.rows import FakeClock, add_run, count, data_dir, make_ingest, one, open_store, settle, submit
 
@@ -117,7 +117,7 @@ async def test_a_jump_that_nobody_saw_before_the_end_gives_a_group_its_whole_tim
 
 
 async def test_the_service_looks_every_second(tmp_path, monkeypatch):
-    monkeypatch.setattr("artd.times.PERIOD_S", 0.01)
+    monkeypatch.setattr("artd.retention.clock_jumps.PERIOD_S", 0.01)
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
         await with_deadlines(store, tmp_path)

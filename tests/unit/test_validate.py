@@ -6,11 +6,11 @@ import pytest
 
 from artd.core.fields import InvalidField
 from artd.core.validate import check_turns, epoch_range
-from artd.packing.assemble import assemble
 from artd.packing.routes import AssemblyError
+from artd.packing.sequences import assemble
 from artd_schema.trajectory import Sampling
 from artd_workers.gateway.errors import ApiError
-from artd_workers.gateway.turns import effective_sampling, refuse_untrainable
+from artd_workers.gateway.request.turns import effective_sampling, refuse_untrainable
 from tests.fakes.rows import VOCAB, floats, ids, turn
 
 NAN, INF = float("nan"), float("inf")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from artd.under_way import UnderWay
-from artd.wire import Local, OverLimit, Router, WorkerWire
+from artd.net.router import Local, OverLimit, Router, WorkerWire
+from artd.net.under_way import UnderWay
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import MAGIC, Codec, WireError

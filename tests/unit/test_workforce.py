@@ -11,11 +11,11 @@ import pytest
 
 from artd import runtimes
 from artd.config import Gpus, Interpreter, Runtimes, Settings
-from artd.runs import set_run_state
+from artd.net.router import WorkerWire
+from artd.runs.lifecycle import set_run_state
 from artd.supervise.postmortem import Status
 from artd.supervise.spawn import Undead
 from artd.supervise.spec import Info
-from artd.wire import WorkerWire
 from artd.workforce import Boot, Workforce
 from artd_schema import PROTOCOL
 from artd_schema import worker as w

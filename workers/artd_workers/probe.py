@@ -60,7 +60,7 @@ def _gpus() -> tuple[int, str]:
 def _refused(versions: dict[str, str]) -> str:
     if "vllm" not in versions or "msgspec" not in versions:
         return ""
-    from .engines.base import VLLM, EngineError, capabilities
+    from artd_workers.engines.adapter import VLLM, EngineError, capabilities
 
     try:
         capabilities(VLLM, versions["vllm"])

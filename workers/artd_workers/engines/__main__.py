@@ -6,7 +6,8 @@ import platform
 import sys
 from importlib import metadata
 
-from ..harness import Link, LinkClosed, Rejected
+from artd_workers.daemon_link import Link, LinkClosed, Rejected
+
 from .worker import EngineWorker, remove_folder
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from artd_schema.manifest import Canary
 
-from .base import EngineError
+from .adapter import EngineError
 
 SIGNIFICANT = 3.0
 """How many times the rounding the trainer's own change must be (root mean squares) before the engine's is held to it."""

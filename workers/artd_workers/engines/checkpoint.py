@@ -21,7 +21,7 @@ from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import CheckpointManifest, WeightEntry, WeightTable
 from artd_schema.worker import CheckpointRef
 
-from .base import EngineError
+from .adapter import EngineError
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

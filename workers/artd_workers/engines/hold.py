@@ -12,7 +12,7 @@ from collections.abc import Callable
 from artd_schema.crashpoint import reach
 from artd_schema.worker import FromWorker, Pausing, Proceed, Push
 
-from .base import Deadline, EngineError
+from .adapter import Deadline, EngineError
 
 
 class Hold:

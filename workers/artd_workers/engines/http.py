@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .base import Deadline, EngineError, EngineTimeout
+from .adapter import Deadline, EngineError, EngineTimeout
 
 _MESSAGE_LIMIT = 2000
 _AGAIN_S = 0.02

@@ -13,9 +13,9 @@ import msgspec
 from artd_schema.direct import TABLE, EngineTable
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Transfer
+from artd_workers.transfer.atomic_file import write_whole
 
-from .base import Adapter, Deadline
-from .whole import write_whole
+from .adapter import Adapter, Deadline
 
 _ASK_S = 60.0
 _WAYS: dict[str, tuple[Transfer, ...]] = {"nccl": ("nccl", "stock"), "stock": ("stock",)}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from artd_schema.direct import EngineTable
 
-from .base import Adapter, Deadline
+from .adapter import Adapter, Deadline
 
 WARM_S = 120.0
 """At most. What was compiled once is read from Triton's cache at every later start on this machine."""

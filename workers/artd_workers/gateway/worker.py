@@ -21,14 +21,14 @@ import uvicorn
 
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_workers.daemon_link import Link, LinkClosed, Rejected
+from artd_workers.gateway.engine.client import Engines
+from artd_workers.gateway.http.app import make_app
+from artd_workers.gateway.http.patience import Crowd, PatientProtocol, most_connections
+from artd_workers.gateway.request.flow import Flow
 
-from ..harness import Link, LinkClosed, Rejected
-from .app import make_app
-from .engine import Engines
-from .flow import Flow
 from .ledger import Ledger, Send
 from .limits import Limits
-from .patience import Crowd, PatientProtocol, most_connections
 from .routing import Table
 
 log = logging.getLogger("artd.gateway")

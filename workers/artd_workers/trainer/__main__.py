@@ -12,9 +12,9 @@ from importlib import metadata
 
 import msgspec
 
-from ..base_files import BaseChanged, BaseFiles
-from ..gpus import refusal
-from ..harness import Link, LinkClosed, Rejected
+from artd_workers.base_files import BaseChanged, BaseFiles
+from artd_workers.daemon_link import Link, LinkClosed, Rejected
+from artd_workers.gpus import refusal
 
 
 def versions() -> dict[str, str]:
@@ -52,7 +52,7 @@ def main() -> int:
 
         try:
             prepare(spec)
-            from . import launch
+            from artd_workers.trainer.parallel import launch
 
             parallel = launch.layout(spec)
         except ValueError as error:

@@ -29,8 +29,9 @@ def main(folder: str, device: str, layout: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*")
-    from .parallel import Parallel
-    from .ranks import joined
+    from artd_workers.trainer.parallel.layout import Parallel
+    from artd_workers.trainer.parallel.ranks import joined
+
     from .trainer import Order, Trainer
     from .worker import SWITCH_S
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from artd_schema.spec import RunSpec
-
-from ..engines import stock
+from artd_workers.transfer import stock
 
 
 @dataclass(frozen=True)

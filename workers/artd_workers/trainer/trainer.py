@@ -26,19 +26,21 @@ from artd_schema.codec import digest, to_json
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import Canary
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig, Transfer
+from artd_workers.base_files import BaseFiles
+from artd_workers.trainer.batch.replay_bundle import ReplayFiles
+from artd_workers.trainer.batch.rows import Batch, read_batch
+from artd_workers.trainer.checkpoint import canary, folder, merge_loss
+from artd_workers.trainer.checkpoint.folder import Staging, State
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.parallel.ranks import Ranks
+from artd_workers.trainer.parameters.trained import Trained, open_model
+from artd_workers.trainer.push import serving
+from artd_workers.trainer.push.serving import Serving
+from artd_workers.trainer.push.snapshot import Snapshot
+from artd_workers.trainer.step.step import Cancelled, NonFinite, Optimizer, train_step
+from artd_workers.transfer.device import Port
 
-from ..base_files import BaseFiles
-from ..engines.direct.device import Port
-from . import canary, checkpoint, merge_loss, placement, serving
-from .checkpoint import Staging, State
-from .model import Policy
-from .packed import Batch, read_batch
-from .parameters import Trained, open_model
-from .ranks import Ranks
-from .routes import ReplayFiles
-from .serving import Serving
-from .snapshot import Snapshot
-from .step import Cancelled, NonFinite, Optimizer, train_step
+from . import placement
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Trainer:
                 metrics |= _rewards(batch)
                 tokens = state.trained_tokens + batch.trained
                 state = State(step=job.step, batches=state.batches + 1, trained_tokens=tokens)
-                state = checkpoint.with_rng(state, self._cuda)
+                state = folder.with_rng(state, self._cuda)
             self._state = state
             started = time.perf_counter()
             probe = canary.score(policy, self.spec.engine.dtype, self.ranks.least, self._base_scores(policy))
@@ -227,15 +229,15 @@ class Trainer:
         self._optimizer = Optimizer.make(self._trained.parameters, self.spec.optimizer)
         torch.manual_seed(self.spec.seed)
         seconds["initialise"] = time.perf_counter() - started
-        return checkpoint.with_rng(State(step=0), self._cuda)
+        return folder.with_rng(State(step=0), self._cuda)
 
     def _restore(self, parent: CheckpointRef, seconds: dict[str, float]) -> State:
         started = time.perf_counter()
-        loaded = checkpoint.read(parent, self._trained.file)
+        loaded = folder.read(parent, self._trained.file)
         self._trained.load(loaded.weights)
         self._optimizer = Optimizer.make(self._trained.parameters, self.spec.optimizer)
         self._optimizer.load(loaded.optimizer)
-        checkpoint.set_rng_state(loaded.state, self._cuda)
+        folder.set_rng_state(loaded.state, self._cuda)
         seconds["restore"] = time.perf_counter() - started
         return loaded.state
 
@@ -254,8 +256,8 @@ class Trainer:
         started = time.perf_counter()
         with Staging(Path(job.dir), seconds.progress) as staging:
             self._trained.stage(staging)
-            staging.sharded(checkpoint.OPTIMIZER, moments)
-            staging.json(checkpoint.STATE, state)
+            staging.sharded(folder.OPTIMIZER, moments)
+            staging.json(folder.STATE, state)
             staging.weights(self.spec.rollout_weights_mode, snapshot.entries, self._trained.held())
             sha = staging.finish(
                 run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,

@@ -19,14 +19,14 @@ from pathlib import Path
 
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_workers.base_files import BaseChanged
+from artd_workers.daemon_link import Link
+from artd_workers.models.base import UnsupportedModel
+from artd_workers.trainer.batch.rows import BatchError
+from artd_workers.trainer.checkpoint.folder import CheckpointError
+from artd_workers.trainer.push.pusher import Pusher
+from artd_workers.trainer.step.step import Cancelled, NonFinite
 
-from ..base_files import BaseChanged
-from ..harness import Link
-from ..models.base import UnsupportedModel
-from .checkpoint import CheckpointError
-from .packed import BatchError
-from .push import Pusher
-from .step import Cancelled, NonFinite
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)

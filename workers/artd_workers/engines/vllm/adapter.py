@@ -22,11 +22,12 @@ from artd_schema.manifest import WeightEntry
 from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Transfer
+from artd_workers.engines.adapter import VLLM, Deadline, DiskLoad, EngineError, EngineTimeout, Fence, capabilities
+from artd_workers.engines.http import call
+from artd_workers.engines.vllm.weights import stock_dialects
+from artd_workers.transfer.stock import await_id
 
-from ..base import VLLM, Deadline, DiskLoad, EngineError, EngineTimeout, Fence, capabilities
-from ..http import call
-from ..stock import await_id
-from . import guard, stock
+from . import guard
 
 _RESET_TRIES, _RESET_PAUSE_S = 20, 0.1
 _SHOWN = 200
@@ -96,13 +97,13 @@ class VllmAdapter:
     def receive(
         self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline, transfer: Transfer = "gloo"
     ) -> dict[str, float]:
-        dialect = stock.dialect(self.version)
+        dialect = stock_dialects.dialect(self.version)
         if transfer == "stock":
             self._rpc("artd_expect", {"fence": fence.as_json(), "table": rows(table)}, deadline)
-            body = stock.update_body(dialect, table)
+            body = stock_dialects.update_body(dialect, table)
         else:
             body = {"update_info": {"fence": fence.as_json(), "table": rows(table), "timeout_s": deadline.left}}
-        self._call("POST", "/start_weight_update", stock.start_body(dialect), deadline=deadline)
+        self._call("POST", "/start_weight_update", stock_dialects.start_body(dialect), deadline=deadline)
         self._call("POST", "/update_weights", body, deadline=deadline)
         self._call("POST", "/finish_weight_update", deadline=deadline)
         return self._close(fence, deadline)
@@ -230,13 +231,13 @@ class VllmAdapter:
         self._call("POST", "/pause", query=query, deadline=deadline)
 
     def _join_stock(self, rendezvous: Path, deadline: Deadline) -> None:
-        dialect = stock.dialect(self.version)
+        dialect = stock_dialects.dialect(self.version)
         try:
             unique_id = await_id(rendezvous, deadline.left)
         except (TimeoutError, ValueError) as error:
             raise EngineError(str(error)) from None
-        with stock.meet(dialect, unique_id, deadline.left) as meeting:
-            body = stock.init_body(dialect, meeting)
+        with stock_dialects.meet(dialect, unique_id, deadline.left) as meeting:
+            body = stock_dialects.init_body(dialect, meeting)
             self._call("POST", "/init_weight_transfer_engine", body, deadline=deadline)
 
     def _close(self, fence: Fence, deadline: Deadline) -> dict[str, float]:

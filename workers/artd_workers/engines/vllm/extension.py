@@ -27,18 +27,19 @@ from vllm.platforms import current_platform
 
 from artd_schema.scratch import remove
 from artd_schema.trajectory import RouteShape
+from artd_workers.engines.adapter import Fence
+from artd_workers.engines.gate import FenceError, own_gate
+from artd_workers.engines.process import process_group
+from artd_workers.engines.vllm.direct.extension import DirectExtension, table_of
+from artd_workers.engines.vllm.tokens.sample_book import SampleBook, watch
+from artd_workers.engines.vllm.weights import slots
+from artd_workers.engines.vllm.weights.disk import served_tensors
+from artd_workers.engines.vllm.weights.hashing import entries
+from artd_workers.engines.vllm.weights.load import InPlace, Load, Update
+from artd_workers.engines.vllm.weights.reload import Reload
 
-from .. import group
-from ..base import Fence
-from ..fence import FenceError, own_gate
-from . import guard, slots
+from . import guard
 from .command import CPU_BACKEND, CUDA_BACKEND
-from .direct.extension import DirectExtension, table_of
-from .disk import served_tensors
-from .hashing import entries
-from .load import InPlace, Load, Update
-from .reload import Reload
-from .sampled import SampleBook, watch
 from .warm import warm
 
 CAPTURES: list[Any] = []
@@ -112,7 +113,7 @@ class Extension(DirectExtension):
 
     def artd_capture_routes(self, layers: int, topk: int, experts: int) -> dict[str, Any]:
         """From now on capture the experts of every token. Raises CaptureError when the model is of another shape."""
-        from .capture import RouteCapture
+        from artd_workers.engines.vllm.tokens.capture import RouteCapture
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         CAPTURES.append(RouteCapture(runner, RouteShape(layers=layers, topk=topk, experts=experts)))
@@ -145,7 +146,7 @@ def _end_with_harness(pid: int, ticks: int) -> None:
     """Wait for the harness's death, then remove the group's scratch files and kill the group, this process included."""
     try:
         descriptor = os.pidfd_open(pid)
-        if group.start_ticks(pid) == ticks:
+        if process_group.start_ticks(pid) == ticks:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
             poller.poll()
@@ -153,20 +154,21 @@ def _end_with_harness(pid: int, ticks: int) -> None:
         pass  # it was dead before this began
     finally:
         own = os.getpgrp()
-        remove(group.scratch_files(group.members(own), 0.0))
+        remove(process_group.scratch_files(process_group.members(own), 0.0))
         os.killpg(own, signal.SIGKILL)
 
 
 def _install() -> None:
     slots.install()
     if current_platform.is_cpu():
+        from artd_workers.engines.vllm.weights.gloo_backend import make_backend
+
         from .lora_experts import install as install_lora_experts
-        from .transfer import make_backend
 
         install_lora_experts()
         WeightTransferEngineFactory.register_engine(CPU_BACKEND, make_backend(UPDATE))
     else:
-        from .nccl_checked import make_checked
+        from artd_workers.engines.vllm.weights.nccl_backend import make_checked
 
         WeightTransferEngineFactory.register_engine(CUDA_BACKEND, make_checked(UPDATE))
     watch = (int(os.environ["ARTD_HARNESS_PID"]), int(os.environ["ARTD_HARNESS_START"]))

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from artd_schema import scratch
 from artd_schema.worker import EngineConfig
+from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.engines.http import call
+from artd_workers.engines.process import diagnose, health, process_group
+from artd_workers.gpus import refusal
 
-from ...gpus import refusal
-from .. import diagnose, group, health
-from ..base import Deadline, EngineError
-from ..http import call
 from . import guard
 from .command import command, environment
 
@@ -69,7 +69,7 @@ class Server:
         argv = [
             sys.executable,
             "-m",
-            "artd_workers.engines.launch",
+            "artd_workers.engines.process.launch",
             str(os.getpid()),
             *command(self.config, self.socket),
         ]
@@ -108,7 +108,7 @@ class Server:
             if self._process is not None and (now or time.monotonic() - self._scanned >= _SCAN_S):
                 self._scanned = time.monotonic()
                 known = len(self._files)
-                self._files |= group.scratch_files(group.members(self._process.pid), self._started)
+                self._files |= process_group.scratch_files(process_group.members(self._process.pid), self._started)
                 if len(self._files) > known:
                     scratch.record(self._files, self.record)
 
@@ -132,7 +132,7 @@ class Server:
         """End the group at once; its calls fail from now on. Any thread."""
         if self._process is not None:
             self.scan(now=True)
-            group.kill(self._process.pid, KILL_S)
+            process_group.kill(self._process.pid, KILL_S)
 
     def stop(self, grace_s: float) -> list[int]:
         """End the server within about grace_s, remove its files; returns processes that could not be ended.
@@ -146,10 +146,10 @@ class Server:
             self.scan(now=True)
             if grace_s > 0 and not self.ended.is_set():
                 self._end_requests(Deadline(min(_ABORT_S, deadline.left)))
-                group.signal_process(self._process.pid, signal.SIGTERM)
-                group.wait_gone(self._process.pid, deadline.left)
+                process_group.signal_process(self._process.pid, signal.SIGTERM)
+                process_group.wait_gone(self._process.pid, deadline.left)
             self.scan(now=True)
-            left = group.kill(self._process.pid, KILL_S)
+            left = process_group.kill(self._process.pid, KILL_S)
             self.ended.wait(KILL_S)
         scratch.remove(self._files)
         self.record.unlink(missing_ok=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..base import Deadline
-from ..http import StatusError, call
-from ..progress import ANSWER_S, Work
+from artd_workers.engines.adapter import Deadline
+from artd_workers.engines.http import StatusError, call
+from artd_workers.engines.process.progress import ANSWER_S, Work
+
 from . import guard
 
 _MARKS = re.compile(

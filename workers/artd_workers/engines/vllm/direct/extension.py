@@ -18,12 +18,12 @@ import msgspec
 
 from artd_schema.direct import EngineTable, Offer
 from artd_schema.manifest import WeightTable
+from artd_workers.engines.adapter import Fence
+from artd_workers.engines.gate import FenceError, own_gate
+from artd_workers.engines.pull.session import OPEN_S, Session
+from artd_workers.engines.vllm import guard
+from artd_workers.transfer.device import Cuda
 
-from ...base import Fence
-from ...direct.device import Cuda
-from ...direct.session import OPEN_S, Session
-from ...fence import FenceError, own_gate
-from .. import guard
 from .survey import parameters, survey
 
 

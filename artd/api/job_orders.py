@@ -1,0 +1,76 @@
+"""What an operator does about a job: cancel, discard, retry.
+
+Owner of: no rows of its own (`jobs` and `runs` are). Invariants: fences only rise, so a late result of an older attempt is
+nobody's; asking again for what was done already changes nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from artd.errors import Conflict, NotFound
+from artd.store.store import emit, move
+from artd.tables import pauses
+from artd.tables.jobs import abandon
+from artd.tables.once import first_time
+
+
+def end_for_good(c: sqlite3.Connection, now: int, job_id: int, discard: bool) -> bool:
+    """Cancel or discard a job; whether it runs, and its worker has to be told. Errors: NotFound, Conflict.
+
+    A cancelled job's run pauses, so that its trajectories are not packed at once. A quarantine's pause ends with its job;
+    every other pause stays.
+    """
+    job = find(c, job_id)
+    if job["kind"] == "init":
+        raise Conflict(f"job {job_id} makes the run's first checkpoint; finish the run instead: artctl finish RUN")
+    if job["state"] == "cancelled" and bool(job["discard"]) == discard:
+        return False
+    if job["state"] in ("cancelled", "succeeded"):
+        raise Conflict(f"job {job_id} is {_ended(job)} already: artctl job {job_id}")
+    was = job["state"]
+    if was == "running":
+        if job["cancel"] and bool(job["discard"]) != discard:
+            raise Conflict(
+                f"job {job_id} is being {_ended(job)} already: wait for it, then look at artctl job {job_id}"
+            )
+        c.execute("UPDATE job SET cancel = 1, discard = ? WHERE id = ?", (int(discard), job_id))
+    else:
+        abandon(c, now, job, job["run"], discard)
+    if not discard:
+        pauses.hold(c, now, job["run_id"], f"cancelled job {job_id}", f"job {job_id} was cancelled")
+    pauses.lift(c, now, job["run_id"], pauses.of_job(job_id))
+    return bool(was == "running")
+
+
+def retry(c: sqlite3.Connection, now: int, job_id: int, request: str = "") -> None:
+    """Queue a quarantined job again on the same batch, and lift the pause of its quarantine. Errors: NotFound, Conflict."""
+    if not first_time(c, now, request):
+        return
+    job = find(c, job_id)
+    if job["state"] != "quarantined":
+        raise Conflict(f"job {job_id} is {_ended(job)}; only a quarantined job can be retried")
+    if job["run_state"] == "finished":
+        raise Conflict(f"run {job['run']!r} is finished; its jobs cannot be retried")
+    # The fence stays as it is: the next claim's is above every attempt's.
+    move(c, "job", job_id, "queued", start="quarantined", attempts=0, deaths=0, not_before=0)
+    emit(c, now, job["run"], "job.retried", job_id)
+    pauses.lift(c, now, job["run_id"], pauses.of_job(job_id))
+
+
+def find(c: sqlite3.Connection, job_id: int) -> sqlite3.Row:
+    """A job with its run's name and state. Errors: NotFound."""
+    row: sqlite3.Row | None = c.execute(
+        "SELECT j.*, r.name AS run, r.state AS run_state FROM job j JOIN run r ON r.id = j.run_id WHERE j.id = ?",
+        (job_id,),
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"there is no job {job_id}; `artctl jobs` lists them", field="job")
+    return row
+
+
+def _ended(job: sqlite3.Row) -> str:
+    """A job's state in words."""
+    if job["cancel"]:
+        return "discarded" if job["discard"] else "cancelled"
+    return str(job["state"])

@@ -1,0 +1,63 @@
+"""The rows of a backup become those of an instance of its own.
+
+Owner of: nothing; called in the one transaction of a restore. Invariants: nothing that the original did after the backup can
+be mistaken for something that the new instance does. The numbers that name things outside the database go on far above
+any that the original can have used: a policy epoch names one weights digest for ever, and is stamped on tokens that
+rollout programs hold; jobs, fences and spawns name folders; events are cursors of trackers. What is unfinished is
+renumbered too, because the original may have finished it with another result.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sqlite3
+import uuid
+from pathlib import Path
+
+from artd.recover import interrupt
+from artd.store.store import get_meta, set_meta
+
+LEAP = 1 << 20
+"""Numbers leap by this much and up to as much again, at random: two restores of one backup do not meet either."""
+SPAWN_LEAP = 1000
+"""As LEAP, but less: a spawn names the folder of its sockets, whose paths must stay short."""
+SEQUENCES = ("job", "push", "event")
+FORGOTTEN = ("gateway_token", "gateway_url", "gateway_port")
+UNFINISHED = "SELECT id, run_id FROM job WHERE state IN ('queued', 'quarantined') ORDER BY id"
+
+
+def renew(c: sqlite3.Connection, now: int, database: Path) -> tuple[str, int]:
+    """Mint an instance and take back what was under way, as at a boot: running jobs are queued again, and nothing is
+    served. database: where these rows lie for good. Returns (instance, leap)."""
+    leap = _leap(LEAP)
+    for table in SEQUENCES:
+        _leap_sequence(c, table, leap)
+    interrupt(c, now, "the backup was taken")
+    c.execute("UPDATE process SET spawn = spawn + ?", (_leap(SPAWN_LEAP),))
+    c.execute("UPDATE run SET next_epoch = next_epoch + ? WHERE state <> 'finished'", (leap,))
+    for job, run in c.execute(UNFINISHED).fetchall():
+        c.execute(
+            "UPDATE job SET fence = fence + ?, epoch = (SELECT next_epoch FROM run WHERE id = ?) WHERE id = ?",
+            (leap, run, job),
+        )
+        c.execute("UPDATE run SET next_epoch = next_epoch + 1 WHERE id = ?", (run,))
+    c.executemany("DELETE FROM meta WHERE key = ?", [(key,) for key in FORGOTTEN])
+    set_meta(c, "push_fence", str(int(get_meta(c, "push_fence", "0")) + leap))
+    instance, place = uuid.uuid4().hex, os.stat(database)
+    set_meta(c, "instance", instance)
+    set_meta(c, "place", f"{place.st_dev}:{place.st_ino}")
+    set_meta(c, "created", str(now))
+    set_meta(c, "clean", "1")
+    return instance, leap
+
+
+def _leap(least: int) -> int:
+    return least + secrets.randbelow(least)
+
+
+def _leap_sequence(c: sqlite3.Connection, table: str, leap: int) -> None:
+    """The ids that a table gives out go on `leap` higher."""
+    changed = c.execute("UPDATE sqlite_sequence SET seq = seq + ? WHERE name = ?", (leap, table)).rowcount
+    if not changed:
+        c.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (table, leap))

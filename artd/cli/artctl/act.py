@@ -1,0 +1,188 @@
+"""`artctl cancel|discard|discard-group|retry|pause|resume|finish|delete|rollback`: what an operator may do.
+
+Owner of: no state. Exit codes: 0, 1 refused, 3 the daemon does not run, 5 there is no such job, run or step, 6 its state
+does not allow it, 7 the daemon did not answer in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from artd.cli import daemon_probe, read, show
+from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, USAGE, CliError, at_least, shared
+
+from . import job as jobs
+
+if TYPE_CHECKING:
+    from artd_client import SyncClient
+
+TIMEOUT_S = 30.0
+WAIT = "seconds that the daemon may take to answer (default: %(default)g)"
+
+
+@dataclass(frozen=True)
+class Act:
+    """One verb. of: job, run, group (RUN GROUP) or step (RUN@STEP); done: what is said afterwards."""
+
+    of: str
+    help: str
+    done: str
+
+
+ACTS = {
+    "cancel": Act(
+        "job", "end a job for good; its trajectories wait again and the run pauses", "job {} will not run again"
+    ),
+    "discard": Act(
+        "job", "end a job for good with its trajectories, which are never trained", "job {} and its batch are discarded"
+    ),
+    "discard-group": Act("group", "discard an open or sealed group, which is never trained", "group {} is discarded"),
+    "retry": Act("job", "queue a quarantined job again, on the same batch; its run goes on", "job {} is queued again"),
+    "pause": Act("run", "train no further; the run is still served", "run {} is paused"),
+    "resume": Act("run", "let a paused run train again", "run {} is active"),
+    "finish": Act(
+        "run", "end a run for good; its engine and trainer stop, its jobs are cancelled", "run {} is finished"
+    ),
+    "delete": Act(
+        "run",
+        "delete a finished run with its trajectories and checkpoints",
+        "run {} is deleted; its files go by themselves",
+    ),
+    "rollback": Act("step", "go on from an older step, in a new lineage", "{} is the newest step again"),
+}
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    for verb, act in ACTS.items():
+        parser = sub.add_parser(verb, help=act.help, parents=[shared()])
+        if act.of == "job":
+            parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
+        elif act.of == "group":
+            parser.add_argument("name", metavar="RUN", help="its name in `artctl runs`")
+            parser.add_argument("group", metavar="GROUP", help="its name in `artctl trajectories`")
+        elif act.of == "step":
+            parser.add_argument(
+                "checkpoint", metavar="RUN@STEP", help="a kept step of `artctl checkpoints`; pause the run first"
+            )
+        else:
+            # What cannot be undone is named in full.
+            exact = verb in ("finish", "delete")
+            told = "its name" if exact else "default: the one that is not finished"
+            parser.add_argument("name", metavar="RUN", nargs=None if exact else "?", default="", help=told)
+        if verb == "pause":
+            parser.add_argument(
+                "--reason", default="operator", help="what `artctl status` says of it (default: operator)"
+            )
+        if verb == "delete":
+            parser.add_argument("--yes", action="store_true", help="do not ask")
+        parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
+        parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    data = daemon_probe.data_dir(args)
+    act = ACTS[args.verb]
+    database = read.Database(data)
+    try:
+        target = _target(database, args, act)
+        if args.verb == "delete" and not args.yes:
+            _confirm(database, str(target))
+    finally:
+        database.close()
+    daemon_probe.need_running(data)
+    _ask(data, args, target)
+    print(act.done.format(target), file=sys.stderr)
+    return OK
+
+
+def _target(database: read.Database, args: argparse.Namespace, act: Act) -> str | int:
+    """What the verb is about: a job's number, a group's or a run's name, or RUN@STEP. Raises CliError."""
+    if act.of == "job":
+        return int(jobs.find(database, args.id)["id"])
+    if act.of == "group":
+        database.checked_run(args.name)
+        return str(args.group)
+    if act.of == "run":
+        return _run_name(database, args.name)
+    name, _, step = args.checkpoint.partition("@")
+    if not step.isdigit():
+        raise CliError(USAGE, f"{args.checkpoint!r} is not RUN@STEP", "artctl checkpoints")
+    return f"{database.checked_run(name)}@{int(step)}"
+
+
+def _run_name(database: read.Database, name: str) -> str:
+    """The named run, or the one that is not finished. Raises CliError(NOT_FOUND)."""
+    if name:
+        return database.checked_run(name)
+    newest = database.rows(read.RUNS, limit=1)
+    if not newest or newest[0]["state"] == "finished":
+        raise CliError(NOT_FOUND, "no run is active", "artctl runs")
+    return str(newest[0]["name"])
+
+
+def _confirm(database: read.Database, name: str) -> None:
+    """Ask whether a run may go. Raises CliError when nobody can be asked, or the answer is no."""
+    if not sys.stdin.isatty():
+        raise CliError(USAGE, f"run {name} would be deleted, and nobody can be asked", f"artctl delete {name} --yes")
+    (held,) = database.rows(read.HELD, run=name)
+    print(
+        f"run {name}: {held['trajectories']} trajectories, {held['checkpoints']} checkpoints"
+        f" ({show.size(held['bytes'])}). They cannot be brought back. Delete? [y/N] ",
+        end="", file=sys.stderr, flush=True,
+    )  # fmt: skip
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CliError(FAILED, f"run {name} stays", f"artctl export {name} DIR")
+
+
+def _ask(data: Path, args: argparse.Namespace, target: str | int) -> None:
+    """Do it through the client. Raises CliError."""
+    with asked(data, args.timeout) as art:
+        _do(art, args, target)
+
+
+@contextmanager
+def asked(data: Path, timeout: float) -> Iterator[SyncClient]:
+    """A client whose errors leave by the documented exit codes. Raises CliError."""
+    import artd_client as client
+
+    codes: dict[type[client.ArtdError], int] = {
+        client.NotFound: NOT_FOUND,
+        client.Conflict: CONFLICT,
+        client.TimedOut: TIMED_OUT,
+        client.DaemonNotRunning: NOT_RUNNING,
+    }
+    try:
+        with client.SyncClient(data, timeout=timeout) as art:
+            yield art
+    except client.ArtdError as error:
+        raise CliError(
+            codes.get(type(error), FAILED), error.message, f"artctl status{daemon_probe.option(data)}"
+        ) from None
+
+
+def _do(art: SyncClient, args: argparse.Namespace, target: str | int) -> None:
+    if args.verb == "cancel":
+        art.cancel(int(target))
+    elif args.verb == "discard":
+        art.discard(int(target))
+    elif args.verb == "discard-group":
+        art.run(args.name).discard_group(str(target))
+    elif args.verb == "retry":
+        art.retry(int(target))
+    elif args.verb == "pause":
+        art.run(str(target)).pause(args.reason)
+    elif args.verb == "resume":
+        art.run(str(target)).resume()
+    elif args.verb == "rollback":
+        name, _, step = str(target).partition("@")
+        art.run(name).rollback(int(step))
+    elif args.verb == "delete":
+        art.run(str(target)).delete()
+    else:
+        art.run(str(target)).finish()

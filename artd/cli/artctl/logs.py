@@ -1,0 +1,130 @@
+"""`artctl logs NAME [-f] [-n N]`: what a worker or the daemon wrote, the engine's server included.
+
+Owner of: no state. Exit codes: 0, 5 there is no such log, 130 interrupted. Reads files only. A file that is replaced or
+cut (rotation) is followed on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from artd.cli import daemon_probe, show
+from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, near, shared
+from artd_schema.paths import DATABASE, LOGS
+
+SERVER = "engine-server"
+POLL_S = 0.2
+_BLOCK = 1 << 16
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("logs", help="what trainer, engine, gateway or daemon logged", parents=[shared()])
+    parser.add_argument("name", metavar="NAME", help="trainer, engine, gateway or daemon")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines as they come")
+    parser.add_argument(
+        "-n", "--lines", type=at_least(0), default=50, help="the last N lines of each file (default 50)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document; with -f one object a line")
+    parser.set_defaults(run=run)
+
+
+@dataclass
+class Source:
+    """One file under DATA/logs and how far it was read."""
+
+    name: str
+    path: Path
+    at: int = 0
+    inode: int = 0
+
+    def tail(self, count: int) -> list[str]:
+        """The last `count` whole lines; remembers where they end."""
+        try:
+            with self.path.open("rb") as file:
+                self.inode = os.fstat(file.fileno()).st_ino
+                text = _last(file, count)
+                self.at = file.tell()
+        except FileNotFoundError:
+            return []
+        lines = text.decode(errors="replace").splitlines()
+        return lines[-count:] if count > 0 else []
+
+    def news(self) -> list[str]:
+        """Whole lines written since the last look."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self.inode or found.st_size < self.at:
+                    self.inode, self.at = found.st_ino, 0
+                file.seek(self.at)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self.at += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def _last(file: BinaryIO, count: int) -> bytes:
+    """Whole lines at the file's end, at least `count` where there are as many; leaves the position after them."""
+    end = start = file.seek(0, os.SEEK_END)
+    text = b""
+    while start > 0 and text.count(b"\n") <= count:
+        size = min(_BLOCK, start)
+        start -= size
+        file.seek(start)
+        text = file.read(size) + text
+    whole = text[: text.rfind(b"\n") + 1]
+    file.seek(end - (len(text) - len(whole)))
+    return whole
+
+
+def run(args: argparse.Namespace) -> int:
+    data = daemon_probe.data_dir(args)
+    found = sources(data, args.name)
+    prefixed = len(found) > 1
+    entries = [(source.name, line) for source in found for line in source.tail(args.lines)]
+    if args.json and not args.follow:
+        rows = [{"source": name, "line": line} for name, line in entries]
+        show.document("logs", data, files=[str(source.path) for source in found], lines=rows)
+        return OK
+    for name, line in entries:
+        _print(name, line, prefixed, args.json)
+    for name, line in _follow(found) if args.follow else ():
+        _print(name, line, prefixed, args.json)
+    return OK
+
+
+def sources(data: Path, name: str) -> list[Source]:
+    """The files of a name: an engine has its harness's log and its server's. Raises CliError(NOT_FOUND)."""
+    folder = data / LOGS
+    own = [name, SERVER] if name == "engine" else [name]
+    paths = [(each, folder / f"{each}.log") for each in own]
+    if not any(path.exists() for _, path in paths):
+        known = sorted(path.stem for path in folder.glob("*.log") if path.stem != SERVER)
+        there = f"there is {', '.join(known)}" if known else "there is none yet"
+        then = "artctl workers" if (data / DATABASE).exists() else daemon_probe.start_command(data)
+        raise CliError(NOT_FOUND, f"there is no log {name!r} under {folder}{near(name, known)}; {there}", then)
+    return [Source(each, path) for each, path in paths]
+
+
+def _follow(found: list[Source]) -> Iterator[tuple[str, str]]:
+    while True:
+        for source in found:
+            for line in source.news():
+                yield source.name, line
+        time.sleep(POLL_S)
+
+
+def _print(source: str, line: str, prefixed: bool, as_json: bool) -> None:
+    if as_json:
+        show.line({"schema": "artctl.logline/1", "source": source, "line": line})
+    else:
+        label = "server" if source == SERVER else source
+        print((show.paint(f"{label:7}| ", "dim") if prefixed else "") + show.plain(line.expandtabs()), flush=True)

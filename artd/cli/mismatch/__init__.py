@@ -1,0 +1,1 @@
+"""`artctl mismatch`: engine and trainer score the same tokens."""

@@ -1,0 +1,162 @@
+"""`artctl mismatch RUN[@STEP]`: the same tokens scored by engine and trainer, with expert replay and without.
+
+Owner of: a scratch folder, gone afterwards. Exit codes: 0, 1 failed, 3 the daemon does not run, 5 no such run or checkpoint,
+6 the step is not served. Invariants: nothing of the probe is trained (`split` eval); the trainer's side scores with the
+fp32 weights of the committed checkpoint, checked against the sha256 that was committed. Formulas: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from artd.cli import daemon_probe, read, show
+from artd.cli.artctl import export
+from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared
+from artd_schema.codec import UNREADABLE
+from artd_schema.manifest import CheckpointManifest
+from artd_schema.score import ScoreRequest
+from artd_schema.spec import RunSpec
+from artd_schema.trajectory import RouteShape
+from artd_schema.worker import CheckpointRef
+
+if TYPE_CHECKING:
+    from .metrics import Mismatch
+    from .probe import Prompt, Sample
+
+TOKENS, MAX_TOKENS, TOP = 4096, 64, 20
+PASSES = {"replay": "replay on", "live": "replay off"}
+"""Scoring pass -> heading of its column. A dense model has the last alone, and no choice."""
+_ROUND = 64
+"""Samples that one round of requests gives, about."""
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("mismatch", help="how far trainer and engine disagree on fresh tokens", parents=[shared()])
+    parser.add_argument("checkpoint", metavar="RUN[@STEP]", help="a step that is served; without STEP: the newest")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, metavar="N", help="sample at least so many (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        metavar="N",
+        help="tokens of one answer at most (default: %(default)s)",
+    )
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines, each a text or a list of token ids; "
+                        "default: the checkpoint's canary prompts")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if min(args.tokens, args.max_tokens) < 1:
+        raise CliError(USAGE, "--tokens and --max-tokens are at least 1", "artctl mismatch --help")
+    data = daemon_probe.data_dir(args)
+    database = read.Database(data)
+    try:
+        row, spec = export.find(database, args.checkpoint)
+        about = database.rows(read.MODEL, run=row["run"])[0]
+    finally:
+        database.close()
+    daemon_probe.need_running(data)
+    routes = msgspec.json.decode(about["routes"], type=RouteShape) if about["routes"] else None
+    prompts = _prompts(args.prompts) if args.prompts else _canary(data / row["dir"], row["sha"])
+    samples = _samples(args, data, f"{row['run']}@{row['step']}", prompts, routes, about["vocab_size"])
+    measured = _measure(args, data, row, spec, samples, routes)
+    _show(args, data, row, samples, measured)
+    return OK
+
+
+def _canary(folder: Path, sha: str) -> list[Prompt]:
+    """The canary prompts of a committed checkpoint. Raises CliError when its manifest is missing or another."""
+    path = folder / "manifest.json"
+    try:
+        raw = path.read_bytes()
+        if hashlib.sha256(raw).hexdigest() != sha:
+            raise CliError(FAILED, f"{path} is not the one that was committed", "probe another step")
+        return [list(ids) for ids in msgspec.json.decode(raw, type=CheckpointManifest).canary.prompts]
+    except (OSError, *UNREADABLE) as error:
+        raise CliError(FAILED, f"{path} cannot be read: {error}", "probe another step") from None
+
+
+def _prompts(path: Path) -> list[Prompt]:
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        found = [msgspec.json.decode(line, type=str | list[int]) for line in lines]
+    except (OSError, *UNREADABLE) as error:
+        raise CliError(
+            USAGE, f"{path}: {error}", 'one prompt a line, as JSON: "text" or [1, 2, 3], a list of token ids'
+        ) from None
+    if not found or not all(found):
+        raise CliError(USAGE, f"{path} holds no prompt, or an empty one", "one prompt a line, as JSON")
+    return found
+
+
+def _samples(
+    args: argparse.Namespace, data: Path, model: str, prompts: list[Prompt], routes: RouteShape | None, vocab: int
+) -> list[Sample]:
+    from . import probe as mismatch_probe
+
+    wanted = -(-args.tokens // (args.max_tokens * len(prompts)))
+    plan = mismatch_probe.Plan(
+        model=model, prompts=prompts, samples=min(wanted, max(1, _ROUND // len(prompts))), tokens=args.tokens,
+        max_tokens=args.max_tokens, seed=args.seed, top=min(TOP, vocab - 1), routes=routes,
+    )  # fmt: skip
+    return mismatch_probe.generate(data, plan)
+
+
+def _measure(
+    args: argparse.Namespace, data: Path, row: read.Row, spec: dict[str, Any], samples: list[Sample],
+    routes: RouteShape | None,
+) -> dict[str, Mismatch]:  # fmt: skip
+    """Scoring pass -> what was measured. Raises CliError."""
+    from artd.cli import in_trainer
+
+    from . import files
+
+    ref = CheckpointRef(
+        **{name: row[name] for name in ("run", "step", "epoch", "lineage", "sha")}, dir=str(data / row["dir"])
+    )
+    request = ScoreRequest(spec=msgspec.convert(spec, RunSpec), checkpoint=ref, routes=routes)
+    with tempfile.TemporaryDirectory(prefix="artd-mismatch-") as name:
+        files.write(Path(name), request, samples)
+        in_trainer.call(data, getattr(args, "config", None), "artd_workers.trainer.tools.score", [name], "scoring")
+        try:
+            return files.compare_all(Path(name), samples)
+        except ValueError as error:
+            raise CliError(FAILED, f"the scores cannot be compared: {error}", "artctl logs trainer") from None
+
+
+def _show(
+    args: argparse.Namespace, data: Path, row: read.Row, samples: list[Sample], measured: dict[str, Mismatch]
+) -> None:
+    if args.json:
+        passes = {name: msgspec.to_builtins(column) for name, column in measured.items()}
+        about = {"run": row["run"], "step": row["step"], "epoch": row["epoch"], "sequences": len(samples)}
+        show.document("mismatch", data, **about, passes=passes)
+        return
+    some = next(iter(measured.values()))
+    print(f"{row['run']}@{row['step']}: {some.tokens} sampled tokens in {len(samples)} answers, temperature 1")
+    headings = [PASSES[name] for name in PASSES if name in measured] if len(measured) > 1 else ["mismatch"]
+    columns = [measured[name] for name in PASSES if name in measured]
+    show.table(("", *headings), [(label, *(form(column) for column in columns)) for label, form in rows(some.top)])
+
+
+def rows(top: int) -> list[tuple[str, Any]]:
+    """(label, how to write it) of each line of the table."""
+    return [
+        ("MAE, nats", lambda m: f"{m.mae:.3e}"),
+        ("max, nats", lambda m: f"{m.max:.3e}"),
+        ("mean_abs_pct", lambda m: f"{m.mean_abs_pct:.3f} %"),
+        ("top-1 agreement", lambda m: f"{m.top1:.4f}"),
+        (f"top-{top} overlap", lambda m: f"{m.top_overlap:.4f}"),
+        (f"top-{top} KL, nats", lambda m: f"{m.top_kl:.3e}"),
+    ]

@@ -1,0 +1,1 @@
+"""`artd replay-job`: a committed job done again and compared."""

@@ -1,0 +1,90 @@
+"""What `artd replay-job` prints: one JSON document, or a table of what was compared and the verdict.
+
+Owner of: no state. Invariants: the verdict follows from the rows alone; a table leaves out nothing that differs without
+saying how much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from artd.cli import show
+from artd_schema.replay_job import ReplayReport, ReplayRow
+
+SPOKEN = ("metrics", "batch", "replay", "canary", "state.json", "files")
+"""Parts of which every row is shown; of others (tensors, settings) those that differ too much, up to SHOWN of them."""
+FIRST = ("loss", "grad_norm")
+SHOWN = 20
+SAID = {
+    "equal": "is bit for bit the committed one",
+    "close": "is the committed one within tolerance",
+    "different": "is NOT the committed one",
+}
+
+
+def verdict(report: ReplayReport) -> Literal["equal", "close", "different"]:
+    """`equal`: bit for bit; `close`: another environment, and within tolerance; `different`: anything else."""
+    if all(good(row, tolerant=False) for row in report.rows):
+        return "equal"
+    return "close" if report.environment and all(good(row, tolerant=True) for row in report.rows) else "different"
+
+
+def good(row: ReplayRow, tolerant: bool) -> bool:
+    """Whether a row says nothing against the replay; a clock's reading never does."""
+    return row.equal is None or row.equal or (tolerant and row.close)
+
+
+def document(data: Path, row: show.Row, report: ReplayReport, keep: Path | None) -> None:
+    job = {key: row[key] for key in ("id", "run", "kind", "step", "epoch", "fence")}
+    content = {"job": job, "verdict": verdict(report), "kept": str(keep) if keep else None}
+    content |= {key: value for key, value in msgspec.to_builtins(report).items() if key != "error"}
+    show.print_document("artd.replay-job/1", data, content)
+
+
+def tell(row: show.Row, report: ReplayReport, keep: Path | None) -> None:
+    rows, hidden = _shown(report)
+    inside = Counter(r.part for r in report.rows)
+    tolerant = bool(report.environment)
+    cells = [(_name(r, inside), _cell(r.committed), _cell(r.replayed), _equal(r, tolerant)) for r in rows]
+    show.table(("name", "committed", "replayed", "equal"), cells)
+    if hidden:
+        print(f"... and {hidden} more that differ (--json has all)")
+    if tolerant:
+        others = "; ".join(f"{e.name} {e.committed or '-'} -> {e.replayed or '-'}" for e in report.environment)
+        print(f"compared with tolerance, for the environment is another one: {others}")
+    took = f"{report.seconds:.1f} s with {report.threads} thread{'s' if report.threads != 1 else ''}"
+    print(f"job {row['id']} replayed in {took}: the result {SAID[verdict(report)]}")
+    if keep:
+        print(keep)
+
+
+def _shown(report: ReplayReport) -> tuple[list[ReplayRow], int]:
+    """Rows worth a line, metrics first, and how many that differ too much were left out."""
+    spoken = [row for row in report.rows if row.part in SPOKEN]
+    others = [row for row in report.rows if row.part not in SPOKEN and not good(row, bool(report.environment))]
+    spoken.sort(key=lambda row: (row.part != "metrics", row.name not in FIRST))
+    return spoken + others[:SHOWN], max(0, len(others) - SHOWN)
+
+
+def _name(row: ReplayRow, inside: Counter[str]) -> str:
+    if row.part == "files" and row.name.endswith(".safetensors") and inside[row.name]:
+        return f"{row.name} ({inside[row.name]} tensors)"
+    return row.name if row.part in ("metrics", "files") else f"{row.part}: {row.name}"
+
+
+def _cell(value: str | int | float | None) -> str:
+    """Of a sha256 its first digits."""
+    if value is None:
+        return "-"
+    return (value[:12] if len(value) == 64 else value) if isinstance(value, str) else repr(value)
+
+
+def _equal(row: ReplayRow, tolerant: bool) -> str:
+    if row.equal is None:
+        return "(time)"
+    word = "yes" if row.equal else "close" if good(row, tolerant) else "NO"
+    return word if row.equal or row.difference is None else f"{word} ({row.difference:.1e})"

@@ -1,0 +1,225 @@
+"""What keeps artd from working, and the one command that helps: every condition of docs/operations.md, `When a run stops by
+itself`.
+
+Owner of: no state. Invariants: `status`, `jobs` and `job` take their next command from here and from nowhere else; a
+condition that follows from another one is not told twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import functools
+import json
+import re
+import shlex
+import sqlite3
+from typing import TYPE_CHECKING, NamedTuple
+
+from artd.cli.daemon_probe import option, start_command
+from artd.cli.health import Problem
+from artd.cli.show import Row
+from artd.store.fs import is_full
+from artd.supervise.postmortem import telling
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
+
+FULL_DISK = 1 << 20
+
+
+RESTORE = "artd restore BACKUP --data-dir NEW"
+
+
+def of_database(error: Exception) -> str:
+    """What to do about a database that cannot be read or written."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return RESTORE
+    if code == sqlite3.SQLITE_ERROR:  # no such table, no such column
+        return "use the artd that made it"
+    if code == sqlite3.SQLITE_FULL or is_full(error):
+        return "free space on its disk, and make it writable"
+    if code == sqlite3.SQLITE_IOERR or getattr(error, "errno", 0) == errno.EIO:
+        return "dmesg: its disk fails; then artd check --deep"
+    if code == sqlite3.SQLITE_BUSY:
+        return "try again"
+    return "run this as the daemon's user"
+
+
+class Choice(NamedTuple):
+    """A command, and what it does."""
+
+    command: str
+    does: str
+
+
+def problems(shot: Snapshot) -> list[Problem]:
+    """Everything that needs an operator, the most urgent first."""
+    if not shot.daemon.running:
+        return [Problem("the daemon does not run", start_command(shot.data))]
+    where = option(shot.data)
+    quarantined = [job for job in shot.active if job["state"] == "quarantined"]
+    found: list[Problem | None] = [shot.unwell]
+    found += [_job(job, where) for job in quarantined]
+    waiting = [worker for worker in shot.workers if worker["state"] == "backoff"]  # starts again by itself: told last
+    found += [_worker(worker, shot.run, where) for worker in shot.workers if worker not in waiting]
+    found += [
+        _run(shot.run, bool(quarantined), where),
+        _pack(shot, where),
+        _push(shot.pushes, shot.run, where),
+        _disk(shot),
+    ]
+    found += _blamed(shot, where)
+    found.append(_retention(shot))
+    found += [_worker(worker, shot.run, where) for worker in waiting]
+    return [problem for problem in found if problem is not None]
+
+
+def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
+    name, error = worker["name"], worker["error"].strip()
+    look = f"artctl logs {name}{where}"
+    if worker["state"] in ("broken", "backoff"):
+        why = f": {telling(error)}" if error else ""
+        again = _again(run, error, look, where) if worker["state"] == "broken" and name != "gateway" and run else look
+        how = "is broken" if worker["state"] == "broken" else "died and is in back-off"
+        return Problem(f"{name} {how}{why}", again)
+    if worker["state"] == "stopped" and error and run is not None and run["state"] == "active":
+        what, _, then = error.partition("Next: ")
+        return Problem(f"{name} cannot start: {what.strip()}", then or look)
+    return None
+
+
+def _again(run: Row, error: str, look: str, where: str) -> str:
+    """What to do about a worker that nothing starts any more."""
+    resume = f"artctl resume {run['name']}{where}"
+    if not _of_the_spec().search(error):
+        return f"{look}, then {resume}"
+    finish = f"artctl finish {run['name']}{where}"
+    return (
+        f"{finish} and another run that asks for what is there (a spec never changes); or get that here, then {resume}"
+    )
+
+
+@functools.cache
+def _of_the_spec() -> re.Pattern[str]:
+    """A death for which the run's spec asks: its text names a field of the spec, or a GPU that is not there."""
+    from msgspec.structs import fields  # here: a status that finds nothing of the sort is quick without it
+
+    from artd_schema.spec import EngineSpec, TrainerSpec
+
+    kinds = (("trainer", TrainerSpec), ("engine", EngineSpec))
+    asked = [re.escape(f"{of}.{field.name}") for of, kind in kinds for field in fields(kind)]
+    return re.compile(
+        r"torch sees (no GPU|\d)|Torch not compiled with CUDA|No CUDA GPUs are available|Failed to infer device type"
+        rf"|support current device cpu|invalid device ordinal|trainer\.\*_parallel|(?<![\w.])({'|'.join(asked)})\b"
+    )
+
+
+def _job(job: Row, where: str) -> Problem:
+    why = f": {job['error'].splitlines()[0]}" if job["error"].strip() else ""
+    return Problem(f"job {job['id']} is quarantined{why}", choices(job, where)[0].command)
+
+
+def choices(job: Row, where: str) -> list[Choice]:
+    """What an operator can do about a job, the best first; none when it needs nothing. where: `option(data)`."""
+    number = job["id"]
+    if job["state"] in ("queued", "running") and job["attempts"]:
+        return [Choice(f"artctl logs trainer{where}", "why it failed before")]
+    if job["state"] != "quarantined":
+        return []
+    retry = Choice(f"artctl retry {number}{where}", "do it again; the run goes on")
+    if job["kind"] == "init":
+        finish = Choice(f"artctl finish {job['run']}{where}", "give the run up; another one may ask for something else")
+        return [finish, retry] if job["failure"] == "permanent" else [retry, finish]
+    drop = Choice(f"artctl discard {number}{where}", "never train this batch; the run goes on without it")
+    free = Choice(f"artctl cancel {number}{where}", "pack its trajectories again, after artctl resume")
+    # What the trainer says of the numbers themselves is the same at the next try.
+    return [drop, retry, free] if job["failure"] == "permanent" else [retry, drop, free]
+
+
+def _run(run: Row | None, quarantined: bool, where: str) -> Problem | None:
+    if run is None or run["state"] != "paused" or run["reason"] == "operator" or quarantined:
+        return None
+    told = f"run {run['name']} is paused: {run['reason']}"
+    if "cannot be read: " in run["reason"] and run["reason"].startswith("the spec of run "):
+        return Problem(
+            told, f"start the artd that wrote it, or artctl finish {run['name']}{where} and make another run"
+        )
+    resume = f"artctl resume {run['name']}{where}"
+    if found := re.search(r"group ('.*?'|\".*?\") cannot be packed: ", run["reason"]):
+        group = shlex.quote(ast.literal_eval(found[1]))
+        return Problem(
+            told,
+            f"put those bytes back from a backup, then {resume}; or artctl discard-group {run['name']} {group}{where}",
+        )
+    return Problem(told, resume)
+
+
+def _pack(shot: Snapshot, where: str) -> Problem | None:
+    """A batch that is tried again and again."""
+    told = json.loads(shot.meta.get("packing") or "null")
+    if not told or told["tries"] < 2 or shot.run is None or told["run"] != shot.run["name"]:
+        return None
+    error = (told["error"].splitlines() or ["no reason given"])[0]
+    return Problem(f"step {told['step']} cannot be packed: {error}", f"artctl logs daemon{where}")
+
+
+def _blamed(shot: Snapshot, where: str) -> list[Problem]:
+    """Groups that were discarded because the packing code fails on them, until somebody has taken note."""
+    run = shot.run
+    if run is None or run["state"] == "finished":
+        return []
+    return [
+        Problem(
+            f"group {one['group']!r} was discarded, for the packer fails on it: {one['error']}",
+            f"report it, then artctl discard-group {run['name']} {shlex.quote(one['group'])}{where} takes note of it",
+        )
+        for one in json.loads(shot.meta.get("packer.blamed") or "[]")
+        if one["run"] == run["name"]
+    ]
+
+
+def _push(pushes: list[Row], run: Row | None, where: str) -> Problem | None:
+    """The failure of the newest push; where it paused its run, the pause says so."""
+    push = next((one for one in pushes if one["error"] and one["state"] != "superseded"), None)
+    if push is None:
+        return None
+    if push["state"] != "failed":  # at the engine's next start
+        what = f"push {push['id']} of step {push['step']} failed {push['attempts']} times and is tried again: {push['error']}"
+        return Problem(what, f"artctl logs engine{where}")
+    if run is not None and run["state"] == "paused" and run["reason"].startswith(f"push {push['id']} "):
+        return None
+    then = f"artctl resume {run['name']}{where}" if run and run["state"] == "paused" else f"artctl pushes{where}"
+    return Problem(f"push {push['id']} of step {push['step']} failed: {push['error']}", then)
+
+
+def _disk(shot: Snapshot) -> Problem | None:
+    """Nothing is admitted, or nothing is trained, for want of space; or so little is left that the daemon cannot say it."""
+    why = shot.meta.get("disk") or shot.waiting
+    if not why and (not shot.database or shot.disk_free >= FULL_DISK):
+        return None
+    said = f"{why}; " if why else ""
+    free = f"{shot.disk_free >> 20} MiB are free under {shot.data}"
+    return Problem(f"{said}{free}", f"free disk space there, then artd goes on by itself; artctl gc{option(shot.data)}")
+
+
+def _retention(shot: Snapshot) -> Problem | None:
+    if not (why := shot.meta.get("retention")):
+        return None
+    where = option(shot.data)
+    then = f"artctl gc --dry-run{where}, then artctl gc --resume{where} if the clock is right"
+    return Problem(f"nothing is deleted by its age: {why}", then)
+
+
+def advice(shot: Snapshot) -> str:
+    """The next command, or that none is needed."""
+    if shot.problems:
+        return shot.problems[0].next
+    if shot.run is None or shot.run["state"] == "finished":
+        return "create a run with artd.Client().run(NAME, model=FOLDER)"
+    if shot.run["state"] == "paused":
+        return f"artctl resume {shot.run['name']}{option(shot.data)}"
+    if shot.lacking:
+        return f"submit {shot.lacking} more group{'s' if shot.lacking > 1 else ''} whose rewards differ"
+    return "nothing to do"

@@ -1,0 +1,239 @@
+"""The state of a data folder in one document: what `artctl status` prints and `artctl status --json` gives.
+
+Owner of: no state. Invariants: everything is taken from the database, the lock and /proc; what only a live daemon can
+make true (served steps, ready workers) is never claimed of a dead one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from artd.cli import read, show
+from artd.cli.daemon_probe import Daemon, daemon, option
+from artd.cli.health import unwell
+from artd.cli.show import Row, iso, span, stamped
+from artd.store.version import BUG, REMEDY, wal_reset_bug
+from artd_schema.paths import boot_id, process_ticks
+
+from .problems import Problem, advice, problems
+
+GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
+JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
+
+
+UNPACKED_OF = 2000
+"""So many of the newest trajectories are looked at: status stays quick, and what was mended is forgotten."""
+
+
+class Warned(NamedTuple):
+    """What is not as it should be, and needs nobody now. text: all of it; brief: for a line of the terminal."""
+
+    text: str
+    brief: str
+
+
+class Snapshot:
+    """health: ok, degraded or down; run: the run that is not finished, else the newest one."""
+
+    def __init__(self, data: Path, found: Daemon) -> None:
+        self.data = data
+        self.daemon = found
+        self.database = False
+        self.meta: dict[str, str] = {}
+        self.run: Row | None = None
+        self.groups: dict[str, dict[str, dict[str, int]]] = {}
+        self.jobs: dict[str, int] = {}
+        self.active: list[Row] = []
+        self.workers: list[Row] = []
+        self.pushes: list[Row] = []
+        self.events: list[Row] = []
+        self.disk_free = 0
+        self.unpacked = 0
+        self.unwell: Problem | None = None
+        self.problems: list[Problem] = []
+        self.lacking = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether the last daemon ended in order."""
+        return self.meta.get("clean") == "1"
+
+    @property
+    def waiting(self) -> str:
+        """Why a job that is due is not sent to the trainer; "" when none is held back."""
+        told = json.loads(self.meta.get("waiting") or "{}")
+        held = any(job["id"] == told.get("job") and job["state"] == "queued" for job in self.active)
+        return str(told["why"]) if held and self.daemon.running else ""
+
+    @property
+    def warnings(self) -> list[Warned]:
+        found = [_too_long(self)] if self.unpacked else []
+        version = self.meta.get("sqlite", "")
+        if version and wal_reset_bug(version):
+            said = f"SQLite {version} {BUG}"
+            found.append(Warned(f"{said}. Next: {REMEDY}", f"{said.partition(' (')[0]}; artd doctor says more"))
+        return found
+
+    @property
+    def health(self) -> str:
+        return "down" if not self.daemon.running else "degraded" if self.problems else "ok"
+
+
+def take(data: Path) -> Snapshot:
+    """Look at a data folder. A folder without a database gives an empty snapshot."""
+    shot = Snapshot(data, daemon(data))
+    if (data / read.DATABASE).exists():
+        database = read.Database(data)
+        try:
+            _fill(shot, database)
+        finally:
+            database.close()
+        disk = os.statvfs(data)
+        shot.disk_free = disk.f_bavail * disk.f_frsize
+    shot.unwell = unwell(data, shot.daemon)
+    shot.problems = problems(shot)
+    shot.lacking = lacking(shot)
+    return shot
+
+
+def _fill(shot: Snapshot, database: read.Database) -> None:
+    shot.database = True
+    shot.meta = {row["key"]: row["value"] for row in database.rows(read.META)}
+    runs = database.rows(read.RUNS, limit=1)
+    if runs:
+        shot.run = runs[0]
+        if not shot.daemon.running:
+            shot.run["served"] = -1
+        name = shot.run["name"]
+        number = shot.run["id"]
+        counted = database.rows(read.GROUP_COUNTS, run=number)
+        shot.groups = {split: _group_counts(counted, split) for split in ("train", "eval")}
+        shot.unpacked = database.rows(read.UNPACKED, run=number, limit=UNPACKED_OF)[0]["dropped"]
+        shot.pushes = database.page("pushes", run=name, limit=3)
+        counted = database.rows(read.JOB_COUNTS, run=number)
+        shot.jobs = read.counts(counted, JOB_STATES, "count")
+        shot.jobs["retrying"] = int(database.rows(read.RETRYING, run=number)[0]["count"])
+        for state in ("running", "quarantined", "queued"):
+            shot.active += database.page("jobs", run=name, states=(state,), limit=5)
+    shot.workers = database.rows(read.WORKERS)
+    serving = database.rows(read.SERVING) if shot.daemon.running else []
+    for worker in shot.workers:
+        worker["alive"] = _alive(worker)
+        worker["serving"] = [
+            row["name"] for row in serving if row["engine"] == worker["name"] and row["state"] == "live"
+        ]
+    shot.events = database.rows(read.EVENTS_TOLD, limit=5)
+
+
+def _group_counts(rows: list[Row], split: str) -> dict[str, dict[str, int]]:
+    mine = [row for row in rows if row["split"] == split]
+    groups, inside = (read.counts(mine, GROUP_STATES, column) for column in ("groups", "trajectories"))
+    return {state: {"groups": groups[state], "trajectories": inside[state]} for state in GROUP_STATES}
+
+
+def _alive(worker: Row) -> bool:
+    if worker["pid"] is None or worker["boot_id"] not in ("", boot_id()):
+        return False
+    return process_ticks(worker["pid"]) == worker["ticks"]
+
+
+def _too_long(shot: Snapshot) -> Warned:
+    """Rows shorter than the engine's longest answers are nobody's mistake until something does not fit: nothing is cut."""
+    run = shot.run
+    assert run is not None
+    longest = run["spec"].get("engine", {}).get("max_model_len", 1024)
+    rows = run["spec"].get("row_length", 0) or longest
+    wanted = f" of {longest} (engine.max_model_len)" if longest > rows else ""
+    what = (
+        f"of the newest {UNPACKED_OF} trajectories {shot.unpacked} of run {run['name']} were not trained, or not as a whole: a"
+        f" sequence of theirs does not fit row_length {rows}"
+    )
+    return Warned(
+        f"{what}. Next: artctl trajectories --state discarded{option(shot.data)}; shorter answers (max_tokens), or another run"
+        f" with a row_length{wanted}: a spec never changes",
+        f"{shot.unpacked} trajectories do not fit row_length {rows} and were not trained as a whole: shorter answers, or another run with"
+        f" a row_length{wanted or ' that they fit'}",
+    )
+
+
+def doing(shot: Snapshot) -> str:
+    """One clause: what is going on now, or what is waited for."""
+    if shot.daemon.state in ("starting", "draining"):
+        return f"the daemon is {shot.daemon.state}"
+    run = shot.run
+    if run is None:
+        return "nothing; there is no run yet"
+    if run["state"] != "active":
+        return f"nothing; run {run['name']} is {run['state']}"
+    was = "" if shot.daemon.running else "was "
+    for job in shot.active:
+        if job["state"] == "running":
+            made = f"training step {job['step']}" if job["kind"] == "train" else "making checkpoint 0"
+            since = f" ({span(show.now_ms() - job['started'])})" if shot.daemon.running and job["started"] else ""
+            return f"{was}{made}{since}"
+    if shot.daemon.running:
+        sending = next((push for push in shot.pushes if push["state"] == "sending"), None)
+        if sending:
+            return f"pushing step {sending['step']} into {sending['engine']}"
+    if shot.waiting:
+        return f"waiting for disk space: {shot.waiting}"
+    if any(job["state"] == "queued" for job in shot.active):
+        return f"{was}waiting for the trainer to take a job"
+    train = shot.groups["train"]
+    if not shot.daemon.running:
+        return "was waiting for rollouts"
+    if run["served"] < run["step"]:
+        return f"waiting for an engine to serve step {run['step']}"
+    need, sealed = run["spec"].get("groups_per_step", 8), train["sealed"]["groups"]
+    told = f"waiting for rollouts: {sealed} of {need} trainable groups, {train['open']['groups']} open"
+    if not train["open"]["groups"]:
+        return told
+    full = train["open"]["groups"] * run["spec"].get("group_size", 8)
+    return f"{told} with {train['open']['trajectories']} of {full} trajectories"
+
+
+def lacking(shot: Snapshot) -> int:
+    """How many more groups the next step waits for; 0 where it waits for something else."""
+    run = shot.run
+    if run is None or not doing(shot).startswith("waiting for rollouts"):
+        return 0
+    return max(0, (run["spec"].get("groups_per_step") or 8) - shot.groups["train"]["sealed"]["groups"])
+
+
+def content(shot: Snapshot) -> dict[str, Any]:
+    """Everything of the JSON document but its head (docs/cli-json.md)."""
+    told = shot.daemon.file
+    run = shot.run and stamped({k: v for k, v in shot.run.items() if k != "spec"}) | {
+        "lag": max(0, shot.run["step"] - shot.run["served"]) if shot.run["served"] >= 0 else None
+    }
+    return {
+        "health": shot.health,
+        "doing": doing(shot),
+        "next": advice(shot),
+        "problems": [{"what": p.what, "next": p.next} for p in shot.problems],
+        "warnings": [each.text for each in shot.warnings],
+        "daemon": {
+            "state": shot.daemon.state,
+            "pid": told.pid if told else None,
+            "version": told.version if told else None,
+            "started": told.started if told else None,
+            "started_iso": iso(told.started) if told else None,
+            "url": (told.url or None) if told and shot.daemon.running else None,
+            "clean": shot.clean if not shot.daemon.running else None,
+            "sqlite": shot.meta.get("sqlite"),
+        },
+        "disk_free": shot.disk_free,
+        "run": run,
+        "groups": shot.groups,
+        "jobs": shot.jobs,
+        "active_jobs": [stamped({k: job[k] for k in _JOB}) for job in shot.active],
+        "workers": [stamped({k: worker[k] for k in _WORKER}) for worker in shot.workers],
+        "events": [stamped(event) for event in shot.events],
+    }
+
+
+_JOB = ("id", "kind", "step", "state", "fence", "attempts", "worker", "error", "created", "started")
+_WORKER = ("name", "kind", "state", "alive", "pid", "spawn", "restarts", "serving", "error", "since")

@@ -1,0 +1,1 @@
+"""The data folder itself: whose it is, its names, its lock, its logs, its free space."""

@@ -1,0 +1,1 @@
+"""Signs of life: the heartbeat, its file, and the service manager's notifications."""

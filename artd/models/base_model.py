@@ -1,0 +1,178 @@
+"""Base models: a local Hugging Face folder, looked at without torch, and pinned by the sha256 of every file.
+
+Owner of: nothing. Invariants: a run trains one base for ever; before every start of a worker size, mtime and inode
+are compared with the pinned manifest, and what differs is hashed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from artd.errors import Conflict, Invalid
+from artd_schema.base import BaseFile, BaseModel
+from artd_schema.codec import UNREADABLE, digest, prepare, to_json
+from artd_schema.families import FAMILIES, SEEDED, sparse_layers
+from artd_schema.trajectory import RouteShape
+
+MOST_EXPERTS = 1 << 16
+"""Of a layer: ids of experts are stored in at most two bytes."""
+Stamp = tuple[int, int, int]
+"""Size, mtime in nanoseconds, inode."""
+
+
+class ModelConfig(Struct, frozen=True):
+    """What the daemon reads of `config.json`."""
+
+    vocab_size: Annotated[int, Meta(ge=1)]
+    architectures: tuple[str, ...] | None = None
+    num_hidden_layers: int = 0
+    num_experts: int = 0
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    decoder_sparse_step: Annotated[int, Meta(ge=1)] = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+
+    def routes(self) -> RouteShape | None:
+        """What expert ids look like, None for a dense model. (transformers 5 writes `num_experts` as
+        `num_local_experts`.)"""
+        experts = self.num_experts or self.num_local_experts
+        sparse = sum(
+            sparse_layers(self.num_hidden_layers, experts, self.decoder_sparse_step, self.mlp_only_layers or ())
+        )
+        if not sparse:
+            return None
+        return RouteShape(layers=sparse, topk=self.num_experts_per_tok, experts=experts)
+
+
+def pin(folder: str) -> BaseModel:
+    """Check a model folder and hash it (about a second per GB). Errors: Invalid, naming what is wrong with `model`."""
+    path = Path(folder)
+    config = read_config(path)
+    try:
+        files = tuple(_entry(path / name) for name in sorted(_files(path)))
+    except OSError as error:
+        raise Invalid(f"{error.filename or path} cannot be read: {error.strerror}", field="spec.model") from None
+    return BaseModel(_digest(files), config.vocab_size, files, config.routes())
+
+
+def read_config(path: Path) -> ModelConfig:
+    """`config.json` of a model that artd can train. Errors: Invalid."""
+    if not path.is_absolute():
+        raise Invalid(
+            f"model {str(path)!r} is neither the absolute path of a local folder nor a name: ORG/NAME of the Hugging Face Hub is, "
+            "and smollm2-135m-instruct",
+            field="spec.model",
+        )
+    if not path.is_dir():
+        raise Invalid(
+            f"there is no model folder {path}: give a Hugging Face checkpoint, ORG/NAME of the Hub, or smollm2-135m-instruct",
+            field="spec.model",
+        )
+    try:
+        config = msgspec.json.decode((path / "config.json").read_bytes(), type=ModelConfig)
+    except (OSError, *UNREADABLE) as error:
+        raise Invalid(f"{path}/config.json cannot be read: {error}", field="spec.model") from None
+    architecture = (config.architectures or ("none",))[0]
+    if architecture not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise Invalid(f"{path} has architecture {architecture}; artd trains {known}", field="spec.model")
+    _check_routes(path, config.routes())
+    stored, drawn = any(path.glob("*.safetensors")), (path / SEEDED).is_file()
+    if stored and drawn:
+        raise Invalid(
+            f"{path} holds both *.safetensors and {SEEDED} (weights that are drawn): remove the one that this model is not made of",
+            field="spec.model",
+        )
+    if not stored and not drawn:
+        raise Invalid(f"{path} holds no *.safetensors; convert the checkpoint to safetensors first", field="spec.model")
+    return config
+
+
+def _check_routes(path: Path, shape: RouteShape | None) -> None:
+    """Errors: Invalid for a number of experts that no router could choose."""
+    if shape is not None and not 1 <= shape.topk <= shape.experts <= MOST_EXPERTS:
+        raise Invalid(
+            f"{path}/config.json: num_experts_per_tok = {shape.topk} of {shape.experts} experts; artd trains 1 to all of at "
+            f"most {MOST_EXPERTS}",
+            field="spec.model",
+        )
+
+
+def check_pinned(folder: str, pinned: BaseModel) -> None:
+    """Errors: Conflict when a file is not what the run was made with, or cannot be read."""
+    PinnedBase(folder, pinned).check()
+
+
+class PinnedBase:
+    """A run's base model on disk. It remembers which files it has hashed since, so that one that was copied or touched is hashed
+    once."""
+
+    def __init__(self, folder: str, pinned: BaseModel) -> None:
+        self._folder = Path(folder)
+        self._pinned = pinned
+        self._hashed: dict[str, Stamp] = {}
+
+    def check(self) -> None:
+        """Compare every file, and hash those that were written or moved. Takes a second per GB of them. Errors: Conflict."""
+        for entry in self._pinned.files:
+            stamp = self._stamp(entry)
+            if not self._known(entry, stamp):
+                if self._read(entry) != entry.sha256:
+                    raise self._changed(entry)
+                self._hashed[entry.name] = stamp
+
+    def look(self) -> None:
+        """Only look whether a file was written or moved since it was hashed: at once. Errors: Conflict."""
+        for entry in self._pinned.files:
+            if not self._known(entry, self._stamp(entry)):
+                raise self._changed(entry)
+
+    def _known(self, entry: BaseFile, stamp: Stamp) -> bool:
+        return stamp in ((entry.bytes, entry.mtime_ns, entry.inode), self._hashed.get(entry.name))
+
+    def _stamp(self, entry: BaseFile) -> Stamp:
+        try:
+            stat = (self._folder / entry.name).stat()
+        except OSError as error:
+            raise self._gone(entry, error) from None
+        return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+    def _read(self, entry: BaseFile) -> str:
+        try:
+            return _entry(self._folder / entry.name).sha256
+        except OSError as error:
+            raise self._gone(entry, error) from None
+
+    def _gone(self, entry: BaseFile, error: OSError) -> Conflict:
+        if isinstance(error, FileNotFoundError):
+            return Conflict(f"base model {self._folder} lost {entry.name}: put it back, or start another run")
+        where = f"base model file {self._folder / entry.name}"
+        return Conflict(f"{where} cannot be read ({error.strerror}): make it readable")
+
+    def _changed(self, entry: BaseFile) -> Conflict:
+        return Conflict(
+            f"base model file {self._folder / entry.name} changed since the run was created: put the old one back"
+        )
+
+
+def _files(path: Path) -> list[str]:
+    return [p.name for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
+
+
+def _entry(path: Path) -> BaseFile:
+    with path.open("rb") as file:
+        sha = hashlib.file_digest(file, "sha256").hexdigest()
+    stat = path.stat()
+    return BaseFile(path.name, stat.st_size, sha, stat.st_mtime_ns, stat.st_ino)
+
+
+def _digest(files: tuple[BaseFile, ...]) -> str:
+    return digest(to_json([(f.name, f.sha256) for f in files]))
+
+
+prepare(ModelConfig)

@@ -1,0 +1,154 @@
+"""One batch from its trajectories: assemble, share, place, fill, and say in the manifests what was done.
+
+Owner of: no state. Invariants: pure; the manifest lists every trajectory that was asked for, in that order, packed or
+not, because the rewards of all of them make the group's statistics; what was left out stands in `drops` with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from artd_schema.codec import digest, to_json
+from artd_schema.manifest import BatchManifest, Drop, GroupAdvantage, PackedTrajectory, ReplayManifest
+from artd_schema.trajectory import RouteShape
+
+from .advantages import group_statistics
+from .forest import Forest, grow
+from .inputs import PackError, PackSpec, Source
+from .measures import measure
+from .replay import fill_routes
+from .rows import Segment, place, row_segments, shuffled
+from .tensors import Filler, Tensors, describe
+
+PACKER = "artd-tree/2"
+"""Version of the packer: raised by every change that alters the bytes of a batch."""
+
+
+class Bundle(NamedTuple):
+    """A batch's replay bundle."""
+
+    tensors: Tensors
+    manifest: ReplayManifest
+
+
+class Packed(NamedTuple):
+    """tensors: of shape [rows, row_length], by name; replay: None without expert replay."""
+
+    tensors: Tensors
+    manifest: BatchManifest
+    replay: Bundle | None
+
+
+def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
+    """Raises PackError when nothing is left to train on, or a trajectory is damaged."""
+    _refuse_repeats(sources)
+    members: dict[int, list[int]] = {}
+    for index, source in enumerate(sources):
+        members.setdefault(source.group, []).append(index)
+    advantages, groups, drops = _advantages(spec, sources, members)
+    forest = grow(spec, sources, members, {drop.trajectory for drop in drops}, drops)
+    opened = place(forest.trees, spec.row_length)
+    if not opened:
+        raise PackError("nothing to pack: every trajectory was dropped, see drops", drops=tuple(drops))
+    placed = [opened[number] for number in shuffled(len(opened), spec.seed, spec.step)]
+    rows = [row_segments(forest.trees, items) for items in placed]
+    rows_of: list[set[int]] = [set() for _ in sources]
+    for row, items in enumerate(placed):
+        for item in items:
+            rows_of[forest.trajectory_of[item]].add(row)
+    tensors, physical = _fill(spec, rows, forest, advantages)
+    described = describe(tensors)
+    token_digest = described["tokens"].sha256
+    replay = _bundle(spec, spec.routes, rows, forest, token_digest, physical) if spec.routes else None
+    manifest = BatchManifest(
+        packer=PACKER,
+        run=spec.run,
+        step=spec.step,
+        seed=spec.seed,
+        base_digest=spec.base_digest,
+        row_length=spec.row_length,
+        rows=len(rows),
+        tensors=described,
+        token_digest=token_digest,
+        trajectories=tuple(
+            PackedTrajectory(
+                id=source.id,
+                digest=source.digest,
+                group=source.group,
+                reward=source.reward,
+                advantage=advantages[index],
+                rows=tuple(sorted(rows_of[index])),
+            )
+            for index, source in enumerate(sources)
+        ),
+        groups=tuple(groups),
+        drops=tuple(drops),
+        logical_tokens=forest.logical_tokens,
+        physical_tokens=physical,
+        trainable_tokens=int(tensors["loss_mask"].sum(dtype="int64")),
+        scale_rewards=spec.scale_rewards,
+        replay=digest(to_json(replay.manifest)) if replay else "",
+        unshared_tokens=forest.unshared(placed),
+        metrics=measure(sources, [bool(rows) for rows in rows_of], forest, drops),
+    )
+    return Packed(tensors, manifest, replay)
+
+
+def fill(manifest: BatchManifest) -> float:
+    """Share of the rows' positions that hold a token."""
+    return manifest.physical_tokens / (manifest.rows * manifest.row_length)
+
+
+def _refuse_repeats(sources: Seq[Source]) -> None:
+    seen: set[int] = set()
+    for source in sources:
+        if source.id in seen:
+            raise PackError(f"trajectory {source.id} is listed twice", trajectory=source.id, position="trajectory_ids")
+        seen.add(source.id)
+
+
+def _advantages(
+    spec: PackSpec, sources: Seq[Source], members: dict[int, list[int]]
+) -> tuple[list[float], list[GroupAdvantage], list[Drop]]:
+    advantages = [0.0] * len(sources)
+    groups: list[GroupAdvantage] = []
+    drops: list[Drop] = []
+    for group, indices in members.items():
+        try:
+            found = group_statistics([sources[index].reward for index in indices], spec.scale_rewards)
+        except ValueError as error:
+            raise PackError(f"group {group}: {error}", trajectory=sources[indices[0]].id, position="reward") from error
+        groups.append(GroupAdvantage(group=group, size=len(indices), mean=found.mean, std=found.std))
+        for index, advantage in zip(indices, found.advantages, strict=True):
+            advantages[index] = advantage
+            if found.outcome != "trainable":
+                drops.append(Drop(sources[index].id, f"group {group}: {found.outcome}", "group"))
+    return advantages, groups, drops
+
+
+def _fill(spec: PackSpec, rows: Seq[Seq[Segment]], forest: Forest, advantages: Seq[float]) -> tuple[Tensors, int]:
+    """The batch's tensors, and how many tokens they hold."""
+    filler = Filler(len(rows), spec.row_length)
+    physical = 0
+    for row, segments in enumerate(rows):
+        physical += filler.fill(row, segments, forest.sequence_of, forest.trajectory_of, advantages)
+    return filler.tensors, physical
+
+
+def _bundle(
+    spec: PackSpec, shape: RouteShape, rows: Seq[Seq[Segment]], forest: Forest, token_digest: str, physical: int
+) -> Bundle:
+    tensors = fill_routes(shape, spec.row_length, rows, forest.sequence_of)
+    manifest = ReplayManifest(
+        run=spec.run,
+        step=spec.step,
+        token_digest=token_digest,
+        shape=shape,
+        rows=len(rows),
+        row_length=spec.row_length,
+        tensors=describe(tensors),
+        tokens=physical,
+        covered=int(tensors["covered"].sum(dtype="int64")),
+    )
+    return Bundle(tensors, manifest)

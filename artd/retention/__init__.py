@@ -1,0 +1,1 @@
+"""What is deleted, and when: old checkpoints, expired contents, finished runs."""

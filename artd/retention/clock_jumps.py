@@ -1,0 +1,114 @@
+"""Jumps of the wall clock: stored deadlines keep the time that they had left, and nothing is deleted by its age meanwhile.
+
+Owner of: the deadlines of open groups and delayed jobs and pushes once they are stored; the meta row `retention`, which
+holds why retention has stopped. Invariants: nobody acts on a stored deadline between a jump and its correction
+(`jumped`); time in which artd did not run does not count.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import anyio
+
+from artd.clock import Clock
+from artd.core.deadlines import DRIFT_MS, JUMP_MS, LARGE_MS, days, distrust, time_left
+from artd.store.store import Store, emit, get_meta, set_meta
+
+PERIOD_S = 1.0
+LONGEST_DELAY_MS = 300_000  # of a job's back-off, see core.decide
+STOPPED = "retention"
+GROUPS = (
+    "SELECT g.id, g.deadline, coalesce(CASE WHEN json_valid(CAST(r.spec AS TEXT))"
+    " THEN CAST(json_extract(CAST(r.spec AS TEXT), '$.group_timeout_s') * 1000 AS INTEGER) END,"
+    " max(0, g.deadline - g.created)) AS longest"  # the spec may be unreadable: its run is paused later in the boot
+    " FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.state = 'open'"
+)
+NEWEST = "SELECT at FROM event ORDER BY id DESC LIMIT 1"
+SEEN = "seen"
+"""Meta row: when a daemon last ran while deadlines were stored. Without it a kill would give them back the time since the
+newest event."""
+WAITING = (
+    "SELECT 1 FROM trajectory_group WHERE state = 'open' UNION ALL SELECT 1 FROM job WHERE state = 'queued' AND not_before > 0"
+    " UNION ALL SELECT 1 FROM push WHERE state = 'prepared' AND not_before > 0 LIMIT 1"
+)
+
+
+class Times:
+    """Compares the wall clock with the monotonic one, over one boot."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._clock: Clock = store.clock
+        self._offset = self._measure()
+
+    async def run(self) -> None:
+        """Look once a second, until cancelled."""
+        while True:
+            await self.heed()
+            await anyio.sleep(PERIOD_S)
+
+    def jumped(self) -> bool:
+        """Whether the clock jumped and stored deadlines have not followed yet: until then none of them counts."""
+        return abs(self._measure() - self._offset) > JUMP_MS
+
+    async def heed(self) -> None:
+        """Let stored deadlines follow the clock, and note that artd runs while there are any."""
+        offset = self._measure()
+        drift = offset - self._offset
+        if abs(drift) > DRIFT_MS:
+            await self._store.write(lambda c: follow(c, self._clock.now_ms(), drift))
+            self._offset = offset  # only now: a write that failed would have followed nothing
+        elif await self._store.read(WAITING):
+            await self._store.write(lambda c: set_meta(c, SEEN, str(self._clock.now_ms())))
+
+    def _measure(self) -> int:
+        return self._clock.now_ms() - int(self._clock.monotonic() * 1000)
+
+
+def follow(c: sqlite3.Connection, now: int, drift: int) -> None:
+    """The clock moved by so many milliseconds against the monotonic one: deadlines go with it. A jump is told, and a large
+    one stops retention."""
+    shift(c, now - drift, now)
+    set_meta(c, SEEN, str(now))
+    if abs(drift) > JUMP_MS:
+        emit(c, now, "", "clock.jumped", "", seconds=drift / 1000)
+    if abs(drift) > LARGE_MS:
+        stop_retention(c, now, f"the clock jumped {days(abs(drift))} {'ahead' if drift > 0 else 'back'}")
+
+
+def boot(c: sqlite3.Connection, now: int) -> None:
+    """The first write of a boot: deadlines go on where the last daemon left them."""
+    row = c.execute(NEWEST).fetchone()
+    if row is None:
+        return
+    seen = max(row["at"], int(get_meta(c, SEEN, "0")))
+    shift(c, seen, now)
+    set_meta(c, SEEN, str(now))
+    if why := distrust(seen, now):
+        stop_retention(c, now, why)
+
+
+def shift(c: sqlite3.Connection, before: int, now: int) -> None:
+    """Give every stored deadline the time that it had left at `before`, from `now` on."""
+    for group in c.execute(GROUPS).fetchall():
+        left = time_left(group["deadline"], before, now, group["longest"], group["longest"])
+        c.execute("UPDATE trajectory_group SET deadline = ? WHERE id = ?", (now + left, group["id"]))
+    for table, state in (("job", "queued"), ("push", "prepared")):
+        delayed = f"SELECT id, not_before FROM {table} WHERE state = ? AND not_before > 0"
+        for row in c.execute(delayed, (state,)).fetchall():
+            left = time_left(row["not_before"], before, now, LONGEST_DELAY_MS, 0)
+            c.execute(f"UPDATE {table} SET not_before = ? WHERE id = ?", (now + left, row["id"]))
+
+
+def stop_retention(c: sqlite3.Connection, now: int, why: str) -> None:
+    if not get_meta(c, STOPPED):
+        set_meta(c, STOPPED, why)
+        emit(c, now, "", "retention.stopped", "", why=why)
+
+
+def resume_retention(c: sqlite3.Connection, now: int) -> None:
+    """Somebody has looked: ages count again."""
+    if get_meta(c, STOPPED):
+        set_meta(c, STOPPED, "")
+        emit(c, now, "", "retention.resumed")

@@ -1,0 +1,288 @@
+"""Contents that have had their time go, and so do files that nothing refers to; rows stay.
+
+Owner of: the payload `expired` of trajectories and batches, unused exchanges, old events, `blob` rows that nothing refers to, the trash of
+`blobs`. Invariants: rows in a state that can still change are never touched; nothing goes by its age while retention
+has stopped (`times`) or the clock has jumped; everything is decided in the writer, a little at a time, so that nobody
+waits for it; why a file that is put again meanwhile is safe stands in `store.blobs`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from artd.config import Retention
+from artd.store.blobs import Blobs, owner
+from artd.store.store import Store, emit, get_meta
+from artd_schema.crashpoint import reach
+
+from .clock_jumps import STOPPED, resume_retention
+
+log = logging.getLogger(__name__)
+FIRST_S = 60.0
+PERIOD_S = 600.0
+ROWS, FILES = 256, 64
+"""Of one transaction."""
+ALL = NEVER = 1 << 62
+VACUUM_PAGES = 256
+VACUUM_STEPS = 40
+DAY_MS = 86_400_000
+
+REFERENCES = (
+    "trajectory.blob", "trajectory_data.metadata", "exchange.blob", "batch.tensors", "batch.manifest", "batch.replay", "batch.replay_manifest",
+)  # fmt: skip
+"""Every column that names a blob; a test compares them with the schema's foreign keys."""
+UNUSED = "SELECT b.sha, b.kind, b.bytes FROM blob b WHERE " + " AND ".join(
+    f"NOT EXISTS (SELECT 1 FROM {table} x WHERE x.{column} = b.sha)"
+    for table, column in (name.split(".") for name in REFERENCES)
+)
+SHARES = tuple(f"{number:02x}" for number in range(256))
+"""Blobs are looked through by the first two digits of their names: nobody waits long for the connection that all read by."""
+OF_SHARE = "sha >= ? AND sha < ?"
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """What goes by its age. find: ids and bytes of what is older than the first parameter, at most so many; forget: what is
+    done to one id; days: name of the setting."""
+
+    kind: str
+    days: str
+    find: str
+    forget: tuple[str, ...]
+
+
+EXPIRIES = (
+    Expiry(
+        "trajectory", "trajectories_days",
+        "SELECT t.id, coalesce(length(d.body), b.bytes) AS bytes FROM trajectory t"
+        " JOIN trajectory_data d ON d.trajectory_id = t.id LEFT JOIN blob b ON b.sha = t.blob"
+        " JOIN trajectory_group g ON g.id = t.group_id AND (g.state IN ('trained', 'discarded')"
+        " OR (g.split = 'eval' AND g.state = 'sealed'))"
+        " WHERE t.payload = 'kept' AND (t.state IN ('trained', 'discarded') OR t.split = 'eval') AND t.created < ?"
+        " ORDER BY t.created LIMIT ?",
+        ("UPDATE trajectory SET payload = 'expired', blob = NULL WHERE id = ?",
+         "UPDATE trajectory_data SET body = NULL, metadata = NULL WHERE trajectory_id = ?"),
+    ),
+    Expiry(
+        "batch", "batches_days",
+        "SELECT b.id, t.bytes + coalesce(r.bytes, 0) AS bytes FROM batch b JOIN blob t ON t.sha = b.tensors"
+        " LEFT JOIN blob r ON r.sha = b.replay WHERE b.payload = 'kept' AND b.state IN ('trained', 'abandoned')"
+        " AND b.created < ? AND NOT EXISTS (SELECT 1 FROM job j JOIN checkpoint k ON k.job_id = j.id"
+        " WHERE j.batch_id = b.id AND k.state = 'committed') LIMIT ?",
+        ("UPDATE batch SET payload = 'expired', tensors = NULL, replay = NULL WHERE id = ?",),
+    ),
+    Expiry(
+        "exchange", "exchanges_days",
+        "SELECT e.id, coalesce(length(e.turn), b.bytes) AS bytes FROM exchange e LEFT JOIN blob b ON b.sha = e.blob"
+        " WHERE e.trajectory_id IS NULL AND e.created < ? ORDER BY e.created LIMIT ?",
+        ("DELETE FROM exchange WHERE id = ?",),
+    ),
+    Expiry(  # they come in the order of time: only the oldest are looked at
+        "event", "events_days",
+        "SELECT id, length(data) AS bytes FROM event WHERE id < (SELECT min(id) FROM event) + ?2 AND at < ?1",
+        ("DELETE FROM event WHERE id = ?",),
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class Collected:
+    """Of one pass: (what, kind) -> [number, bytes]. what: expired (contents by their age), trashed (files that nothing refers to),
+    freed (files of an earlier pass that are gone now). stopped: why nothing went by its age."""
+
+    stopped: str = ""
+    counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+    def add(self, what: str, kind: str, sizes: Iterable[int]) -> None:
+        for size in sizes:
+            found = self.counts.setdefault((what, kind), [0, 0])
+            found[0] += 1
+            found[1] += size
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"what": what, "kind": kind, "count": count, "bytes": size}
+            for (what, kind), (count, size) in sorted(self.counts.items())
+        ]
+
+
+class Collector:
+    """`run` makes a pass every ten minutes, `collect` one now. jumped: whether the clock did and stored times do not count."""
+
+    def __init__(
+        self, store: Store, blobs: Blobs, retention: Retention, jumped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._retention = retention
+        self._jumped = jumped
+        self._busy = anyio.Lock()
+
+    async def run(self) -> None:
+        """Collect from time to time, until cancelled."""
+        await anyio.sleep(FIRST_S)
+        while True:
+            done = await self.collect()
+            if done.counts:
+                log.info("collected: %s", done.rows())
+            await anyio.sleep(PERIOD_S)
+
+    async def collect(self, dry: bool = False, resume: bool = False) -> Collected:
+        """One pass; dry: what one would do. resume: let ages count again first."""
+        async with self._busy:
+            if resume and not dry:
+                await self._store.write(lambda c: resume_retention(c, self._store.clock.now_ms()))
+            done = Collected(stopped=await self._store.write(lambda c: get_meta(c, STOPPED)))
+            self._blobs.forget_old_puts()
+            trash = await anyio.to_thread.run_sync(self._blobs.trashed)
+            done.add("freed", "file", (size for _, size in trash))
+            if dry:
+                await self._count(done)
+                return done
+            await anyio.to_thread.run_sync(unlink, [path for path, _ in trash])
+            for expiry in EXPIRIES:
+                await self._expire(expiry, done)
+            while sizes := await self._store.write(self._shrink_ledger):
+                done.add("expired", "exchange", sizes)
+            await self._trash(await self._drop_rows(), done)
+            self._blobs.end_pass()
+            await self._vacuum()
+            return done
+
+    async def _count(self, done: Collected) -> None:
+        """What a pass would do, without what the expired ones would leave behind."""
+        for expiry in EXPIRIES:
+            if (before := self._before(expiry)) is not None and not done.stopped:
+                found = await self._store.scan(expiry.find, (before, ALL))
+                done.add("expired", expiry.kind, (row["bytes"] for row in found))
+        kinds = {row["sha"]: row["kind"] for row in await self._unused()}
+        for _name, size, kind in await self._loose(kinds):
+            done.add("trashed", kind, [size])
+
+    # ---- rows ---------------------------------------------------------------------------------------------------------------
+
+    def _before(self, expiry: Expiry) -> int | None:
+        """What is older goes; None when nothing does."""
+        days: float = getattr(self._retention, expiry.days)
+        return self._store.clock.now_ms() - int(days * DAY_MS) if days else None
+
+    async def _expire(self, expiry: Expiry, done: Collected) -> None:
+        while len(sizes := await self._store.write(lambda c: self._expire_some(c, expiry))):
+            done.add("expired", expiry.kind, sizes)
+
+    def _expire_some(self, c: sqlite3.Connection, expiry: Expiry) -> list[int]:
+        before = self._before(expiry)
+        if before is None or self._jumped() or get_meta(c, STOPPED):
+            return []
+        found = c.execute(expiry.find, (before, ROWS)).fetchall()
+        for sql in expiry.forget:
+            c.executemany(sql, [(row["id"],) for row in found])
+        if found:
+            emit(c, self._store.clock.now_ms(), "", f"{expiry.kind}.expired", "", count=len(found))
+        return [row["bytes"] for row in found]
+
+    def _shrink_ledger(self, c: sqlite3.Connection) -> list[int]:
+        """Delete some of the oldest unused responses, if all of them together are too large; their bytes."""
+        limit = int(self._retention.exchanges_gib * 2**30)
+        (kept,) = c.execute("SELECT bytes FROM exchange_count").fetchone()
+        if not limit or kept <= limit:
+            return []
+        (expiry,) = (each for each in EXPIRIES if each.kind == "exchange")
+        gone: list[int] = []
+        for row in c.execute(expiry.find, (NEVER, ROWS)).fetchall():
+            if kept - sum(gone) <= limit:
+                break
+            c.execute(expiry.forget[0], (row["id"],))
+            gone.append(row["bytes"])
+        emit(c, self._store.clock.now_ms(), "", "exchange.expired", "", count=len(gone), bytes=sum(gone))
+        return gone
+
+    async def _drop_rows(self) -> dict[str, str]:
+        """Delete the rows of blobs that nothing refers to; their kinds by sha."""
+        dropped: dict[str, str] = {}
+        for part in _slices(await self._unused()):
+            rows = await self._store.write(functools.partial(self._drop, shas=[row["sha"] for row in part]))
+            dropped.update(rows)
+        return dropped
+
+    async def _unused(self) -> list[sqlite3.Row]:
+        """(sha, kind, bytes) of the rows of blobs that nothing refers to."""
+        return [row for share in SHARES for row in await self._store.scan(f"{UNUSED} AND b.{OF_SHARE}", _share(share))]
+
+    def _drop(self, c: sqlite3.Connection, shas: Sequence[str]) -> dict[str, str]:
+        """Those that something refers to by now stay."""
+        gone: dict[str, str] = {}
+        for sha in shas:
+            row = c.execute(f"{UNUSED} AND b.sha = ?", (sha,)).fetchone()
+            if row is not None and not self._blobs.being_put(sha):
+                c.execute("DELETE FROM blob WHERE sha = ?", (sha,))
+                gone[sha] = row["kind"]
+        return gone
+
+    # ---- files --------------------------------------------------------------------------------------------------------------
+
+    async def _trash(self, kinds: dict[str, str], done: Collected) -> None:
+        """Move files without a row to the trash: rows are gone for good by now. kinds: of those that had one, by sha."""
+        for part in _slices(await self._loose(kinds)):
+            names = [name for name, _, _ in part]
+            moved = await self._store.write(functools.partial(self._blobs.trash, names=names))
+            for name, size, kind in part:
+                if name in moved:
+                    done.add("trashed", kind, [size])
+            reach("gc.trashed")
+
+    async def _loose(self, kinds: dict[str, str]) -> list[tuple[str, int, str]]:
+        """(name, bytes, kind) of every file that has no row, or whose row is among `kinds`."""
+        loose: list[tuple[str, int, str]] = []
+        for folder in await anyio.to_thread.run_sync(self._blobs.folders):
+            rows = await self._store.scan(f"SELECT sha FROM blob WHERE {OF_SHARE}", _share(folder))
+            known = {row["sha"] for row in rows if row["sha"] not in kinds}
+            loose += await anyio.to_thread.run_sync(self._loose_of, folder, known, kinds)
+        return loose
+
+    def _loose_of(self, folder: str, known: set[str], kinds: dict[str, str]) -> list[tuple[str, int, str]]:
+        return [
+            (name, size, kinds.get(owner(name), "no row"))
+            for name, size, old in self._blobs.files(folder)
+            if (owner(name) not in known or "/." in name)
+            and (old or owner(name) in kinds)
+            and not self._blobs.being_put(name)
+        ]
+
+    async def _vacuum(self) -> None:
+        """Give free pages of the database back, a little at a time."""
+        for _ in range(VACUUM_STEPS):
+            if not await self._store.write(_vacuum_some):
+                return
+
+
+def _vacuum_some(c: sqlite3.Connection) -> bool:
+    """Whether there are more."""
+    (free,) = c.execute("PRAGMA freelist_count").fetchone()
+    for _ in range(min(free, VACUUM_PAGES)):
+        c.execute("PRAGMA incremental_vacuum(1)")  # Python steps it once, whatever number it is given
+    return free > VACUUM_PAGES
+
+
+def _share(prefix: str) -> tuple[str, str]:
+    """The bounds of the names that begin so: hexadecimal digits come before `g`."""
+    return prefix, f"{prefix}g"
+
+
+def unlink(files: Sequence[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+        reach("gc.unlinked")
+
+
+def _slices(found: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    return (found[start : start + FILES] for start in range(0, len(found), FILES))

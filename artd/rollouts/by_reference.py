@@ -1,0 +1,130 @@
+"""Trajectories by reference: turns of the gateway's ledger become a parcel, and their exchanges are used up.
+
+Owner of: exchange.trajectory_id. Invariants: an exchange's choice belongs to at most one trajectory, whose body is from
+then on the only place that holds its turn; a trajectory's body has the routes of each token of a sequence once; turns are
+read, checked and encoded outside the writer, which only looks whether the exchanges are still unused.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+import msgspec
+
+from artd.core.fields import InvalidField
+from artd.core.routes import trim_routes
+from artd.core.validate import check_turns, epoch_range
+from artd.errors import Busy, Conflict, Invalid, NotFound, RequestError
+from artd.store.blobs import Blobs
+from artd.store.store import Store
+from artd_schema import client_api as api
+from artd_schema.codec import digest
+from artd_schema.trajectory import ExchangeRef, Turn
+
+from .insert import Parcel, RunFacts, insert_many
+
+READ_AGAIN_S = (0.1, 0.3)
+"""Pauses before bytes that are not what was written are read a second and a third time."""
+_turn = msgspec.msgpack.Decoder(Turn)
+READ = (
+    "WITH ref (response_id, choice) AS (VALUES {})"
+    " SELECT e.id, e.response_id, e.choice, e.turn, e.blob, e.split, e.trajectory_id, r.next_epoch FROM ref"
+    " CROSS JOIN exchange e ON e.run_id = ? AND e.response_id = ref.response_id AND e.choice = ref.choice"
+    " JOIN run r ON r.id = e.run_id"
+)
+
+
+async def read_exchanges(store: Store, op: api.Submit, run: RunFacts) -> list[sqlite3.Row]:
+    """The ledger's rows of all references, in order. Errors: NotFound, Conflict."""
+    marks = ", ".join(["(?, ?)"] * len(op.refs))
+    values = (value for ref in op.refs for value in (ref.response_id, ref.choice))
+    rows = await store.read(READ.format(marks), (*values, run.id))
+    known = {ExchangeRef(row["response_id"], row["choice"]): row for row in rows}
+    return [_take(op, index, known.get(ref)) for index, ref in enumerate(op.refs)]
+
+
+def compose(parcel: Parcel, exchanges: list[sqlite3.Row], blobs: Blobs) -> Parcel:
+    """The parcel with the turns of these rows as its body. Errors: Invalid; RequestError when a file of theirs is damaged."""
+    op, run = parcel.op, parcel.run
+    raw = [row["turn"] if row["blob"] is None else _read(blobs, row) for row in exchanges]
+    turns = [_turn.decode(turn) for turn in raw]
+    try:
+        tokens = check_turns(turns, run.vocab_size, op.split == "train", exchanges[0]["next_epoch"], run.routes)
+    except InvalidField as error:
+        raise Invalid(str(error), field=error.field) from None
+    if run.routes is None:
+        body = msgspec.msgpack.encode([msgspec.Raw(turn) for turn in raw])
+    else:
+        body = msgspec.msgpack.encode(trim_routes(turns, run.routes))
+    return parcel._replace(digest=digest(body), body=body, size=len(body), tokens=tokens, epochs=epoch_range(turns))
+
+
+def insert(
+    c: sqlite3.Connection, now: int, parcel: Parcel, exchanges: list[sqlite3.Row], problem: RequestError | None
+) -> api.Submitted:
+    """Insert one trajectory and use its exchanges up: they keep their names, not their turns.
+
+    problem: why there is no body; a key that is known gets its first answer all the same, as its references were used by
+    then. Errors: RequestError.
+    """
+    known = c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (parcel.run.id, parcel.key)).fetchone()
+    if known is None:
+        for index, row in enumerate(exchanges):  # first: the file of a used one may be gone
+            _check_unused(index, c.execute("SELECT trajectory_id FROM exchange WHERE id = ?", (row["id"],)).fetchone())
+        if problem is not None:
+            raise problem
+    (outcome,) = insert_many(c, now, [parcel])
+    if isinstance(outcome, RequestError):
+        raise outcome
+    if known is None:
+        used = [(outcome.trajectory, row["id"]) for row in exchanges]
+        c.executemany("UPDATE exchange SET trajectory_id = ?, turn = NULL, blob = NULL WHERE id = ?", used)
+    return outcome
+
+
+def _read(blobs: Blobs, row: sqlite3.Row) -> bytes:
+    """Errors: Busy when the file cannot be read now; RequestError when it is not what was written, however often it is read: its
+    turn would be trained on as it is."""
+    path = blobs.path(row["blob"])
+    where = f"response {row['response_id']!r} choice {row['choice']}: the ledger's file {path}"
+    try:
+        for pause_s in (*READ_AGAIN_S, None):
+            turn = path.read_bytes()
+            if digest(turn) == row["blob"]:
+                return turn
+            if pause_s is not None:
+                time.sleep(pause_s)
+    except OSError as error:
+        raise Busy(
+            f"{where} cannot be read now: {error.strerror}; send the same again, or if that stays so leave this response out, "
+            "and run artd check",
+            retry_after_s=1.0,
+        ) from None
+    raise RequestError(f"{where} has other bytes than were written; leave this response out, and run artd check")
+
+
+def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:
+    """Errors: NotFound, Conflict when this reference cannot be taken."""
+    ref, where = op.refs[index], f"refs[{index}]"
+    if ref in op.refs[:index]:
+        raise Conflict(f"{where}: the same response and choice is listed twice", field=where)
+    if row is None:
+        raise NotFound(
+            f"{where}: run {op.run!r} has no response {ref.response_id!r} choice {ref.choice}; it was not served by this "
+            "daemon's gateway, or has expired",
+            field=where,
+        )
+    _check_unused(index, row)
+    if row["split"] != op.split:
+        raise Conflict(f"{where}: this response was made for split {row['split']!r}, not {op.split!r}", field=where)
+    return row
+
+
+def _check_unused(index: int, row: sqlite3.Row | None) -> None:
+    """Errors: NotFound, Conflict."""
+    if row is None:
+        raise NotFound(f"refs[{index}]: this response has expired", field=f"refs[{index}]")
+    if row["trajectory_id"] is not None:
+        where = f"refs[{index}]"
+        raise Conflict(f"{where}: this response is part of trajectory {row['trajectory_id']} already", field=where)

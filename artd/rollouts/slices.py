@@ -1,0 +1,67 @@
+"""What is done to all groups of a run, or to all that are due: some in each transaction, so that nobody waits for the writer.
+
+Owner of: run.flush_to. Invariants: what was begun is gone on with after a restart (`Ingest.run`), because the rows say it: a
+deadline that has passed, `flush_to`, a finished run with groups that wait.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from artd.store.store import emit, move
+from artd.tables.jobs import FINISHED
+
+from .insert import seal_group
+
+GROUPS = 100
+"""Of one transaction."""
+DUE = f"SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ? ORDER BY deadline LIMIT {GROUPS}"
+OPEN = f"SELECT id FROM trajectory_group WHERE run_id = ? AND state = 'open' AND id <= ? ORDER BY id LIMIT {GROUPS}"
+WAITING = (
+    "SELECT id, name, state, size FROM trajectory_group WHERE run_id = ? AND state = ? AND split = 'train'"
+    f" ORDER BY id LIMIT {GROUPS}"
+)
+UNDER_WAY = "SELECT id, state FROM run WHERE flush_to > 0 OR state = 'finished'"
+
+
+def seal_due(c: sqlite3.Connection, now: int) -> None:
+    """Seal some of the groups whose deadline has passed."""
+    for row in c.execute(DUE, (now,)).fetchall():
+        seal_group(c, now, row["id"])
+
+
+def begin_flush(c: sqlite3.Connection, run: int) -> None:
+    """All groups that are open now are meant."""
+    c.execute("UPDATE run SET flush_to = (SELECT coalesce(max(id), 0) FROM trajectory_group) WHERE id = ?", (run,))
+
+
+def flush(c: sqlite3.Connection, now: int, run: int) -> bool:
+    """Seal some of them; whether there may be more. With the last one what there is may be packed."""
+    row = c.execute("SELECT name, flush_to FROM run WHERE id = ?", (run,)).fetchone()
+    if row is None or not row["flush_to"]:
+        return False
+    found = c.execute(OPEN, (run, row["flush_to"])).fetchall()
+    for group in found:
+        seal_group(c, now, group["id"])
+    if len(found) == GROUPS:
+        return True
+    c.execute("UPDATE run SET flush = 1, flush_to = 0 WHERE id = ?", (run,))
+    emit(c, now, row["name"], "run.flushed")
+    return False
+
+
+def discard_waiting(c: sqlite3.Connection, now: int, run: int) -> bool:
+    """Discard some groups that a finished run left waiting, with their trajectories: nothing will train them. Whether there
+    may be more."""
+    row = c.execute("SELECT name FROM run WHERE id = ? AND state = 'finished'", (run,)).fetchone()
+    if row is None:
+        return False
+    found = [group for state in ("sealed", "open") for group in c.execute(WAITING, (run, state)).fetchall()][:GROUPS]
+    for group in found:
+        move(c, "trajectory_group", group["id"], "discarded", start=group["state"], reason=FINISHED)
+        c.execute(
+            "UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ? AND state = 'queued'",
+            (FINISHED, group["id"]),
+        )
+        emit(c, now, row["name"], "group.discarded", group["name"], size=group["size"], reason=FINISHED)
+    return len(found) == GROUPS

@@ -1,0 +1,364 @@
+"""Runs: created, attached to, paused, resumed, finished; and what a client waits for.
+
+Owner of: the run table. Invariants: a spec never changes; one run is active (or paused) at a time; creating a run
+queues its init job in the same transaction, and finishing it gives up what it has not done.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from artd.core.decide import RunView, is_stalled
+from artd.errors import Conflict, Invalid, NotFound, RequestError
+from artd.models import names
+from artd.models.base_model import pin, read_config
+from artd.models.fetcher import Fetched, Fetcher
+from artd.packing import failures
+from artd.rollouts import slices
+from artd.store.selects import NOT_DELETED
+from artd.store.store import Store, emit, get_meta
+from artd.store.views import load_run, push_failed, stored_spec, unreadable
+from artd.supervise.postmortem import telling
+from artd.tables import pauses
+from artd.tables.jobs import give_up
+from artd.tables.once import first_time
+from artd_schema import client_api as api
+from artd_schema.base import BaseModel
+from artd_schema.codec import UNREADABLE, to_json
+from artd_schema.crashpoint import reach
+from artd_schema.families import SEEDED
+from artd_schema.spec import MAX_SERVED_RANK, RunSpec, first_difference, in_flight_error, layout_error, length_error
+
+from .waits import Waits
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TOLD = 16
+"""Discarded groups of which `Stalled` tells."""
+
+
+class Runs:
+    """What clients ask about runs. require_runtimes: raises RequestError when trainer or engine cannot run here; routed: names
+    (`RUN@STEP`) that the gateway confirmed to route."""
+
+    def __init__(
+        self, store: Store, require_runtimes: Callable[[], None], routed: Callable[[], frozenset[str]],
+        models: Fetcher | None = None,
+    ) -> None:  # fmt: skip
+        self._models = models or Fetcher()
+        self._store = store
+        self._require_runtimes = require_runtimes
+        self._waits = Waits(store, lambda c, run, step: _progress(c, run, step, routed(), store.clock.now_ms()))
+
+    async def create(self, op: api.CreateRun) -> api.RunInfo | api.Pending:
+        """Create a run or attach to it; Pending while its model is being fetched. Errors: Invalid, NotFound, Conflict."""
+        known = await self._store.read(f"SELECT name, spec FROM run WHERE name = ? AND {NOT_DELETED}", (op.name,))
+        if known:
+            if op.spec is not None:
+                _check_same(op.name, stored_spec(known[0]), op.spec)
+            return await self.info(op.name, created=False)
+        if op.spec is None:
+            raise NotFound(f"there is no run {op.name!r}; give a model to create it", field="name")
+        if not NAME.fullmatch(op.name):
+            raise Invalid(
+                f"run name {op.name!r}: 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit",
+                field="name",
+            )
+        _check_spec(op.spec)
+        model = await self._model(op.spec.model)
+        if isinstance(model, str):
+            return api.Pending(step=-1, phase="fetch", doing=model)
+        spec, base = msgspec.structs.replace(op.spec, model=model.path), model.base
+        _check_base(spec, base)
+        created = await self._store.write(lambda c: _insert(c, self._store.clock.now_ms(), op.name, spec, base))
+        reach("run.created")
+        return await self.info(op.name, created)
+
+    async def _model(self, model: str) -> Fetched | str:
+        """A model's folder and manifest, or what is being done to have it here. Errors: Invalid, Conflict."""
+        if names.parse(model):
+            self._require_runtimes()
+            return await self._models.get(model)
+        await anyio.to_thread.run_sync(read_config, Path(model))
+        self._require_runtimes()
+        return Fetched(model, await anyio.to_thread.run_sync(pin, model))
+
+    async def info(self, name: str, created: bool) -> api.RunInfo:
+        def read(c: sqlite3.Connection) -> api.RunInfo:
+            run = c.execute("SELECT * FROM run WHERE name = ?", (name,)).fetchone()
+            if run is None:
+                raise NotFound(f"there is no run {name!r}", field="run")
+            return api.RunInfo(
+                name=name,
+                state=run["state"],
+                reason=run["reason"],
+                spec=None if unreadable(run) else stored_spec(run),
+                step=run["step"],
+                served=served_step(c, run["id"]),
+                created=created,
+                base_url=get_meta(c, "gateway_url") + "/v1",
+                api_key=get_meta(c, "gateway_token"),
+                lineage=run["lineage"],
+            )
+
+        return await self._store.ask(read)
+
+    async def set_state(self, name: str, target: str, reason: str = "", request: str = "") -> api.Done:
+        """pause, resume, finish. Asking for the state that a run has is no error. request: one that is repeated under the
+        same id changes nothing again. Errors: NotFound, Conflict, Unreadable."""
+
+        def write(c: sqlite3.Connection) -> api.Done:
+            row = c.execute("SELECT id, name, spec, state FROM run WHERE name = ?", (name,)).fetchone()
+            if row is None:
+                raise NotFound(f"there is no run {name!r}; `artctl runs` lists them", field="run")
+            if row["state"] == "finished" == target:
+                return api.Done()
+            if row["state"] == "finished":
+                raise Conflict(f"run {name!r} is finished; create another", field="run")
+            if target == "active":
+                stored_spec(row)
+            now = self._store.clock.now_ms()
+            if not first_time(c, now, request):
+                return api.Done()
+            set_run_state(c, now, row["id"], target, reason)
+            if target == "finished":
+                give_up(c, now, row["id"], name)
+            return api.Done()
+
+        done = await self._store.write(write)
+        while target == "finished" and await self._store.write(lambda c: self._discard_waiting(c, name)):
+            pass
+        return done
+
+    def _discard_waiting(self, c: sqlite3.Connection, name: str) -> bool:
+        row = c.execute("SELECT id FROM run WHERE name = ?", (name,)).fetchone()
+        return row is not None and slices.discard_waiting(c, self._store.clock.now_ms(), row["id"])
+
+    async def wait(self, op: api.WaitStep) -> api.Answer:
+        """StepInfo when the step is committed and served, Stalled when it cannot come by itself, Pending at the
+        time-out."""
+        return await self._waits.wait(op)
+
+
+def _check_spec(spec: RunSpec) -> None:
+    """Errors: Invalid for fields that exclude each other, or with which nothing could ever be trained."""
+    if spec.group_size < 2:
+        raise Invalid(
+            "group_size=1 trains nothing: a reward counts by how it differs from the others of its group, so a group of one"
+            " is discarded; use 2 or more answers to each prompt",
+            field="spec.group_size",
+        )
+    if spec.parameters == "full" and spec.rollout_weights_mode == "lora":
+        raise Invalid(
+            "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",
+            field="spec.rollout_weights_mode",
+        )
+    if spec.rollout_weights_mode == "lora" and spec.lora.rank > MAX_SERVED_RANK:
+        raise Invalid(
+            f"an engine serves adapters of rank {MAX_SERVED_RANK} at most: use a lower one, or rollout_weights_mode='merged'",
+            field="spec.lora.rank",
+        )
+    if error := length_error(spec):
+        raise Invalid(error, field="spec.row_length")
+    if error := layout_error(spec):
+        raise Invalid(error, field="spec.trainer")
+    if error := in_flight_error(spec):
+        raise Invalid(error, field="spec.engine.in_flight")
+
+
+def _check_base(spec: RunSpec, base: BaseModel) -> None:
+    """Errors: Invalid for a base model that the run's engine cannot start from, or that has no experts to compute again."""
+    if spec.trainer.recompute == "selective" and base.routes is None:
+        raise Invalid(
+            f"trainer.recompute='selective' computes experts again in the backward, and {spec.model} has none: use 'full', or 'none'",
+            field="spec.trainer.recompute",
+        )
+    if spec.rollout_weights_mode == "lora" and any(file.name == SEEDED for file in base.files):
+        raise Invalid(
+            f"the weights of {spec.model} are drawn, and an engine that serves adapters reads its base from disk: use "
+            "rollout_weights_mode='merged'",
+            field="spec.rollout_weights_mode",
+        )
+
+
+def _check_same(name: str, stored: RunSpec, asked: RunSpec) -> None:
+    if (model := names.parse(asked.model)) and names.is_of(stored.model, model):
+        asked = msgspec.structs.replace(asked, model=stored.model)
+    if field := first_difference(stored, asked):
+        raise Conflict(
+            f"run {name!r} exists with another spec: `{field}` differs; use another name, or that value", field=field
+        )
+
+
+def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: BaseModel) -> bool:
+    """Whether the run is new; False when another client made the same one meanwhile."""
+    known = c.execute("SELECT name, spec FROM run WHERE name = ?", (name,)).fetchone()
+    if known is not None:
+        _check_same(name, stored_spec(known), spec)
+        return False
+    other = c.execute("SELECT name, state, step FROM run WHERE state <> 'finished'").fetchone()
+    if other is not None:
+        raise Conflict(
+            f"artd trains one run at a time, and run {other['name']!r} is {other['state']} at step {other['step']}: attach to"
+            " it, or create this one when it is finished. `artctl status` shows what it does",
+            field="name",
+        )
+    stored = _stored(spec)
+    routes = to_json(base.routes) if base.routes and spec.expert_replay else b""
+    cursor = c.execute(
+        "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, routes, state, next_epoch, created)"
+        " VALUES (?, ?, ?, ?, ?, ?, 'active', 1, ?)",
+        (name, stored, base.digest, to_json(base), base.vocab_size, routes, now),
+    )
+    c.execute(
+        "INSERT INTO job (run_id, kind, step, epoch, state, created) VALUES (?, 'init', 0, 0, 'queued', ?)",
+        (cursor.lastrowid, now),
+    )
+    emit(c, now, name, "run.created", name, model=spec.model, mode=spec.rollout_weights_mode)
+    return True
+
+
+def _stored(spec: RunSpec) -> bytes:
+    """The spec as its row holds it. Errors: Invalid for one that would be read back as another, or not at all."""
+    stored = to_json(spec)
+    try:
+        same = msgspec.json.decode(stored, type=RunSpec) == spec
+    except UNREADABLE as error:
+        raise Invalid(f"the spec cannot be stored: {error}", field="spec") from None
+    if not same:
+        raise Invalid("the spec cannot be stored: it would be read back as another one", field="spec")
+    return stored
+
+
+def pause_unreadable(c: sqlite3.Connection, now: int) -> list[str]:
+    """Pause every run whose spec cannot be read: no service does anything for it, and the rest goes on. Lifts that pause
+    where the spec can be read again. Returns what is wrong."""
+    told = []
+    for row in c.execute("SELECT id, name, spec FROM run WHERE state <> 'finished'").fetchall():
+        if why := unreadable(row):
+            pauses.hold(c, now, row["id"], pauses.SPEC, why)
+            told.append(why)
+        else:
+            pauses.lift(c, now, row["id"], pauses.SPEC)
+    return told
+
+
+def set_run_state(c: sqlite3.Connection, now: int, run_id: int, target: str, reason: str) -> None:
+    """What an operator asks for: pause (beside other causes), resume (lifts every cause), finish."""
+    if target == "paused":
+        pauses.hold(c, now, run_id, pauses.OPERATOR, reason)
+    elif target == "active":
+        pauses.lift(c, now, run_id)
+    else:
+        pauses.finish(c, now, run_id)
+
+
+def served_step(c: sqlite3.Connection, run_id: int) -> int:
+    """Newest live step of a run, -1 when none is served."""
+    row = c.execute(
+        "SELECT max(k.step) AS step FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
+        " WHERE s.run_id = ? AND s.state = 'live'",
+        (run_id,),
+    ).fetchone()
+    return -1 if row["step"] is None else int(row["step"])
+
+
+def _discarded(c: sqlite3.Connection, run_id: int) -> dict[str, int]:
+    """Why the newest groups of a run were discarded."""
+    rows = c.execute(
+        "SELECT reason, count(*) AS groups FROM (SELECT reason FROM trajectory_group WHERE run_id = ? AND state = 'discarded'"
+        " ORDER BY id DESC LIMIT ?) GROUP BY reason ORDER BY groups DESC, reason",
+        (run_id, TOLD),
+    )
+    return {row["reason"]: row["groups"] for row in rows}
+
+
+def _is_routed(c: sqlite3.Connection, run_id: int, name: str, routed: frozenset[str]) -> bool:
+    """Whether the gateway answers with this step, and with none any more that a rollback left."""
+    left = c.execute("SELECT name FROM serving WHERE run_id = ? AND state = 'draining'", (run_id,))
+    return name in routed and not any(row["name"] in routed for row in left)
+
+
+def _progress(c: sqlite3.Connection, name: str, step: int, routed: frozenset[str], now: int = 0) -> api.Answer:
+    row = c.execute("SELECT id, name, spec, state, reason FROM run WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no run {name!r}", field="run")
+    run = load_run(c, row["id"])
+    served = served_step(c, row["id"])
+    there = served > step or (served == step and _is_routed(c, row["id"], f"{name}@{step}", routed))
+    if run.step >= step and there:
+        return _step_info(c, row["id"], name, step)
+    if hopeless := _hopeless(c, row["id"], run, step):
+        what = f": {row['reason']}" if row["reason"] else ""
+        raise RequestError(f"run {name!r} is {run.state}{what}; step {step} will not {hopeless}. Next: artctl status")
+    if is_stalled(run, step):
+        sealed = len(run.sealed)
+        return api.Stalled(
+            step=run.step,
+            sealed=sealed,
+            trainable=sealed,
+            needed=run.groups_per_step,
+            discarded=_discarded(c, row["id"]),
+        )
+    phase = run.job or ("serve" if run.step >= step else "collect")
+    return api.Pending(
+        step=run.step,
+        phase=phase,
+        problem=_broken(c) or _unpacked(c, name),
+        doing=_doing(c, now, row["id"], phase, step),
+    )
+
+
+def _doing(c: sqlite3.Connection, now: int, run_id: int, phase: str, step: int) -> str:
+    """What a wait waits for, for people: a worker that starts, else the phase."""
+    job = c.execute("SELECT started FROM job WHERE run_id = ? AND state = 'running'", (run_id,)).fetchone()
+    since = f", {max(0, now - job['started']) // 1000} s" if job and job["started"] else ""
+    row = c.execute("SELECT name, since FROM process WHERE state = 'starting' ORDER BY name LIMIT 1").fetchone()
+    if row is not None and phase != "collect":
+        return f"{row['name']} starting, {max(0, now - row['since']) // 1000} s"
+    return {"collect": f"waiting for groups of step {step}", "serve": f"bringing step {step} into the engine",
+            "init": f"making the first checkpoint{since}", "train": f"training step {step}{since}"}.get(phase, phase)  # fmt: skip
+
+
+def _broken(c: sqlite3.Connection) -> str:
+    """The worker that nothing starts any more, and why."""
+    row = c.execute("SELECT name, error FROM process WHERE state = 'broken' ORDER BY name").fetchone()
+    return f"{row['name']} is broken: {telling(row['error'])}" if row else ""
+
+
+def _unpacked(c: sqlite3.Connection, run: str) -> str:
+    """Why the next batch cannot be packed, though it is tried again and again."""
+    told = failures.failing(c)
+    if told is None or told["run"] != run or told["tries"] < 2:
+        return ""
+    return f"step {told['step']} cannot be packed: {telling(told['error'])}"
+
+
+def _hopeless(c: sqlite3.Connection, run_id: int, run: RunView, step: int) -> str:
+    """What will not become of a step as long as the run is in its state; "" when it may be served still."""
+    if run.state == "active":
+        return ""
+    if run.step < step:
+        return "come"
+    return "be served" if run.state == "finished" or push_failed(c, run_id) else ""
+
+
+def _step_info(c: sqlite3.Connection, run_id: int, name: str, step: int) -> api.StepInfo:
+    row = c.execute(
+        "SELECT k.sha, j.metrics, j.seconds FROM checkpoint k JOIN job j ON j.id = k.job_id WHERE k.run_id = ? AND k.step = ?"
+        " AND k.abandoned = 0",
+        (run_id, step),
+    ).fetchone()
+    return api.StepInfo(
+        run=name,
+        step=step,
+        checkpoint=row["sha"],
+        metrics=msgspec.json.decode(row["metrics"]),
+        seconds=msgspec.json.decode(row["seconds"]),
+    )

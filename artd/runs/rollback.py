@@ -1,0 +1,83 @@
+"""`rollback RUN@STEP`: a run goes on from an older checkpoint, in a new lineage.
+
+Owner of: nothing; called in one transaction. Invariants: a lineage's number and a policy epoch are used once; what the
+left steps trained stays trained and is never trained again; their checkpoints are off the chain, so retention may take
+them; no request enters a left step any more, and the engine gets the older checkpoint by a push like any other.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from artd.errors import Conflict, NotFound
+from artd.store.store import emit
+from artd_schema import client_api as api
+
+KEPT = (
+    "SELECT step FROM checkpoint WHERE run_id = ? AND abandoned = 0 AND state = 'committed' AND step < ? ORDER BY step"
+)
+UNFINISHED = "SELECT id, state FROM job WHERE run_id = ? AND state IN ('queued', 'running', 'quarantined') LIMIT 1"
+
+
+def rollback(c: sqlite3.Connection, now: int, op: api.Rollback) -> None:
+    """Make `op.step` the newest step of its run. Asked again, it changes nothing. Errors: NotFound, Conflict."""
+    run = c.execute("SELECT * FROM run WHERE name = ?", (op.run,)).fetchone()
+    if run is None:
+        raise NotFound(f"there is no run {op.run!r}; `artctl runs` lists them", field="run")
+    if run["lineage"] == op.lineage + 1 and _origin(c, run) == op.step:
+        return
+    target = _target(c, run, op)
+    left = c.execute(
+        "UPDATE checkpoint SET abandoned = 1 WHERE run_id = ? AND step > ? AND abandoned = 0", (run["id"], op.step)
+    ).rowcount
+    c.execute(
+        "UPDATE serving SET state = 'draining' WHERE run_id = ? AND state = 'live' AND checkpoint_id IN"
+        " (SELECT id FROM checkpoint WHERE run_id = ? AND abandoned = 1)",
+        (run["id"], run["id"]),
+    )
+    lineage = run["lineage"] + 1
+    c.execute(
+        "UPDATE run SET checkpoint_id = ?, step = ?, lineage = ? WHERE id = ?", (target, op.step, lineage, run["id"])
+    )
+    emit(c, now, run["name"], "run.rolled_back", run["name"], step=op.step, lineage=lineage, left=left)
+
+
+def _origin(c: sqlite3.Connection, run: sqlite3.Row) -> int:
+    """The step that the run's lineage began from."""
+    first = c.execute(
+        "SELECT p.step FROM checkpoint k JOIN checkpoint p ON p.id = k.parent_id WHERE k.run_id = ? AND k.lineage = ?"
+        " ORDER BY k.step LIMIT 1",
+        (run["id"], run["lineage"]),
+    ).fetchone()
+    return int(first["step"] if first else run["step"])
+
+
+def _target(c: sqlite3.Connection, run: sqlite3.Row, op: api.Rollback) -> int:
+    """The checkpoint to go back to. Errors: NotFound, Conflict that says what to do first."""
+    name = f"{run['name']}@{op.step}"
+    found = c.execute(
+        "SELECT id, state FROM checkpoint WHERE run_id = ? AND step = ? AND abandoned = 0", (run["id"], op.step)
+    ).fetchone()
+    if run["state"] == "finished":
+        kept = f"`artctl export {name} DIR`, or " if found is not None and found["state"] == "committed" else ""
+        raise Conflict(f"run {run['name']!r} is finished, and goes on from no step: {kept}create another run")
+    if run["lineage"] != op.lineage:
+        raise Conflict(
+            f"run {run['name']!r} was rolled back meanwhile: it is at step {run['step']}; artctl checkpoints"
+        )
+    if op.step == run["step"]:
+        raise Conflict(f"{name} is the newest step already; there is nothing to roll back", field="step")
+    kept = ", ".join(f"@{row['step']}" for row in c.execute(KEPT, (run["id"], run["step"]))) or "no older step"
+    if found is None:
+        raise NotFound(f"there is no checkpoint {name}; it can be rolled back to {kept}", field="step")
+    if found["state"] != "committed":
+        raise Conflict(
+            f"the files of {name} are deleted (keep_checkpoints); it can be rolled back to {kept}", field="step"
+        )
+    job = c.execute(UNFINISHED, (run["id"],)).fetchone()
+    if job is not None:
+        raise Conflict(
+            f"job {job['id']} is {job['state']}: first `artctl cancel {job['id']}` (its trajectories wait again) or"
+            f" `artctl discard {job['id']}` (they are never trained)"
+        )
+    return int(found["id"])

@@ -1,0 +1,99 @@
+"""The gateway's routing table, derived from rows and sent whole whenever it changes.
+
+Owner of: the last table sent, and which names the gateway confirmed. Invariants: an engine under a merged push is on hold in every table from
+before its pause until its verified `Live`; a table never names a step that is not live.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import NamedTuple
+
+import anyio
+import msgspec
+
+from artd.net.router import WorkerWire
+from artd.store.store import Store, get_meta
+from artd.store.views import active_run, route_shape, stored_spec
+from artd_schema import worker as w
+from artd_schema.spec import RunSpec
+
+GATEWAY = "gateway"
+
+
+class Router:
+    """Keeps the gateway's table true, and knows what the gateway confirmed."""
+
+    def __init__(self, store: Store, wire: WorkerWire) -> None:
+        self._store = store
+        self._wire = wire
+        self._seq = 0
+        self._sent: tuple[int | None, bytes] = (None, b"")
+        self._names: frozenset[str] = frozenset()
+        self.routed: frozenset[str] = frozenset()
+
+    async def run(self) -> None:
+        """Send every new table, until cancelled."""
+        while True:
+            changed = self._store.change()
+            table = await self._store.write(load_table)
+            names = frozenset(served.name for engine in table.engines for served in engine.served)
+            if not self.routed <= names:
+                # What answered may do so still, and a rollback may give its name to another step.
+                self.routed = frozenset()
+            sent = (self._wire.spawn(GATEWAY), msgspec.msgpack.encode(table))
+            if sent[0] is not None and sent != self._sent:
+                self._seq += 1
+                if self._wire.send(GATEWAY, w.Route(seq=self._seq, runs=table.runs, engines=table.engines)):
+                    self._sent, self._names = sent, names
+            with anyio.move_on_after(5.0):
+                await changed.wait()
+
+    def taken(self, message: w.RouteTaken) -> None:
+        """The gateway routes by this table now: whoever waits for a step to be served may go on."""
+        if message.seq == self._seq:
+            self.routed = self._names
+            self._store.announce()
+
+
+class Table(NamedTuple):
+    """held: fence of the newest push that the gateway was asked to hold for; a hold ends only with a newer table, so every
+    such push makes one."""
+
+    runs: tuple[str, ...]
+    engines: tuple[w.EngineRoute, ...]
+    held: str
+
+
+def load_table(c: sqlite3.Connection) -> Table:
+    """Names of runs, and the engines that can be reached."""
+    run = active_run(c)
+    if run is None:
+        return Table((), (), "")
+    spec = stored_spec(run)
+    engines = c.execute("SELECT name, address FROM process WHERE kind = 'engine' AND state = 'ready' AND address <> ''")
+    held = get_meta(c, "push_held")
+    routes = tuple(_engine(c, row, run, spec, held) for row in engines.fetchall())
+    return Table((run["name"],), routes, held)
+
+
+def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: RunSpec, held: str) -> w.EngineRoute:
+    sending = c.execute(
+        "SELECT 1 FROM push WHERE engine = ? AND state = 'sending' AND mode = 'merged' AND fence = ?",
+        (row["name"], held),
+    )
+    served = c.execute(
+        "SELECT s.name, k.step, k.epoch FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
+        " WHERE s.engine = ? AND s.run_id = ? AND s.state = 'live' ORDER BY k.epoch",
+        (row["name"], run["id"]),
+    )
+    return w.EngineRoute(
+        engine=row["name"],
+        socket=row["address"],
+        mode=spec.rollout_weights_mode,
+        base_model=run["name"] if spec.rollout_weights_mode == "merged" else f"{run['name']}@base",
+        max_model_len=spec.engine.max_model_len,
+        served=tuple(w.Served(name=s["name"], run=run["name"], step=s["step"], epoch=s["epoch"]) for s in served),
+        hold=sending.fetchone() is not None,
+        routes=route_shape(run),
+    )

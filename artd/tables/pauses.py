@@ -1,0 +1,75 @@
+"""Why a run is paused: a set of causes, so that lifting one does not undo another.
+
+Owner of: the table `pause`, and of run.state and run.reason between active, paused and finished. Invariants: a run is
+paused exactly while it has a cause; the reason of a paused run names every cause, oldest first.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from artd.store.store import emit, move
+
+OPERATOR = "operator"
+"""The cause of `artctl pause`."""
+SPEC = "spec"
+"""The cause of a run whose spec cannot be read: the next boot that reads it lifts it."""
+
+
+def of_job(job: int) -> str:
+    """The cause of a quarantine: `artctl retry` and `artctl discard` lift it."""
+    return f"job {job}"
+
+
+def of_group(group: int) -> str:
+    """The cause of a group whose stored bytes are damaged: `artctl discard-group` lifts it."""
+    return f"group {group}"
+
+
+def hold(c: sqlite3.Connection, now: int, run_id: int, cause: str, reason: str) -> None:
+    """Pause a run for `cause`; a cause that it has already gets this reason. A finished run stays as it is."""
+    run = _run(c, run_id)
+    if run["state"] == "finished":
+        return
+    known = c.execute("SELECT 1 FROM pause WHERE run_id = ? AND cause = ?", (run_id, cause)).fetchone()
+    c.execute(
+        "INSERT INTO pause (run_id, cause, reason, created) VALUES (?, ?, ?, ?)"
+        " ON CONFLICT (run_id, cause) DO UPDATE SET reason = excluded.reason",
+        (run_id, cause, reason, now),
+    )
+    if run["state"] == "active":
+        move(c, "run", run_id, "paused")
+    _tell_reasons(c, run_id)
+    if not known:
+        emit(c, now, run["name"], "run.paused", run["name"], cause=cause, reason=reason)
+
+
+def lift(c: sqlite3.Connection, now: int, run_id: int, cause: str | None = None) -> None:
+    """Take away one cause, or every one. The run goes on when none is left."""
+    c.execute("DELETE FROM pause WHERE run_id = ? AND (?2 IS NULL OR cause = ?2)", (run_id, cause))
+    run = _run(c, run_id)
+    if run["state"] != "paused":
+        return
+    if c.execute("SELECT 1 FROM pause WHERE run_id = ? LIMIT 1", (run_id,)).fetchone():
+        _tell_reasons(c, run_id)
+        return
+    move(c, "run", run_id, "active", reason="")
+    emit(c, now, run["name"], "run.resumed", run["name"])
+
+
+def finish(c: sqlite3.Connection, now: int, run_id: int) -> None:
+    """End a run for good."""
+    c.execute("DELETE FROM pause WHERE run_id = ?", (run_id,))
+    move(c, "run", run_id, "finished", reason="")
+    name = _run(c, run_id)["name"]
+    emit(c, now, name, "run.finished", name)
+
+
+def _run(c: sqlite3.Connection, run_id: int) -> sqlite3.Row:
+    row: sqlite3.Row = c.execute("SELECT name, state FROM run WHERE id = ?", (run_id,)).fetchone()
+    return row
+
+
+def _tell_reasons(c: sqlite3.Connection, run_id: int) -> None:
+    rows = c.execute("SELECT reason FROM pause WHERE run_id = ? ORDER BY id", (run_id,))
+    c.execute("UPDATE run SET reason = ? WHERE id = ?", ("; ".join(row["reason"] for row in rows), run_id))

@@ -1,0 +1,1 @@
+"""Train jobs: ordered, watched, committed, or ended without a step."""

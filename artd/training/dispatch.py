@@ -1,0 +1,351 @@
+"""Train jobs: claimed, sent to the trainer, watched, reported, committed.
+
+Owner of: job and attempt rows. Invariants: fence + 1 at every claim, and every effect is conditional on it; a job goes
+back only when the death of its worker is proven (`lease` ends a silent one, and one whose job stands still); `Committed`
+leaves only after COMMIT; a process that is no longer the worker changes nothing, and the daemon removes what it staged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from artd.core.decide import job_to_claim
+from artd.datadir.layout import DataDir
+from artd.net.router import WorkerWire
+from artd.store import fs
+from artd.store.store import Store, emit, get_meta, move, set_meta
+from artd.store.views import active_run, load_worker, queued_jobs
+from artd.supervise.lease import Holder
+from artd.tables.jobs import end_attempt
+from artd_schema import worker as w
+from artd_schema.codec import to_json
+from artd_schema.crashpoint import reach
+
+from . import commit as result
+from .commit import BadResult, Stale
+
+log = logging.getLogger(__name__)
+TRAINER = "trainer"
+WAITING = "waiting"
+LOST_RUN_S = 5.0
+
+
+@dataclass
+class Claim:
+    """The job that the trainer has now. sent: monotonic time of the last Run; seen: the trainer knows of it; progress: what
+    its last heartbeat told, -1 before the first; stalled: that stood still for too long, and the trainer is being ended."""
+
+    run: w.Run
+    spawn: int
+    sent: float
+    seen: bool = False
+    progress: int = -1
+    stalled: bool = False
+
+
+class Dispatch:
+    """One job at a time. The death of the trainer's process comes back through `died`."""
+
+    def __init__(
+        self, store: Store, wire: WorkerWire, data: DataDir, instance: str,
+        lacks: Callable[[int], str],
+    ) -> None:  # fmt: skip
+        self._lacks = lacks
+        self._store = store
+        self._wire = wire
+        self._data = data
+        self._instance = instance
+        self._claim: Claim | None = None
+        self._committing: dict[tuple[int, int], anyio.Event] = {}
+
+    async def run(self) -> None:
+        """Claim jobs as they become due, until cancelled."""
+        while True:
+            changed = self._store.change()
+            await self._claim_next()
+            self._send_again()
+            with anyio.move_on_after(1.0):
+                await changed.wait()
+
+    async def _claim_next(self) -> None:
+        spawn = self._wire.spawn(TRAINER)
+        if self._claim is not None or spawn is None:
+            return
+        run = await self._store.write(self._claim_due)
+        if run is None:
+            return
+        reach("job.claimed")
+        if self._wire.spawn(TRAINER) != spawn:
+            return  # it died meanwhile, and `died` takes the job back: the order is not the next process's
+        self._claim = Claim(run, spawn, self._store.clock.monotonic())
+        self._wire.send(TRAINER, run)
+
+    def _claim_due(self, c: sqlite3.Connection) -> w.Run | None:
+        run = active_run(c)
+        if run is None or self._wire.run(TRAINER) != run["id"]:
+            return None
+        now = self._store.clock.now_ms()
+        trainer = load_worker(c, TRAINER)
+        live = c.execute("SELECT 1 FROM push WHERE state = 'sending' AND source = 'live'").fetchone()
+        chosen = job_to_claim(queued_jobs(c, run["id"]), trainer, run["state"], live is not None, now)
+        if chosen is None or trainer is None or trainer.spawn != self._wire.spawn(TRAINER):
+            return None
+        job = c.execute("SELECT * FROM job WHERE id = ?", (chosen.id,)).fetchone()
+        if self._must_wait(c, now, run["name"], job):
+            return None
+        fence = job["fence"] + 1
+        move(
+            c,
+            "job",
+            job["id"],
+            "running",
+            start="queued",
+            fence=fence,
+            worker=TRAINER,
+            spawn=trainer.spawn,
+            started=now,
+        )
+        move(c, "process", TRAINER, "busy", start="ready", since=now)
+        c.execute(
+            "INSERT INTO attempt (job_id, fence, worker, spawn, started) VALUES (?, ?, ?, ?, ?)",
+            (job["id"], fence, TRAINER, trainer.spawn, now),
+        )
+        emit(c, now, run["name"], "job.claimed", job["id"], job=job["kind"], step=job["step"], fence=fence)
+        return self._order(c, run, job, fence)
+
+    def _must_wait(self, c: sqlite3.Connection, now: int, run: str, job: sqlite3.Row) -> bool:
+        """Whether the disk lacks room for the result, staged beside the last one and not smaller; the row `waiting` says why."""
+        last = c.execute("SELECT bytes FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
+        why = self._lacks(2 * last["bytes"] if last else 0)
+        told = to_json({"job": job["id"], "why": why}).decode() if why else ""
+        if told != get_meta(c, WAITING):
+            set_meta(c, WAITING, told)
+            if why:
+                emit(c, now, run, "job.waiting", job["id"], why=why)
+        return bool(why)
+
+    def _order(self, c: sqlite3.Connection, run: sqlite3.Row, job: sqlite3.Row, fence: int) -> w.Run:
+        parent = c.execute("SELECT * FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
+        batch = c.execute("SELECT * FROM batch WHERE id = ?", (job["batch_id"],)).fetchone()
+        return w.Run(
+            job=job["id"],
+            fence=fence,
+            kind=job["kind"],
+            step=job["step"],
+            epoch=job["epoch"],
+            lineage=run["lineage"],
+            dir=str(self._data.staging(job["id"], fence)),
+            instance=self._instance,
+            parent=checkpoint_ref(self._data, run["name"], parent) if parent else None,
+            batch=self._data.blob(batch["tensors"]) if batch else "",
+            manifest=self._data.blob(batch["manifest"]) if batch else "",
+            batch_sha=batch["manifest"] if batch else "",
+            replay=self._data.blob(batch["replay"]) if batch and batch["replay"] else "",
+            replay_manifest=self._data.blob(batch["replay_manifest"]) if batch and batch["replay"] else "",
+        )
+
+    def _send_again(self) -> None:
+        claim = self._claim
+        if claim is None:
+            return
+        now = self._store.clock.monotonic()
+        if not claim.seen and now - claim.sent > LOST_RUN_S:
+            claim.sent = now
+            self._wire.send(TRAINER, claim.run)
+
+    # ---- what the trainer says ----------------------------------------------------------------------------------------
+
+    def beat(self, name: str, message: w.Beat) -> bool:
+        """Whether the trainer's job went on since its last heartbeat."""
+        claim = self._claim
+        if claim is None or name != TRAINER or (message.job, message.fence) != (claim.run.job, claim.run.fence):
+            return False
+        last, claim.progress, claim.seen = claim.progress, message.progress, True
+        return message.progress != last
+
+    def holders(self) -> list[Holder]:
+        """The trainer, while it has a job that must make progress: one whose result lies here does not."""
+        claim = self._claim
+        if claim is None or (claim.run.job, claim.run.fence) in self._committing:
+            return []
+        return [Holder(TRAINER, claim.spawn)]
+
+    def stalled(self, seconds: float) -> str:
+        """The trainer is ended, because its job made no progress for so long: the reason. It costs the job an attempt."""
+        assert self._claim is not None, "no holder without a claim"
+        self._claim.stalled = True
+        run = self._claim.run
+        return f"job {run.job} ({run.kind}, step {run.step}) made no progress for {seconds:.0f} s (limits.stall_s)"
+
+    def accepted(self, message: w.Accepted) -> None:
+        if self._claim is not None and self._claim.run.job == message.job:
+            self._claim.seen = True
+
+    async def staged(self, message: w.Staged) -> None:
+        """Verify, publish, commit, and only then say Committed; what is no step is removed. A report that comes again while this
+        runs is left alone."""
+        identity = (message.job, message.fence)
+        if identity in self._committing:
+            return
+        self._committing[identity] = anyio.Event()
+        try:
+            answer = await self._finish(message)
+            if not isinstance(answer, w.Committed):  # of many gigabytes this takes seconds, and the report comes again
+                await anyio.to_thread.run_sync(fs.remove_tree, self._data.staging(*identity))
+        finally:
+            self._committing.pop(identity).set()
+        self._release(*identity)
+        self._wire.send(TRAINER, answer)
+
+    async def _finish(self, message: w.Staged) -> w.Committed | w.Fenced | w.Ack:
+        known = await self._store.write(lambda c: self._already(c, message))
+        if known is not None:
+            return known
+        started = self._store.clock.monotonic()
+        folder, relative = Path(message.dir), ""
+        expected = self._data.staging(message.job, message.fence)
+        try:
+            if folder != expected:
+                raise BadResult(f"the worker staged in {folder}, not in {expected}")
+            sha, manifest = await anyio.to_thread.run_sync(result.verify, folder)
+            if sha != message.manifest_sha or (manifest.job, manifest.fence) != (message.job, message.fence):
+                raise BadResult(f"{folder} is not what the worker reported for job {message.job} fence {message.fence}")
+            reach("result.verified")
+            relative = await anyio.to_thread.run_sync(result.publish, self._data, folder, manifest)
+            reach("result.published")
+            seconds = message.seconds | {"commit": self._store.clock.monotonic() - started}
+
+            def write(c: sqlite3.Connection) -> w.CheckpointRef:
+                now = self._store.clock.now_ms()
+                reference = result.commit(c, now, self._data, relative, sha, manifest, seconds)
+                _free_trainer(c, now)
+                return reference
+
+            reference = await self._store.write(write)
+            reach("result.committed")
+        except BadResult as error:
+            await self._end(message.job, message.fence, "rejected", str(error))
+            await self._drop(relative)
+            return w.Ack(job=message.job, fence=message.fence)
+        except Stale as error:
+            log.info("job %d fence %d: %s", message.job, message.fence, error)
+            await self._end(message.job, message.fence, "interrupted", str(error))
+            await self._drop(relative)
+            return w.Fenced(job=message.job, fence=message.fence)
+        except OSError as error:
+            if not fs.is_full(error):
+                raise
+            await self._end(message.job, message.fence, "full", f"its result cannot be kept: {error}")
+            await self._drop(relative)
+            return w.Fenced(job=message.job, fence=message.fence)
+        return w.Committed(job=message.job, fence=message.fence, checkpoint=reference)
+
+    async def _drop(self, published: str) -> None:
+        """Remove a result that was published but not committed; its name carries (job, fence), so it is nobody
+        else's."""
+        if published:
+            await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / published)
+
+    async def late(self, message: w.Staged | w.Failed | w.Beat) -> w.Committed | w.Fenced | None:
+        """What to answer a process that is no longer the trainer: one on another machine cannot be killed, only fenced
+        out. What it staged meanwhile is removed here: nobody else may, and it may have been told to be dead. None: it is
+        to ask again, for its end is still being taken."""
+        answer = await self._store.write(lambda c: self._already(c, message))
+        if isinstance(answer, w.Fenced) and not isinstance(message, w.Beat):
+            staging = self._data.staging(message.job, message.fence)
+            try:
+                await anyio.to_thread.run_sync(fs.remove_tree, staging)
+            except OSError as error:  # it writes there still, although it said that it had ended
+                log.warning("%s stays until the next start: %s", staging, error)
+        return answer
+
+    def _already(self, c: sqlite3.Connection, message: w.Staged | w.Failed | w.Beat) -> w.Committed | w.Fenced | None:
+        """What to answer a message that is not of the running (job, fence); None when it is."""
+        job = c.execute("SELECT state, fence FROM job WHERE id = ?", (message.job,)).fetchone()
+        if job is not None and (job["state"], job["fence"]) == ("running", message.fence):
+            return None
+        row = c.execute(
+            "SELECT k.*, r.name FROM checkpoint k JOIN run r ON r.id = k.run_id WHERE k.job_id = ? AND k.sha = ?",
+            (message.job, message.manifest_sha if isinstance(message, w.Staged) else ""),
+        ).fetchone()
+        if row is None:
+            return w.Fenced(job=message.job, fence=message.fence)
+        return w.Committed(
+            job=message.job, fence=message.fence, checkpoint=checkpoint_ref(self._data, row["name"], row)
+        )
+
+    async def failed(self, message: w.Failed) -> None:
+        ended = await self._end(message.job, message.fence, message.failure, message.error, message.trace)
+        reach("job.failed")
+        self._release(message.job, message.fence)
+        log.warning("job %d fence %d failed (%s): %s", message.job, message.fence, message.failure, message.error)
+        answer = w.Ack if ended else w.Fenced
+        self._wire.send(TRAINER, answer(job=message.job, fence=message.fence))
+
+    async def died(self, spawn: int, ordered: bool, error: str, tail: str = "") -> None:
+        """The trainer's process is proven dead: whatever it had goes back, but for a result that is being committed, which
+        needs it no more. tail: the last lines of its log."""
+        for committing in list(self._committing.values()):
+            await committing.wait()
+        claim = self._claim if self._claim is not None and self._claim.spawn <= spawn else None
+        failure = "died"
+        if ordered:
+            failure = "transient" if claim is not None and claim.stalled else "killed"
+
+        def write(c: sqlite3.Connection) -> None:
+            rows = c.execute("SELECT id, fence FROM job WHERE state = 'running' AND spawn <= ?", (spawn,)).fetchall()
+            for row in rows:
+                self._end_in(c, row["id"], row["fence"], failure, error, tail)
+
+        await self._store.write(write)
+        if claim is not None:
+            self._release(claim.run.job, claim.run.fence)
+            staging = self._data.staging(claim.run.job, claim.run.fence)
+            await anyio.to_thread.run_sync(fs.remove_tree, staging)
+
+    async def _end(self, job: int, fence: int, failure: str, error: str, evidence: str = "") -> bool:
+        return await self._store.write(lambda c: self._end_in(c, job, fence, failure, error, evidence))
+
+    def _end_in(
+        self, c: sqlite3.Connection, job_id: int, fence: int, failure: str, error: str, evidence: str = ""
+    ) -> bool:
+        job = c.execute(
+            "SELECT * FROM job WHERE id = ? AND fence = ? AND state = 'running'", (job_id, fence)
+        ).fetchone()
+        if job is None:
+            return False
+        now = self._store.clock.now_ms()
+        end_attempt(c, now, job, failure, error, evidence)
+        _free_trainer(c, now)
+        return True
+
+    def _release(self, job: int, fence: int) -> None:
+        if self._claim is not None and (self._claim.run.job, self._claim.run.fence) == (job, fence):
+            self._claim = None
+
+    def cancel_running(self, job: int) -> None:
+        """Tell the trainer to stop this job, if it has it."""
+        if self._claim is not None and self._claim.run.job == job:
+            self._wire.send(TRAINER, w.Cancel(job=job, fence=self._claim.run.fence))
+
+
+def _free_trainer(c: sqlite3.Connection, now: int) -> None:
+    c.execute("UPDATE process SET state = 'ready', since = ? WHERE name = ? AND state = 'busy'", (now, TRAINER))
+
+
+def checkpoint_ref(data: DataDir, run: str, row: sqlite3.Row) -> w.CheckpointRef:
+    return w.CheckpointRef(
+        run=run,
+        step=row["step"],
+        epoch=row["epoch"],
+        lineage=row["lineage"],
+        sha=row["sha"],
+        dir=str(data.root / row["dir"]),
+    )

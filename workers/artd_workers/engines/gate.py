@@ -1,0 +1,79 @@
+"""The gate in the engine's own process: which push may write its weights.
+
+Purpose: a late call of an ended harness, or of an earlier attempt, changes nothing.
+Owner of: the greatest fence seen by this engine, and whether an update is open or broken.
+Invariants: the fence only rises; after an update that did not finish no other begins (the weights are unknown); an update is
+written in the way that it was opened for, so a direct pull and calls that bring tensors never mix.
+Imports nothing but the standard library: it is tested without an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Literal
+
+from .adapter import Fence
+
+Way = Literal["calls", "direct"]
+"""How an update writes. calls: tensor by tensor, from disk or from a trainer, between `begin` and `finish` of their own;
+direct: within one call that pulls or swaps."""
+
+
+class FenceError(Exception):
+    """A call came from another instance or spawn, from an earlier attempt, or after a broken update."""
+
+
+class Gate:
+    """instance, spawn: those that this engine was started for."""
+
+    def __init__(self, instance: str, spawn: int) -> None:
+        self._instance = instance
+        self._spawn = spawn
+        self._seen = -1
+        self._open: Way | None = None
+
+    def admit(self, fence: Fence) -> None:
+        """Raise FenceError unless this update could be opened now."""
+        self._check_owner(fence)
+        if fence.fence <= self._seen:
+            raise FenceError(f"push {fence.push} has fence {fence.fence}, but this engine has seen fence {self._seen}")
+        if self._open:
+            raise FenceError(
+                f"the push with fence {self._seen} did not finish: the weights are unknown, restart the engine"
+            )
+
+    def begin(self, fence: Fence, way: Way = "calls") -> None:
+        """Open an update. Raises FenceError."""
+        self.admit(fence)
+        self._seen = fence.fence
+        self._open = way
+
+    def check(self, fence: Fence, way: Way = "calls") -> None:
+        """Raise FenceError unless this is the update that is open."""
+        self._check_owner(fence)
+        if self._open != way or fence.fence != self._seen:
+            raise FenceError(f"push {fence.push} fence {fence.fence} has no open update here")
+
+    def require_open(self, way: Way = "calls") -> None:
+        """Raise FenceError unless an update is open: for calls that cannot carry a fence (vLLM's own)."""
+        if self._open != way:
+            raise FenceError("no update is open here")
+
+    def finish(self, way: Way = "calls") -> None:
+        """The open update is complete: the weights are known again."""
+        self.require_open(way)
+        self._open = None
+
+    def _check_owner(self, fence: Fence) -> None:
+        if (fence.instance, fence.spawn) != (self._instance, self._spawn):
+            raise FenceError(
+                f"call for instance {fence.instance} spawn {fence.spawn}, but this engine belongs to instance "
+                f"{self._instance} spawn {self._spawn}"
+            )
+
+
+@cache
+def own_gate() -> Gate:
+    """The one gate of this engine process, for the instance and spawn in its environment."""
+    return Gate(os.environ.get("ARTD_INSTANCE", ""), int(os.environ["ARTD_SPAWN"]))

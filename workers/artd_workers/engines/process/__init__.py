@@ -1,0 +1,1 @@
+"""A server's process: its start, health, progress and end."""

@@ -1,0 +1,60 @@
+"""The engine's end of a feed: the memory that it pulls from, and what says how far that is filled.
+
+Purpose: `Opened` is the contract, `Mapped` a feed of this host (CUDA IPC); `wire.Wired` is one over NCCL. Owner of: what was
+opened, until `close`. Invariants: whoever closes has ended the pulls first; nothing is left open by a constructor that raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from artd_schema.direct import Feed
+from artd_workers.engines.adapter import Deadline
+from artd_workers.transfer.device import Port
+from artd_workers.transfer.process_watch import ProcessWatch
+from artd_workers.transfer.ring import Intake, Page
+from artd_workers.transfer.wire import Wired
+
+from .pull import PullError
+
+
+class Opened(Protocol):
+    """intake: how far the feed's buffers are filled; bases: address of each of its segments, by number."""
+
+    intake: Intake
+    bases: list[int]
+
+    def gone(self) -> bool:
+        """Whether the other side has ended: it fills nothing any more."""
+
+    def close(self) -> None:
+        """Let go of everything. Any thread, once."""
+
+
+class Mapped:
+    """A trainer process's own memory. on_end: called in a thread of its own once that process has ended: an open mapping pins
+    the memory of a process that has died."""
+
+    def __init__(self, port: Port, feed: Feed, on_end: Callable[[], None]) -> None:
+        """Raises PullError when the process has ended, DeviceError, OSError when its page is gone."""
+        self.bases: list[int] = []
+        with ExitStack() as stack:
+            watch = ProcessWatch(feed.pid, feed.ticks, lambda _: on_end())
+            stack.callback(watch.stop)
+            self.gone = watch.gone.is_set
+            if self.gone():
+                raise PullError(f"the trainer's process (pid {feed.pid}) that made this offer has ended")
+            self.intake: Intake = (page := Page.open(Path(feed.page)))
+            stack.callback(page.close)
+            for segment in feed.segments:
+                self.bases.append(port.open(segment.handle))
+                stack.callback(port.close, self.bases[-1])
+            self.close = stack.pop_all().close
+
+
+def open_feed(port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int) -> Opened:
+    """By the feed's way. Raises what `Mapped` and `Wired` raise."""
+    return Wired(port, feed, on_end, deadline, itemsize) if feed.nccl else Mapped(port, feed, on_end)

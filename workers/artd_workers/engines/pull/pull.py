@@ -1,0 +1,199 @@
+"""Pulls: the ranges of an offer's feeds, copied out of the trainer's memory in their order, checksums behind them.
+
+Purpose: a `Puller` keeps a feed's ranges ready for one destination (the engine's own tensors, or spare ones); a `Pull` runs
+those of all feeds side by side, in one thread. Owner of: two queues of the device for each feed. Invariants: no Python runs for
+each range between the begin and the end of a pull but the issue of a copy, and ranges that lie together on both sides are one
+copy; an intake's `done` rises only behind a copy's end; when a pull ends, however it does, nothing that it queued still runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from artd_schema.direct import Feed, Run
+from artd_workers.engines.adapter import Deadline
+from artd_workers.transfer.checksum import WORD, Span
+from artd_workers.transfer.device import Mark, Port
+
+if TYPE_CHECKING:
+    from .ipc_feed import Opened
+
+Copy = tuple[int, int, int]
+"""(to, from, bytes)."""
+Grid = tuple[int, int, int, int, int]
+"""(to, pitch, from, width, rows), in bytes: what `Queue.copy2d` takes."""
+
+
+class PullError(Exception):
+    """A pull did not end: what was waited for, and what to do."""
+
+
+class Puller:
+    """addresses: of the tensors that are filled, by index in the engine's table."""
+
+    def __init__(self, port: Port, opened: Opened, feed: Feed, itemsize: int, addresses: Sequence[int]) -> None:
+        self.pid, self.gone = feed.pid, opened.gone
+        self._intake, bases = opened.intake, opened.bases
+        self._turns = [unit.turn for unit in feed.units]
+        self._copies = [_joined(unit.runs, addresses, bases, itemsize) for unit in feed.units]
+        self._grids = [_grids(unit.runs, addresses, bases, itemsize) for unit in feed.units]
+        self._ends, self.spans = [0], list[Span]()
+        for unit in feed.units:
+            self.spans += [span_of(run, addresses, itemsize) for run in unit.runs]
+            self._ends.append(len(self.spans))
+        self._table = port.sums(self.spans)
+        self.mover, self.summer = port.queue(), port.queue()
+
+    def take(self, fence: int, deadline: Deadline) -> AbstractContextManager[None]:
+        """What `issue` is for this fence is the body."""
+        return self._intake.take(fence, deadline)
+
+    def issue(self, fence: int, sums: Tensor | None) -> Iterator[None]:
+        """Queue everything as it comes, and the checksums unless `sums` [parts] is None; yields where it waits. Raises
+        PullError."""
+        behind: deque[Mark] = deque()
+        intake = self._intake
+        yield from self._wait(lambda: True, fence, behind)  # also what lies ready is offered for this fence only
+        for number, (turn, copies, grids) in enumerate(zip(self._turns, self._copies, self._grids, strict=True)):
+            if turn >= 0:
+                yield from self._wait(lambda turn=turn: intake.ready > turn, fence, behind)  # type: ignore[misc]
+            for to, source, size in copies:
+                self.mover.copy(to, source, size)
+            for grid in grids:
+                self.mover.copy2d(*grid)
+            mark = self.mover.mark()
+            if sums is not None:
+                self.summer.after(mark)
+                self.summer.sum(self._table, sums, (self._ends[number], self._ends[number + 1]))
+            if turn >= 0:
+                behind.append(mark)
+                self._free(behind)
+        yield from self._wait(lambda: not behind, fence, behind)
+
+    def sum(self, sums: Tensor) -> None:
+        """Add the checksums of what lies there to `sums` [parts]."""
+        self.summer.sum(self._table, sums, (0, self._ends[-1]))
+
+    def _wait(self, until: Callable[[], bool], fence: int, behind: deque[Mark]) -> Iterator[None]:
+        while not (self._intake.fence == fence and until()):
+            self._free(behind)
+            if self._intake.fence == fence and self._intake.failed:
+                raise PullError(f"the trainer failed to fill its buffers (pid {self.pid}): see its log")
+            yield
+
+    def _free(self, behind: deque[Mark]) -> None:
+        while behind and behind[0].done():
+            behind.popleft()
+            self._intake.done += 1
+
+
+class Pull:
+    """All feeds of an offer into one set of tensors. poll_s: seconds to sleep when every feed waits (0: none, the caller has
+    nothing else to do)."""
+
+    def __init__(self, pullers: Sequence[Puller], poll_s: float = 0.0) -> None:
+        self._pullers, self._poll_s = tuple(pullers), poll_s
+
+    @property
+    def spans(self) -> list[Span]:
+        """Of everything that is pulled, where it is to lie."""
+        return [span for puller in self._pullers for span in puller.spans]
+
+    def run(self, fence: int, deadline: Deadline, sums: Tensor | None) -> dict[str, float]:
+        """Copy everything; add the checksums to `sums` [parts] unless it is None. Returns named seconds. Raises PullError as
+        soon as one feed fails or its process has ended."""
+        began = time.perf_counter()
+        try:
+            with ExitStack() as taken:
+                for puller in self._pullers:
+                    taken.enter_context(puller.take(fence, deadline))
+                self._issue(fence, deadline, sums)
+        finally:  # what was issued reads the trainer's memory, which the caller may close after an error
+            copied = self._settle() - began
+        return {"copied": copied, "summed": time.perf_counter() - began}
+
+    def _issue(self, fence: int, deadline: Deadline, sums: Tensor | None) -> None:
+        going = [(puller, puller.issue(fence, sums)) for puller in self._pullers]
+        while going := [one for one in going if next(one[1], one) is None]:
+            self._check(going[0][0], fence, deadline)
+            if self._poll_s:
+                time.sleep(self._poll_s)
+
+    def sum(self, sums: Tensor) -> None:
+        """Add the checksums of what lies there to `sums` [parts]."""
+        for puller in self._pullers:
+            puller.sum(sums)
+        self._settle()
+
+    def _settle(self) -> float:
+        """Wait for all that was queued; returns when the copies were done."""
+        for puller in self._pullers:
+            puller.mover.settle()
+        copied = time.perf_counter()
+        for puller in self._pullers:
+            puller.summer.settle()
+        return copied
+
+    def _check(self, late: Puller, fence: int, deadline: Deadline) -> None:
+        for puller in self._pullers:
+            if puller.gone():
+                raise PullError(
+                    f"the trainer's process ended before it had filled its buffers for fence {fence} (pid {puller.pid})"
+                )
+        if deadline.passed:
+            raise PullError(
+                f"{deadline.seconds:g} s passed before the trainer had filled its buffers for fence {fence} "
+                f"(pid {late.pid})"
+            )
+
+
+def span_of(run: Run, addresses: Sequence[int], itemsize: int) -> Span:
+    """The words of a run where they are to lie."""
+    address, first, words = addresses[run.tensor] + run.at * itemsize, run.first * itemsize, run.count * itemsize
+    if not run.width:
+        return Span(address, first // WORD, words // WORD, run.part)
+    pitch = run.pitch * itemsize // WORD
+    return Span(address, first // WORD, words // WORD, run.part, 0, run.width * itemsize // WORD, pitch, pitch)
+
+
+def _joined(runs: Sequence[Run], addresses: Sequence[int], bases: Sequence[int], itemsize: int) -> list[Copy]:
+    """Copies of the runs that lie together. Those of one tensor out of one segment are joined; neighbours in two allocations
+    must not be."""
+    out: list[Copy] = []
+    last = (-1, -1)
+    for run in runs:
+        if run.width:
+            continue
+        to, source = addresses[run.tensor] + run.at * itemsize, bases[run.segment] + run.byte
+        size, here = run.count * itemsize, (run.tensor, run.segment)
+        if here == last and out[-1][0] + out[-1][2] == to and out[-1][1] + out[-1][2] == source:
+            out[-1] = (out[-1][0], out[-1][1], out[-1][2] + size)
+        else:
+            out.append((to, source, size))
+        last = here
+    return out
+
+
+def _grids(runs: Sequence[Run], addresses: Sequence[int], bases: Sequence[int], itemsize: int) -> list[Grid]:
+    """Copies of the runs that are rows; joined where the rows go on on both sides, as those of a layer's experts do."""
+    out: list[Grid] = []
+    last: tuple[int, ...] = ()
+    for run in runs:
+        if not run.width:
+            continue
+        to, source = addresses[run.tensor] + run.at * itemsize, bases[run.segment] + run.byte
+        width, pitch, rows = run.width * itemsize, run.pitch * itemsize, run.count // run.width
+        here = (run.tensor, run.segment, width, pitch)
+        before = out[-1] if here == last else None
+        if before and to == before[0] + before[4] * pitch and source == before[2] + before[4] * width:
+            out[-1] = (*before[:4], before[4] + rows)
+        else:
+            out.append((to, pitch, source, width, rows))
+        last = here
+    return out

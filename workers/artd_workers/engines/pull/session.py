@@ -1,0 +1,161 @@
+"""The engine's side of the direct push: pulls in place or staged out of the offer that is open, and the gate around them.
+
+Purpose: `Session` is what an engine's worker extension calls. Owner of: the open `Link`, the spare tensors, the pull
+into them that is under way. Invariants: an update is finished at the gate only when every checksum is the manifest's, else
+it stays open and the weights count as unknown; the engine's tensors keep their addresses, so that its graphs stay valid;
+a new offer, `close`, or the end of any of the trainer's processes closes every mapping (they would pin a dead one's memory), and
+no mapping is closed while a pull reads from it: whoever calls holds the lock, and a pull ends by itself once a process has.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from artd_schema.direct import Offer
+from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.engines.gate import Gate
+from artd_workers.transfer.device import Port
+
+from .open_offer import Link, WrongWeights, check
+from .pull import PullError
+from .staging import Spare, Staging
+
+__all__ = ["MARGIN_BYTES", "OPEN_S", "Session", "WrongWeights"]
+
+MARGIN_BYTES = 2 << 30
+"""Of the device that spare memory leaves free."""
+OPEN_S = 60.0
+"""Seconds that opening an offer may take where nothing else is said."""
+
+
+class Session:
+    """tensors: the engine's, in the order of its table; names: theirs."""
+
+    def __init__(self, gate: Gate, port: Port, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self._gate, self._port = gate, port
+        self._names, self._tensors = tuple(names), tuple(tensors)
+        self._link: Link | None = None
+        self._spare_tensors: list[Tensor] = []
+        self._spare: Spare | None = None
+        self._staging: Staging | None = None
+        self._lock = threading.RLock()
+
+    # ---- the offer ----------------------------------------------------------------------------------------------------
+
+    def open(self, offer: Offer, timeout_s: float = OPEN_S) -> dict[str, float]:
+        """Open a trainer's feeds in place of those of the one before. Raises CoverError, DeviceError, PullError, OSError."""
+        began = time.perf_counter()
+        with self._lock:
+            self.close()
+            check(offer, self._names, self._tensors)
+            self._link = Link(self._port, offer, self._tensors, self._on_end, Deadline(timeout_s))
+            return {"seconds": time.perf_counter() - began, "segments": self._link.segments}
+
+    def close(self) -> None:
+        """Close every mapping of the trainer's memory; waits for a pull that is under way. Any thread."""
+        with self._lock:
+            self._end_staging()
+            link, self._link, self._spare = self._link, None, None
+            if link is not None:
+                link.close()
+
+    def _on_end(self, link: Link) -> None:
+        """A process of the trainer has ended (in the watch's thread); a pull that is under way ends by itself."""
+        with self._lock:
+            if self._link is link:
+                self.close()
+
+    # ---- a push -------------------------------------------------------------------------------------------------------
+
+    def expect(self, sums: dict[str, int]) -> None:
+        """The checksums that the next push must bring. Raises KeyError for a part without one."""
+        with self._lock:
+            self._opened().expect(sums)
+
+    def room(self) -> bool:
+        """Whether the spare memory is there, or fits into the device."""
+        return bool(self._spare_tensors) or self._port.free() >= _size(self._tensors) + MARGIN_BYTES
+
+    def pull(self, fence: Fence, timeout_s: float) -> dict[str, float]:
+        """Copy the trainer's weights into the engine's tensors and check them; the engine is paused meanwhile. Returns
+        seconds. Raises FenceError, PullError, WrongWeights."""
+        with self._lock:
+            link = self._opened()
+            self._end_staging()
+            self._gate.begin(fence, "direct")
+            seconds = link.pull.run(fence.fence, Deadline(timeout_s), link.cleared())
+            return seconds | self._finish(link)
+
+    def stage(self, fence: Fence, timeout_s: float) -> dict[str, float]:
+        """Begin to copy into spare memory beside the running engine; returns at once what that takes on the first call.
+        Raises FenceError, PullError."""
+        with self._lock:
+            link = self._opened()
+            self._end_staging()
+            self._gate.admit(fence)
+            self._spare_tensors = self._spare_tensors or [torch.empty_like(tensor) for tensor in self._tensors]
+            self._spare = self._spare or Spare(self._port, link, self._spare_tensors)
+            run = self._spare.pull.run
+            self._staging = Staging(fence, lambda: run(fence.fence, Deadline(timeout_s), None))
+            return {"spare_bytes": _size(self._spare_tensors)}
+
+    def staged(self) -> dict[str, float]:
+        """Seconds of the staging pull; empty while it is under way. Raises what it ended with."""
+        staging = self._staging
+        if staging is None:
+            raise PullError("nothing is staged: no pull was begun, or the trainer's process has ended")
+        return staging.result()
+
+    def swap(self, fence: Fence) -> dict[str, float]:
+        """Copy what was staged for this fence into the engine's tensors and check them, the engine being paused. Returns
+        seconds. Raises FenceError, PullError, WrongWeights."""
+        with self._lock:
+            spare = self._spare
+            if spare is None or self._staging is None or self._staging.fence != fence or not self._staging.result():
+                raise PullError(f"nothing is staged for push {fence.push} fence {fence.fence}")
+            link = self._opened()
+            self._gate.begin(fence, "direct")
+            began = time.perf_counter()
+            spare.copy(link.cleared())
+            self._staging = None
+            return {"summed": time.perf_counter() - began} | self._finish(link)
+
+    def check(self) -> dict[str, float]:
+        """Sum the engine's tensors as they are now. Returns seconds. Raises PullError, WrongWeights."""
+        with self._lock:
+            began, link = time.perf_counter(), self._opened()
+            link.pull.sum(link.cleared())
+            return {"summed": time.perf_counter() - began} | link.compare()
+
+    def drop_spare(self) -> None:
+        """Give the spare memory back."""
+        with self._lock:
+            self._end_staging()
+            self._spare, self._spare_tensors = None, []
+
+    # ---- parts --------------------------------------------------------------------------------------------------------
+
+    def _end_staging(self) -> None:
+        """Wait for a pull into spare memory, and forget it: two pulls at once would both write the page."""
+        if self._staging is not None:
+            self._staging.join()
+            self._staging = None
+
+    def _opened(self) -> Link:
+        if self._link is None:
+            raise PullError("no trainer's offer is open")
+        return self._link
+
+    def _finish(self, link: Link) -> dict[str, float]:
+        seconds = link.compare()
+        self._gate.finish("direct")
+        return seconds
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,31 @@
+"""The weights of a committed checkpoint as the engine serves them, read from disk in the order of its weight table.
+
+Purpose: what a push from disk loads: base and adapter merged, or every weight of a full-parameter checkpoint.
+Owner of: no state. Invariant: one rounding, from what the trainer holds to the served dtype, as in the trainer's own push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from artd_workers.engines.checkpoint import ADAPTER, MODEL
+from artd_workers.transfer.merge import Stored, merged_tensors, open_base
+
+
+def served_tensors(
+    base: str | None, checkpoint: Path, scale: float, dtype: str, names: Sequence[str], device: str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor of `dtype` on `device`, merged there) of every weight. base: folder of the base model that the
+    checkpoint's adapter belongs to, scale = alpha / rank; None when the checkpoint holds every weight by itself. names: of
+    the weight table, in its order. Raises ValueError when what is stored has other names."""
+    served = getattr(torch, dtype)
+    if base is None:
+        every = merged_tensors(Stored(checkpoint / MODEL, names), {}, 1.0, served)
+        return ((name, tensor.to(device)) for name, tensor in every)
+    adapter = {name: tensor.to(device) for name, tensor in load_file(checkpoint / ADAPTER).items()}
+    return merged_tensors(open_base(base, device), adapter, scale, served)

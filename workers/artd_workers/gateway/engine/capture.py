@@ -1,0 +1,152 @@
+"""What an engine tells of routed experts becomes the routes of a Turn, or an EngineFailure that says what is wrong.
+
+Owner of no state. Two forms come in: the answer of artd's worker extension (MoE layers only, the layout of
+`Turn.routes`), and the stock field of vLLM (all layers, zeros in dense ones). Invariant: rows start at a token of the
+prompt, reach to the last sampled token or end one before it, and hold ids that a router can choose.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from artd_schema.routes import BadRoutes, check_routes
+from artd_schema.trajectory import RouteShape
+from artd_workers.gateway.errors import EngineFailure
+
+from . import npy
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Routes of one choice, laid out as in `Turn.routes`: row j belongs to token start + j of prompt + sampled tokens. A token
+    whose cache was computed again has the row of the first time, by which the token after it was sampled: so both forms tell."""
+
+    routes: bytes
+    start: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice with the generate request that it answers. field: its `routed_experts`, base64 of a .npy file, if any."""
+
+    request: Json
+    choice: Json
+    field: Any
+
+    @property
+    def key(self) -> str:
+        """The name under which the extension holds its routes."""
+        return f"{self.request['request_id']}#{self.choice['index']}"
+
+
+class Taken(Struct):
+    """What the extension tells of one choice; as `Capture`, with the number of rows."""
+
+    routes: bytes
+    start: int
+    rows: int
+
+
+def captures_of(
+    engine: str, choices: Sequence[Choice], taken: Mapping[str, Taken], shape: RouteShape, needed: bool
+) -> list[Capture | None]:
+    """The checked routes of each choice; None where there are none. Errors: EngineFailure, also for missing ones that
+    are needed."""
+    found: list[Capture | None] = []
+    for choice in choices:
+        try:
+            capture = _capture(choice, taken.get(choice.key), shape)
+        except ValueError as error:
+            what = f"unusable routed experts for {choice.key}: {error}"
+            raise EngineFailure(engine, what, retriable=False) from error
+        if capture is None and needed:
+            what = f"no routed experts for {choice.key}, and without them the response cannot be trained on"
+            raise EngineFailure(engine, f"{what} (a run made with expert_replay=false needs none)", retriable=False)
+        found.append(capture)
+    return found
+
+
+def _capture(choice: Choice, taken: Taken | None, shape: RouteShape) -> Capture | None:
+    """Errors: ValueError."""
+    if choice.field:
+        start = choice.request["sampling_params"].get("routed_experts_prompt_start", 0)
+        capture = Capture(_moe_layers(choice.field, shape), start)
+    elif taken is not None:
+        if len(taken.routes) != taken.rows * shape.row_bytes:
+            raise ValueError(f"{len(taken.routes)} bytes for {taken.rows} rows of {shape.row_bytes} bytes")
+        capture = _cut(Capture(taken.routes, taken.start), choice, shape)
+    else:
+        return None
+    _check(capture, len(choice.request["token_ids"]), len(choice.choice["token_ids"]), shape)
+    return capture
+
+
+def _cut(capture: Capture, choice: Choice, shape: RouteShape) -> Capture:
+    """Without rows after the last token: the API server finds a stop string in the text, and the engine went on meanwhile."""
+    if not isinstance(choice.choice.get("stop_reason"), str):
+        return capture
+    end = len(choice.request["token_ids"]) + len(choice.choice["token_ids"])
+    return Capture(capture.routes[: max(end - capture.start, 0) * shape.row_bytes], capture.start)
+
+
+def _check(capture: Capture, prompt: int, sampled: int, shape: RouteShape) -> None:
+    try:
+        rows = check_routes(capture.routes, shape)
+    except BadRoutes as error:
+        raise ValueError(f"token {capture.start + error.row}: {error}") from error
+    end = capture.start + rows
+    if not 0 <= capture.start < prompt or end not in (prompt + sampled, prompt + sampled - 1):
+        raise ValueError(f"{rows} rows from token {capture.start}, for {prompt} + {sampled} tokens")
+
+
+def _moe_layers(field: Any, shape: RouteShape) -> bytes:
+    """The MoE layers of an array over all layers, in which dense ones are zero. Errors: ValueError."""
+    if not isinstance(field, str):
+        raise ValueError(f"{type(field).__name__}, where base64 of a .npy file was expected")
+    try:
+        ids = npy.read(base64.b64decode(field, validate=True))
+    except binascii.Error as error:
+        raise ValueError(f"no base64: {error}") from error
+    if (ids.topk, ids.width) != (shape.topk, shape.width):
+        raise ValueError(f"top {ids.topk} of {ids.width} bytes, where the model has top {shape.topk} of {shape.width}")
+    if ids.layers == shape.layers:
+        return ids.data
+    if ids.topk > 1 and not any(ids.data):
+        raise ValueError("every expert id is 0: the engine captured nothing")
+    kept = [layer for layer in range(ids.layers) if not _is_zero(ids, layer)]
+    if ids.topk == 1 and len(kept) < shape.layers:  # zeros may be expert 0 as well: a layer is dense only if all fit
+        raise ValueError(
+            f"{ids.layers - len(kept)} of {ids.layers} layers are all zero, where {ids.layers - shape.layers} have no "
+            "experts: with top 1 the others chose expert 0 or were not captured; ask through artd's worker extension"
+        )
+    if len(kept) != shape.layers:
+        raise ValueError(
+            f"{len(kept)} of {ids.layers} layers have routes, where the model has {shape.layers} MoE layers"
+        )
+    return _layers(ids, kept)
+
+
+def _is_zero(ids: npy.Ids, layer: int) -> bool:
+    size, row = ids.topk * ids.width, ids.layers * ids.topk * ids.width
+    zero = bytes(size)
+    return all(ids.data[at : at + size] == zero for at in range(layer * size, len(ids.data), row))
+
+
+def _layers(ids: npy.Ids, kept: Sequence[int]) -> bytes:
+    """The same rows with these layers only."""
+    size, row = ids.topk * ids.width, ids.layers * ids.topk * ids.width
+    edges: list[tuple[int, int]] = []
+    for layer in kept:
+        if edges and edges[-1][1] == layer * size:
+            edges[-1] = (edges[-1][0], edges[-1][1] + size)
+        else:
+            edges.append((layer * size, (layer + 1) * size))
+    return b"".join(ids.data[at + first : at + last] for at in range(0, len(ids.data), row) for first, last in edges)

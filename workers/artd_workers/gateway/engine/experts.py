@@ -1,0 +1,120 @@
+"""Which experts the engine routed each token to: taken for the ledger when a response is whole, or dropped.
+
+Owner of: the drops under way. Invariants: what an engine captured leaves it once, with the response that it belongs to, or
+is dropped; a response to be trained on has the routes of its tokens as the engine told them, or is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from artd_schema.trajectory import RouteShape
+from artd_workers.gateway.errors import ApiError, EngineFailure
+from artd_workers.gateway.limits import Limits
+
+from .capture import Capture, Choice, Taken, captures_of
+from .client import EngineClient
+
+log = logging.getLogger("artd.gateway")
+Json = dict[str, Any]
+FIELD = "routed_experts"
+PATH = "/collective_rpc"
+_IN_THREAD = 1 << 18
+"""Bytes of routes from which on they are checked away from the event loop: about a millisecond's work."""
+
+
+class _Reply(msgspec.Struct):
+    """Of `/collective_rpc`: one result for each worker of the engine, all alike."""
+
+    results: list[dict[str, msgspec.Raw]]
+
+
+_reply = msgspec.json.Decoder(_Reply)
+_choice = msgspec.json.Decoder(Taken)
+
+
+class Experts:
+    """Asks engines for what they captured."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._dropping: set[asyncio.Task[None]] = set()
+
+    async def take(
+        self,
+        client: EngineClient,
+        shape: RouteShape | None,
+        requests: Sequence[Json],
+        replies: Sequence[Json],
+        needed: bool,
+    ) -> list[Capture | None]:
+        """The checked routes of every choice, in order: from the choices themselves where the engine puts them there,
+        else asked for. None where there are none: always without a shape, and where they are not needed.
+        Errors: EngineFailure."""
+        choices = [
+            Choice(request, choice, choice.pop(FIELD, None))
+            for request, reply in zip(requests, replies, strict=True)
+            for choice in reply["choices"]
+        ]
+        if shape is None:
+            return [None] * len(choices)
+        taken = {} if all(choice.field for choice in choices) else await self._ask(client, requests, needed)
+        size = sum(len(found.routes) for found in taken.values()) + sum(len(choice.field or "") for choice in choices)
+        if size < _IN_THREAD:
+            return captures_of(client.name, choices, taken, shape, needed)
+        return await asyncio.to_thread(captures_of, client.name, choices, taken, shape, needed)
+
+    @contextlib.contextmanager
+    def dropped_on_error(
+        self, client: EngineClient, shape: RouteShape | None, requests: Sequence[Json]
+    ) -> Iterator[None]:
+        """Whatever ends the block early, the client's going included, has what was captured dropped. Nobody waits for it,
+        and nothing of it fails the request."""
+        try:
+            yield
+        except BaseException:
+            if shape is not None:
+                task = asyncio.get_running_loop().create_task(self._drop(client, _ids(requests)))
+                self._dropping.add(task)
+                task.add_done_callback(self._dropping.discard)
+            raise
+
+    async def _ask(self, client: EngineClient, requests: Sequence[Json], needed: bool) -> dict[str, Taken]:
+        try:
+            taken: dict[str, Taken] = await client.post(
+                PATH, self._call("artd_take_routes", _ids(requests)), read=read_taken
+            )
+        except (EngineFailure, ApiError) as error:
+            if needed:
+                raise EngineFailure(
+                    client.name, f"its routed experts cannot be had: {error}", retriable=False
+                ) from error
+            log.warning("engine %s: its routed experts cannot be had: %s", client.name, error)
+            return {}
+        return taken
+
+    async def _drop(self, client: EngineClient, ids: list[str]) -> None:
+        try:
+            await client.post(PATH, self._call("artd_drop_routes", ids))
+        except Exception as error:  # the engine may be gone, and its client closed; then so are the routes
+            log.info("engine %s: routed experts of %s were not dropped: %s", client.name, ", ".join(ids), error)
+
+    def _call(self, method: str, ids: list[str]) -> Json:
+        return {"method": method, "args": [], "kwargs": {"request_ids": ids}, "timeout": self._limits.call_s}
+
+
+def read_taken(content: bytes) -> dict[str, Taken]:
+    """The reply to `artd_take_routes`. Choice by choice: msgspec keeps the GIL for the whole of a call, and the event loop
+    is to run in between when this is done in a thread. Errors: those of codec.UNREADABLE."""
+    results = _reply.decode(content).results
+    return {key: _choice.decode(raw) for key, raw in results[0].items()} if results else {}
+
+
+def _ids(requests: Sequence[Json]) -> list[str]:
+    return [request["request_id"] for request in requests]

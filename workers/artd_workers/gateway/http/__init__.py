@@ -1,0 +1,1 @@
+"""The gateway's HTTP side: routes, authentication, bodies, error replies, limits on slow clients."""

@@ -1,0 +1,131 @@
+"""The HTTP face: routes, bearer check, error replies. Owner of no state but the start time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from artd_schema.trajectory import Split
+from artd_workers.gateway.errors import ApiError, invalid
+from artd_workers.gateway.limits import Limits
+from artd_workers.gateway.request.flow import Flow
+from artd_workers.gateway.request.kinds import CHAT, COMPLETION, Kind
+from artd_workers.gateway.routing import Table
+
+from .auth import check_bearer
+from .body import json_object, while_connected
+from .patience import REFUSED
+
+SPLIT_HEADER = "x-artd-split"
+_CLIENT_GONE = 499
+_SPLITS = ("train", "eval")
+
+
+class _Guard:
+    """Checks the bearer token before anything else looks at a request, unknown paths included."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            try:
+                check_bearer(headers.get(b"authorization", b""), self._token)
+            except ApiError as error:
+                scope[REFUSED] = True
+                await _reply(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
+    """The ASGI application."""
+    started = int(time.time())
+
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [_model(table, name, started) for name in table.models()]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in table.models():
+            known = ", ".join(table.models()) or "none (no run exists)"
+            raise ApiError(404, "model_not_found", f"model {name!r} is not live; known names: {known}", param="model")
+        return _json(_model(table, name, started))
+
+    def generates(kind: Kind) -> Route:
+        async def endpoint(request: Request) -> Response:
+            split = _split(request)
+            body = await json_object(request, min(limits.body, limits.max_message), limits.body_s)
+            answer = await while_connected(request, flow.answer(kind, body, split))
+            return Response(answer, media_type="application/json")
+
+        return Route(kind.path, endpoint, methods=["POST"])
+
+    routes = [
+        generates(CHAT),
+        generates(COMPLETION),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+    handlers: dict[Any, Any] = {
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        ClientDisconnect: _client_gone,
+        Exception: _unexpected,
+    }
+    return _Guard(Starlette(routes=routes, exception_handlers=handlers), token)
+
+
+def _split(request: Request) -> Split:
+    split = request.headers.get(SPLIT_HEADER, "train")
+    if split not in _SPLITS:
+        raise invalid(f"header {SPLIT_HEADER} is {split!r}: must be one of {', '.join(_SPLITS)}", code="invalid_split")
+    return cast(Split, split)
+
+
+def _model(table: Table, name: str, created: int) -> dict[str, Any]:
+    length = table.context_of(name)
+    model = {"id": name, "object": "model", "created": created, "owned_by": "artd"}
+    return model if length is None else model | {"max_model_len": length}
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _reply(error: ApiError) -> Response:
+    return Response(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return _reply(error)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    if error.status_code == 404:
+        paths = "/v1/chat/completions, /v1/completions, /v1/models"
+        return _reply(ApiError(404, "unknown_path", f"no such path: {request.url.path}; there are {paths}"))
+    if error.status_code == 405:
+        message = f"{request.method} is not allowed for {request.url.path}"
+        return _reply(ApiError(405, "method_not_allowed", message))
+    return _reply(ApiError(error.status_code, "http_error", str(error.detail)))
+
+
+async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again after this reply, so that the log has its stack."""
+    what = f"the gateway failed: {type(error).__name__}: {error}; its log: artctl logs gateway"
+    return _reply(ApiError(500, "internal", what))

@@ -1,0 +1,1 @@
+"""One completion request from its body to its reply."""

@@ -1,0 +1,200 @@
+"""The second half of a request: what an engine generated becomes ledger entry and reply.
+
+Owner of no state. Invariants: the reply is returned only after the ledger has its entry; every choice is traced to the
+weights it came from, or the request fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from artd_schema.crashpoint import reach
+from artd_schema.trajectory import Split, Turn
+from artd_schema.worker import Exchange, Served
+from artd_workers.gateway.engine.capture import Capture
+from artd_workers.gateway.engine.client import IN_THREAD
+from artd_workers.gateway.engine.origins import Labels, Origin
+from artd_workers.gateway.errors import EngineFailure, aborted
+from artd_workers.gateway.ledger import Ledger
+from artd_workers.gateway.limits import Limits
+from artd_workers.gateway.routing import Place, Table
+
+from . import reply, turns
+from .kinds import Kind
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request. response_id is fresh for every attempt: an engine may still hold the last one's."""
+
+    kind: Kind
+    body: Json
+    split: Split
+    response_id: str
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came out of an engine; requests and replies have one element a prompt, captures and origins one a choice, `shown` is
+    the derendered response."""
+
+    job: Job
+    place: Place
+    requests: list[Json]
+    replies: list[Json]
+    captures: list[Capture | None]
+    origins: list[Origin | None]
+    shown: Json
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One choice. index: over the whole response; served: the newest weights it came from; epochs, cache: policy and cache
+    epochs over its tokens, empty when unknown."""
+
+    index: int
+    request: Json
+    reply: Json
+    choice: Json
+    capture: Capture | None
+    served: Served
+    epochs: turns.Epochs
+    cache: turns.Epochs
+
+    @property
+    def params(self) -> Json:
+        return self.request["sampling_params"]
+
+
+async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits) -> bytes:
+    """Write the exchange to the ledger, then return the JSON reply. Errors: EngineFailure, ApiError."""
+    job, engine = made.job, made.place.engine.engine
+    samples = [await _sample(made, table, limits, *source) for source in _choices(made)]
+    used = max((sample.served for sample in samples), key=lambda served: served.epoch)
+    head = _head(made, samples, used.name)
+    with_ids = bool(job.body.get("return_token_ids"))
+    columns: list[Turn] = []
+    choices: list[Json] = []
+    for sample in samples:
+        shown = made.shown["choices"][sample.index]
+        shown = reply.finish_choice(job.kind, shown, sample.choice, sample.params, sample.index)
+        columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
+        if with_ids:
+            logprobs = turns.logprobs_of(engine, sample.choice)
+            reply.add_ids(job.kind, shown, sample.request, sample.choice, logprobs)
+            if sample.capture is not None and made.place.engine.routes is not None:
+                reply.add_experts(job.kind, shown, sample.capture, made.place.engine.routes)
+        choices.append(shown)
+    exchange = Exchange(
+        response_id=job.response_id, run=used.run, model=used.name, split=job.split, sampling=columns[0].sampling,
+        choices=len(columns), prompt_tokens=head["usage"]["prompt_tokens"],
+        completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds,
+    )  # fmt: skip
+    reach("gateway.generated")
+    await ledger.record(exchange, columns)
+    reach("gateway.recorded")
+    shown_bytes = sum(len(sample.capture.routes) for sample in samples if sample.capture) if with_ids else 0
+    if shown_bytes <= IN_THREAD:
+        return encode_reply(head, choices)
+    return await asyncio.to_thread(encode_reply, head, choices)
+
+
+def encode_reply(head: Json, choices: list[Json]) -> bytes:
+    """JSON of the response. Choice by choice: msgspec keeps the GIL for the whole of a call, and the event loop is to run
+    in between when this is done in a thread."""
+    shown = b",".join([msgspec.json.encode(choice) for choice in choices])
+    return b"".join((msgspec.json.encode(head)[:-1], b',"choices":[', shown, b"]}"))
+
+
+def _choices(made: Generated) -> list[tuple[int, Json, Json, Json]]:
+    found = [
+        (request, answer, choice)
+        for request, answer in zip(made.requests, made.replies, strict=True)
+        for choice in answer["choices"]
+    ]
+    return [(index, *source) for index, source in enumerate(found)]
+
+
+async def _sample(
+    made: Generated, table: Table, limits: Limits, index: int, request: Json, answer: Json, choice: Json
+) -> _Sample:
+    served, epochs, cache = await _trace(made.place, choice, made.origins[index], table, limits)
+    return _Sample(index, request, answer, choice, made.captures[index], served, epochs, cache)
+
+
+def _head(made: Generated, samples: list[_Sample], model: str) -> Json:
+    """The response without its choices. derender cannot know the served name, and counts no token that it did not
+    see."""
+    prompt = sum(len(request["token_ids"]) for request in made.requests)
+    completion = sum(len(sample.choice["token_ids"]) for sample in samples)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    head = {name: value for name, value in made.shown.items() if name != "choices"}
+    return head | {"id": made.job.response_id, "model": model, "usage": (made.shown.get("usage") or {}) | counts}
+
+
+def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
+    return turns.build_turn(
+        made.place.engine.engine,
+        sample.request["token_ids"],
+        sample.choice,
+        sampling=turns.effective_sampling(sample.params),
+        epochs=sample.epochs,
+        cache=sample.cache,
+        capture=sample.capture,
+        response_id=made.job.response_id,
+        index=sample.index,
+        raw=raw,
+    )
+
+
+async def _trace(
+    place: Place, choice: Json, origin: Origin | None, table: Table, limits: Limits
+) -> tuple[Served, turns.Epochs, turns.Epochs]:
+    """The weights that a choice came from: (the newest of them, policy epochs and cache epochs over its tokens).
+
+    lora: the adapter that was asked for. merged: by label, the RUN@STEP of the push: the engine's version spans, or what its
+    worker told; without either it is what the route said on entry, as no push came across. Before the first push the engine
+    has a label of its own, which stands for that too.
+    """
+    if place.engine.mode == "lora":
+        return place.served, *_whole(place.served)
+    spans = tuple((span.start, span.version) for span in turns.spans_of(place.engine.engine, choice))
+    if not spans and origin is None:
+        return place.served, *_whole(place.served)
+    policy = await _named(place, spans or (origin.policy if origin else ()), table, limits)
+    if place.pinned and (not policy or any(served != place.served for _, served in policy)):
+        raise aborted(f"{place.served.name} was replaced while the request ran", limits.retry_after_s)
+    epochs = _epochs(policy)
+    newest = policy[-1][1] if policy else place.served
+    if len(epochs) == 1:
+        return newest, epochs, epochs
+    return newest, epochs, _epochs(await _named(place, origin.cache if origin else (), table, limits))
+
+
+async def _named(place: Place, runs: Labels, table: Table, limits: Limits) -> list[tuple[int, Served]]:
+    return [(start, await _served(place, label, table, limits)) for start, label in runs]
+
+
+def _epochs(runs: list[tuple[int, Served]]) -> turns.Epochs:
+    return turns.run_lengths([(start, served.epoch) for start, served in runs])
+
+
+def _whole(served: Served) -> tuple[turns.Epochs, turns.Epochs]:
+    return ((0, served.epoch),), ((0, served.epoch),)
+
+
+async def _served(place: Place, label: str, table: Table, limits: Limits) -> Served:
+    if "@" not in label or label == place.served.name:
+        return place.served
+    served = await table.named(label, limits.label_s)
+    if served is None or served.run != place.served.run:
+        what = f"generated with weights {label!r}, which no route of run {place.served.run!r} names"
+        raise EngineFailure(place.engine.engine, what, retriable=False)
+    return served

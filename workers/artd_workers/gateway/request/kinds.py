@@ -1,0 +1,80 @@
+"""What differs between chat completions and completions: paths, bodies and the form of a choice. Owner of no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from artd_workers.gateway.errors import EngineFailure, invalid
+
+_OURS = ("return_token_ids", "stream", "stream_options", "request_id")
+"""Body fields that the gateway answers for itself."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the two OpenAI endpoints."""
+
+    path: str
+    prefix: str
+    chat: bool
+
+    def response_id(self) -> str:
+        return f"{self.prefix}-{uuid4().hex}"
+
+    def check(self, body: dict[str, Any]) -> None:
+        """Errors: ApiError 400 for what no part of the gateway supports."""
+        if not isinstance(body.get("model"), str) or not body["model"]:
+            raise invalid("`model` is missing: give a run's name, or RUN@STEP", param="model", code="model_missing")
+        if body.get("stream"):
+            message = "`stream: true` is not supported yet: leave it out and read the whole response"
+            raise invalid(message, param="stream", code="stream_unsupported")
+        if body.get("echo"):
+            raise invalid("`echo` is not supported: the prompt's ids come back with return_token_ids", param="echo")
+
+    def wants_logprobs(self, body: dict[str, Any]) -> bool:
+        asked = body.get("logprobs")
+        return bool(asked) if self.chat else asked is not None and asked is not False
+
+    def upstream_body(self, body: dict[str, Any], model: str) -> dict[str, Any]:
+        """The client's body as the engine shall see it."""
+        return {name: value for name, value in body.items() if name not in _OURS} | {"model": model}
+
+    def rendered(self, engine: str, reply: Any) -> list[dict[str, Any]]:
+        """The generate requests that a render reply holds: one per prompt. Errors: EngineFailure."""
+        requests = [reply] if self.chat else reply
+        if not isinstance(requests, list) or not requests:
+            raise EngineFailure(engine, f"{self.path}/render answered {type(reply).__name__}, not generate requests")
+        for request in requests:
+            if not isinstance(request, dict) or not request.get("token_ids") or "sampling_params" not in request:
+                raise EngineFailure(engine, f"{self.path}/render answered without token_ids and sampling_params")
+        return requests
+
+    def derender_body(
+        self, upstream: dict[str, Any], generated: Sequence[dict[str, Any]], prompts: Sequence[list[int]]
+    ) -> dict[str, Any]:
+        counts = [len(prompt) for prompt in prompts]
+        if self.chat:
+            return {"model": upstream["model"], "generate_response": generated[0], "prompt_tokens": counts[0],
+                    "prompt_token_ids": prompts[0], "chat_request": upstream}  # fmt: skip
+        return {"model": upstream["model"], "generate_responses": list(generated), "prompt_tokens": counts,
+                "prompt_token_ids": list(prompts), "completion_request": upstream}  # fmt: skip
+
+    def text(self, choice: dict[str, Any]) -> str | None:
+        return choice["message"].get("content") if self.chat else choice.get("text")
+
+    def set_text(self, choice: dict[str, Any], text: str) -> None:
+        if self.chat:
+            choice["message"]["content"] = text
+        else:
+            choice["text"] = text
+
+    def bearer_of_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The object that carries token ids when they were asked for."""
+        return choice["message"] if self.chat else choice
+
+
+CHAT = Kind(path="/v1/chat/completions", prefix="chatcmpl", chat=True)
+COMPLETION = Kind(path="/v1/completions", prefix="cmpl", chat=False)

@@ -1,0 +1,29 @@
+"""Values of a request that no engine can do anything with, refused in words of one line before the engine is asked.
+
+Owner of no state. Invariant: what is refused here, every engine refuses; its own words are of its insides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from artd_workers.gateway.errors import invalid
+
+
+def refuse_senseless(body: dict[str, Any]) -> None:
+    """Errors: ApiError 400 with the name of the value."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        limit = body.get(name)
+        if isinstance(limit, int) and not isinstance(limit, bool) and limit < 1:
+            raise invalid(f"{name}={limit}: an answer has at least 1 token", param=name)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        _refuse_ids(prompt, "prompt")
+
+
+def _refuse_ids(prompt: list[Any], path: str) -> None:
+    for number, token in enumerate(prompt):
+        if isinstance(token, list):
+            _refuse_ids(token, f"{path}[{number}]")
+        elif isinstance(token, int) and token < 0:
+            raise invalid(f"{path}[{number}]: {token} is no token id", param="prompt")

@@ -1,0 +1,1 @@
+"""Checkpoint folders: written, read back, and measured against what was trained."""

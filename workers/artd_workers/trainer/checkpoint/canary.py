@@ -1,0 +1,151 @@
+"""The canary of a checkpoint: fixed prompts and what the trainer thinks of them.
+
+Purpose: an engine that claims to serve a checkpoint must give the same logprobs. Owner of: no state.
+Invariants: prompts depend on the vocabulary and the special ids alone, so that all checkpoints of a run share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from artd_schema.manifest import Canary
+from artd_workers.models.base import Plan
+from artd_workers.trainer.model.layers import narrowest_choices
+from artd_workers.trainer.model.lora import detached
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.model.rounding import otherwise
+from artd_workers.trainer.tree_mask import hidden
+
+PROMPTS, TOKENS = 4, 32
+_SEED = 20_640
+FP32_TOY, FP32, BF16_MEAN, BF16_MAX = 1e-5, 2e-4, 0.05, 2.0
+"""Bounds in nats, at least: fp32 models of at most `TOY_LAYERS` layers, other fp32 ones, the mean of bf16 engines; a single token
+may stray much further in bf16 where it is improbable."""
+ROUTED_MEAN, ROUTED_MAX = 0.2, 4.0
+"""The same where rounding may send a token to another expert. Seen in bf16 with random weights of std 0.08 to 0.3: means of
+0.02 to 0.11, single tokens up to 1.5."""
+COARSE, FINE = 3.0, 8.0
+"""How many times what `rounding.otherwise` makes of the canary an engine may be off; deep or sharp models amplify rounding.
+COARSE: of a trainer that rounds to bf16 itself, where one nudge lets all that follows round otherwise (36 layers of Qwen3-8B with
+random weights on an H200: it made a mean of 0.053, and vLLM was 0.044 to 0.058 off). FINE: of an fp32 trainer, where nothing but
+the nudges shows (Hugging Face's models in bf16 were 1.5 to 3.5 times as far off; in fp32, 3 to 24 layers with weights of std 0.02
+to 0.25, 0.9 to 3.6 times in the mean and up to 4.8 times in the largest)."""
+TIE = 2.0
+"""An fp32 engine may choose otherwise where two experts' logits are closer than this many times its bound."""
+TOY_LAYERS = 4
+
+
+def prompts(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """PROMPTS lists of TOKENS seeded ids, none of them special."""
+    allowed = torch.tensor([i for i in range(plan.vocab_size) if i not in plan.special_ids])
+    generator = torch.Generator().manual_seed(_SEED)
+    chosen = allowed[torch.randint(len(allowed), (PROMPTS, TOKENS), generator=generator)]
+    return tuple(tuple(row) for row in chosen.tolist())
+
+
+def bounds(
+    plan: Plan, engine_dtype: str, gap: float = math.inf, room: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
+    """(largest, mean) |difference| in nats that an engine of this dtype may show.
+
+    gap: smallest distance of router logits that decided for an expert in the canary's tokens (inf: no routers).
+    room: (largest, mean) at least, of what rounding makes of this model.
+    """
+    routed = (ROUTED_MAX, ROUTED_MEAN)
+    if engine_dtype != "float32":
+        least = (BF16_MAX, BF16_MEAN) if plan.routes is None else routed
+    else:
+        least = (FP32_TOY, FP32_TOY) if plan.layers <= TOY_LAYERS else (FP32, FP32)
+        if gap <= TIE * max(least[0], room[0]):
+            least = routed
+    return max(least[0], room[0]), max(least[1], room[1])
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of one forward, as `Policy.hidden_logits` takes them, that a policy is asked about."""
+
+    tokens: Tensor
+    positions: Tensor
+    seen: Tensor
+    rows: Tensor
+
+
+def row(plan: Plan) -> Row:
+    """All prompts in one row, each a tree of its own: the weights are read once instead of once per prompt. Asked about
+    every token but the last of each."""
+    until = torch.arange(1, PROMPTS + 1).repeat_interleave(TOKENS) * TOKENS
+    rows = torch.arange(PROMPTS * TOKENS).view(PROMPTS, TOKENS)[:, :-1].flatten()
+    # The dense mask: for so few tokens a GPU need not compile an attention of its own.
+    return Row(torch.tensor(prompts(plan)).flatten(), torch.arange(TOKENS).repeat(PROMPTS), hidden(until), rows)
+
+
+def score(
+    policy: Policy, engine_dtype: str, least: Callable[[float], float] = float, base: Base | None = None
+) -> Canary:
+    """The canary of the policy as it is now. least: smallest of all ranks' values, where several make up the policy; base: what
+    `of_base` gave, for an engine that is served the adapter alone. Raises ArithmeticError when a score is not finite."""
+    asked = row(policy.plan)
+    with narrowest_choices(policy.model) as gaps:
+        found = logprobs(policy, asked)
+    if not torch.isfinite(found).all():
+        raise ArithmeticError("the updated weights give logprobs that are not finite; lower the learning rate")
+    if policy.model.config.params_dtype != torch.float32:
+        engine_dtype = "bfloat16"  # the trainer's own rounding is as coarse
+    moved = rounded(policy, asked, found, getattr(torch, engine_dtype))
+    narrowest = min([*gaps, base.gap if base is not None else math.inf], default=math.inf)
+    largest, mean = bounds(policy.plan, engine_dtype, least(narrowest), room(policy, moved))
+    told = Canary(prompts=_rows(asked.tokens), logprobs=_rows(found), max_abs=largest, mean_abs=mean)
+    if base is None:
+        return told
+    return replace(told, base=_rows(base.logprobs), rounding=float(moved.square().mean().sqrt()))
+
+
+@dataclass(frozen=True)
+class Base:
+    """The canary without the adapter. logprobs: as of `logprobs`; gap: between the two experts that were hardest to choose from
+    (infinite without experts): an engine's rounding may choose the other one in these scores, too."""
+
+    logprobs: Tensor
+    gap: float
+
+
+def of_base(policy: Policy) -> Base:
+    with detached(policy.model), narrowest_choices(policy.model) as gaps:
+        found = logprobs(policy, row(policy.plan))
+    return Base(found, min(gaps, default=math.inf))
+
+
+def rounded(policy: Policy, asked: Row, found: Tensor, dtype: torch.dtype) -> Tensor:
+    """|difference| of each score that one rounding to `dtype` of every module's output makes. found: `logprobs` without it."""
+    with otherwise(policy.model, dtype):
+        return (logprobs(policy, asked) - found).abs()
+
+
+def room(policy: Policy, moved: Tensor) -> tuple[float, float]:
+    """(largest, mean) difference in nats that rounding explains. moved: of `rounded`."""
+    times = FINE if _is_fine(policy) else COARSE
+    return times * float(moved.max()), times * float(moved.mean())
+
+
+def _is_fine(policy: Policy) -> bool:
+    return bool(policy.model.config.params_dtype == torch.float32)
+
+
+def _rows(flat: Tensor) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, flat.view(PROMPTS, -1).tolist()))
+
+
+@torch.no_grad()
+def logprobs(policy: Policy, asked: Row) -> Tensor:
+    """Of the tokens after `asked.rows`, fp32 [n]."""
+    targets = asked.tokens[asked.rows + 1]
+    heat = torch.ones(len(targets))
+    return policy.score(asked.tokens, asked.positions, asked.seen, asked.rows, targets, heat).logprobs

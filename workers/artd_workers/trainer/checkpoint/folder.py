@@ -1,0 +1,176 @@
+"""A checkpoint folder: written once, complete and fsynced before its manifest, read back bit for bit.
+
+Purpose: the durable form of a step: adapter or every weight, optimizer, RNG, data position, the table of weights as served,
+canary.
+Owner of: nothing; `staging` writes. Invariants: safetensors and JSON only (no pickle); nothing of a folder is used whose sha256
+is not the manifest's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import UNSET, Struct, UnsetType
+from torch import Tensor
+
+from artd_schema.codec import UNREADABLE
+from artd_schema.manifest import CheckpointManifest, WeightEntry
+from artd_schema.worker import CheckpointRef
+from artd_workers.transfer.checksum import sum_of
+
+from . import tensor_file
+from .writer import MANIFEST, WEIGHTS, Files  # noqa: F401 - WEIGHTS is a file of a checkpoint like those below
+
+SUFFIX = ".safetensors"
+STATE = "state.json"
+ADAPTER, ADAPTER_CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
+MODEL = "model.safetensors"
+SHARD = 1 << 30
+"""Bytes of one file of moments: files are hashed, written and read beside each other, and one alone by one core."""
+READERS = 8
+
+
+class CheckpointError(ValueError):
+    """A committed folder is not what was committed; trying again cannot help."""
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """`state.json`. rng: base64 of torch's CPU generator state; cuda_rng: of the GPU's, not there without one;
+    batches, trained_tokens: consumed since step 0."""
+
+    step: int
+    rng: str = ""
+    cuda_rng: str | UnsetType = UNSET
+    batches: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A committed checkpoint in memory: adapter in PEFT names or weights in Hugging Face names, optimizer tensors by name."""
+
+    manifest: CheckpointManifest
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: State
+
+
+def with_rng(state: State, cuda: bool) -> State:
+    """The state with the generators as they are now. cuda: the GPU's too."""
+    gpu = _text(torch.cuda.get_rng_state()) if cuda else UNSET
+    return msgspec.structs.replace(state, rng=_text(torch.get_rng_state()), cuda_rng=gpu)
+
+
+def set_rng_state(state: State, cuda: bool) -> None:
+    """Undo `with_rng`. What was trained without a GPU tells nothing of its generator."""
+    torch.set_rng_state(_bytes(state.rng))
+    if cuda and state.cuda_rng is not UNSET:
+        torch.cuda.set_rng_state(_bytes(state.cuda_rng))
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(bytes(state.numpy())).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def entry_of(name: str, tensor: Tensor) -> WeightEntry:
+    """Table entry of a contiguous CPU tensor; sha256 of its bytes."""
+    raw = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return WeightEntry(
+        name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashlib.sha256(raw).hexdigest()
+    )
+
+
+def is_listed(tensor: Tensor, entry: WeightEntry) -> bool:
+    """Whether a contiguous CPU tensor has the bytes of a row of a weight table."""
+    return (sum_of(tensor) if entry.sum64 is not None else entry_of(entry.name, tensor).sha256) == entry.known
+
+
+class Staging(Files):
+    """`Files` that takes tensors too."""
+
+    def tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a safetensors file; the same tensors give the same bytes. They may not change before `finish` returns, and
+        what goes wrong is raised there."""
+        self.stream(name, tensor_file.chunks(tensors))
+
+    def sharded(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """The same in files of about `SHARD` bytes; see `shards_of`."""
+        for file, part in shards(name, tensors).items():
+            self.tensors(file, part)
+
+
+def shards(name: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Files by name, of about `SHARD` bytes each, with tensors in the order of their names."""
+    cut: list[dict[str, Tensor]] = [{}]
+    room = SHARD
+    for key in sorted(tensors):
+        if cut[-1] and tensors[key].nbytes > room:
+            cut.append({})
+            room = SHARD
+        cut[-1][key] = tensors[key]
+        room -= tensors[key].nbytes
+    return dict(zip(_shard_names(name, len(cut)), cut, strict=True))
+
+
+def _shard_names(name: str, count: int) -> list[str]:
+    """`name` itself where one file is enough, else as Hugging Face names the parts of a model."""
+    stem = name.removesuffix(SUFFIX)
+    return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)] if count > 1 else [name]
+
+
+def shards_of(name: str, files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's files that hold what `Staging.sharded` wrote under this name. Raises KeyError where none does."""
+    part = re.compile(rf"{re.escape(name.removesuffix(SUFFIX))}-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
+    found = sorted(file for file in files if file == name or part.fullmatch(file))
+    if not found:
+        raise KeyError(name)
+    return found
+
+
+def read(ref: CheckpointRef, weights: str) -> Loaded:
+    """Read a committed checkpoint. weights: the file with what is trained, ADAPTER or MODEL.
+
+    Raises CheckpointError when a file is missing or not the one committed.
+    """
+    folder = Path(ref.dir)
+    raw = _read(folder / MANIFEST, ref.sha)
+    try:
+        manifest = msgspec.json.decode(raw.data, type=CheckpointManifest)
+        shas = {entry.name: entry.sha256 for entry in manifest.files}
+        names = (weights, STATE, *shards_of(OPTIMIZER, shas))
+        with ThreadPoolExecutor(READERS) as pool:
+            trained, state, *moments = pool.map(lambda name: _read(folder / name, shas[name]), names)
+        if weights == ADAPTER:
+            _read(folder / ADAPTER_CONFIG, shas[ADAPTER_CONFIG])  # the adapter's rank and scale
+        return Loaded(
+            manifest,
+            tensor_file.parsed(trained),
+            {key: tensor for file in moments for key, tensor in tensor_file.parsed(file).items()},
+            msgspec.json.decode(state.data, type=State),
+        )
+    except CheckpointError:
+        raise
+    except (*UNREADABLE, KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder} is not a trainer's checkpoint: {error!r}") from None
+
+
+def _read(path: Path, sha: str) -> tensor_file.Bytes:
+    try:
+        data, found = tensor_file.read(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is damaged, restore it from a backup") from None
+    if found != sha:
+        raise CheckpointError(f"{path} has sha256 {found[:16]}, committed was {sha[:16]}: restore it from a backup")
+    return data

@@ -1,0 +1,1 @@
+"""Megatron-Core's GPTModel as artd builds it: layers, experts, router replay, logprobs."""

@@ -1,0 +1,213 @@
+"""The layers of our GPTModels: Megatron-Core's own modules, with the few that need CUDA replaced through its specs.
+
+Purpose: what `model.build` hands to Megatron: TransformerConfig settings and one layer spec per layer, dense or sparse,
+from the parts (`Kit`) of a placement. Owner of: no state.
+Invariants: no patch of any library; on the CPU every fusion is off (each needs CUDA or a compiler) and experts are computed
+one after the other, so that a batch gives the same bits again; nothing here balances load, drops or jitters tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from artd_workers.models.base import Plan
+from artd_workers.trainer.model.experts import grouped
+from artd_workers.trainer.model.experts.grouped import DenseRouting
+from artd_workers.trainer.parallel import context
+from artd_workers.trainer.parallel.layout import ALONE, Parallel, sparse_of
+from artd_workers.trainer.placement import Placement
+
+from .lora import LoraColumnLinear, LoraRowLinear
+from .tensor_linears import SplitColumn, SplitRow
+
+CPU: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+"""TransformerConfig of every model here, before its placement has its say."""
+CPU_EXPERTS: dict[str, Any] = {
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_enable_routing_replay": True,
+}
+"""And of a mixture of experts. Without targets RouterReplay leaves the router's choice as it is, bit for bit."""
+
+
+class MaskedAttention(MegatronModule):
+    """Core attention by torch's scaled dot product with an explicit mask.
+
+    query [s, b, heads, d], key and value [s, b, groups, d], mask bool [b, 1, s, s] with True = hidden; gives
+    [s, b, heads * d]. All but the mask's keys are this rank's part of the row.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, /, **_: Any) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, context.gathered(key), context.gathered(value)))
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=~attention_mask, scale=self.scale, enable_gqa=grouped)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class ExplicitRotary(RotaryEmbedding):
+    """Rotary angles of the positions that were set before the forward, instead of 0, 1, 2, ..."""
+
+    positions: Tensor | None = None
+
+    def forward(self, max_seq_len: int, *_: Any, **__: Any) -> Tensor:
+        """Angles [s, b, 1, d] of `positions` [b, s]."""
+        if self.positions is None or self.positions.shape[1] != max_seq_len:
+            raise ValueError(f"set the positions of all {max_seq_len} tokens before a forward")
+        angles = self.positions.to(self.inv_freq.dtype)[..., None] * self.inv_freq
+        return torch.cat((angles, angles), -1).transpose(0, 1)[:, :, None, :]
+
+
+class CpuRouter(TopKRouter):
+    """Megatron's router, whose gate stays where its weight is (the stock one moves a weight on the CPU to CUDA)."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [s, b, experts] in float32 of hidden states [s, b, hidden]."""
+        return router_gating_linear(input, self.weight, self.bias, torch.float32)
+
+
+class DenseCpuRouter(DenseRouting, CpuRouter):
+    """The same for grouped experts on one rank."""
+
+
+@contextmanager
+def narrowest_choices(model: nn.Module) -> Iterator[list[float]]:
+    """Collect, for each router call inside the block, the smallest distance in logits between the last expert that a token
+    was given and the first that it was not. Empty for a dense model."""
+    gaps: list[float] = []
+
+    def measure(router: TopKRouter, args: tuple[Tensor, ...], _output: object) -> None:
+        logits = router.gating(args[0])
+        if router.topk < logits.shape[-1]:
+            best = logits.detach().topk(router.topk + 1).values
+            gaps.append(float((best[..., -2] - best[..., -1]).min()))
+
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    hooks = [router.register_forward_hook(measure) for router in routers]
+    try:
+        yield gaps
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, which also serves sequence parallelism (Megatron's wrapper of it refuses that)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Each rank sees a part of the tokens: tells Megatron to add the ranks' gradients up.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+@dataclass(frozen=True)
+class Kit:
+    """The modules that a layer is put together from. experts: builder of a sparse layer's MLP; the others are classes.
+    whole: the class around `attention`, None = Megatron's own."""
+
+    norm: Any
+    column: Any
+    row: Any
+    attention: Any
+    experts: Any
+    whole: Any = None
+
+    def linears(self) -> MLPSubmodules:
+        return MLPSubmodules(linear_fc1=self.column, linear_fc2=self.row)
+
+
+def kit_of(placement: Placement, parallel: Parallel = ALONE) -> Kit:
+    """The parts for a placement and a layout."""
+    kit = _kit_of(placement)
+    return kit if parallel.tp == 1 else replace(kit, column=SplitColumn, row=SplitRow)
+
+
+def _kit_of(placement: Placement) -> Kit:
+    if placement.cuda:
+        from . import cuda_layers
+
+        return cuda_layers.kit(placement.dtype)
+    linears = MLPSubmodules(linear_fc1=LoraColumnLinear, linear_fc2=LoraRowLinear)
+    experts = partial(SequentialMLP, submodules=linears)
+    one_by_one = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=CpuRouter))
+    sparse = grouped.sparse(CpuRouter, DenseCpuRouter) if placement.grouped else one_by_one
+    return Kit(RmsNorm, LoraColumnLinear, LoraRowLinear, MaskedAttention, sparse)
+
+
+def config_of(plan: Plan, parallel: Parallel, placement: Placement) -> TransformerConfig:
+    """Megatron's configuration of a plan. Raises ValueError when the process groups have other sizes than `parallel`."""
+    settings = CPU | (CPU_EXPERTS if plan.routes is not None else {})
+    if placement.cuda:
+        from . import cuda_layers
+
+        settings |= cuda_layers.settings(plan.routes is not None)
+    return TransformerConfig(**(settings | placement.settings() | plan.transformer | parallel.settings()))
+
+
+def block_spec(plan: Plan, kit: Kit, layers: range) -> TransformerBlockSubmodules:
+    """The specs of some of the layers, each dense or sparse as the plan says, and of the final norm."""
+    pattern = sparse_of(plan)
+    dense, sparse = _layer_spec(plan.qk_norm, kit), _layer_spec(plan.qk_norm, kit)
+    sparse.submodules.mlp = kit.experts
+    return TransformerBlockSubmodules(
+        layer_specs=[sparse if pattern[layer] else dense for layer in layers], layer_norm=kit.norm
+    )
+
+
+def _layer_spec(qk_norm: bool, kit: Kit) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = kit.norm
+    if kit.whole is not None:
+        spec.submodules.self_attention.module = kit.whole
+    attention = spec.submodules.self_attention.submodules
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = kit.norm
+    attention.core_attention = kit.attention
+    attention.linear_qkv, attention.linear_proj = kit.column, kit.row
+    spec.submodules.mlp.keywords["submodules"] = kit.linears()
+    return spec

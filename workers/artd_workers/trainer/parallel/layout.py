@@ -1,0 +1,210 @@
+"""How one model is spread over processes: sizes, and the part of each weight that a rank holds.
+
+Purpose: `Parallel` names and cuts whole weights (in Megatron's names and layout) for this process. Owner of: no state; the process groups are Megatron's (`parallel_state`), made by `ranks`
+before a model is built.
+Invariants: whatever the layout, a model is built from the same whole weights; ranks hold disjoint parts of a split weight
+and equal copies of every other. Tensor-parallel ranks always share a row's tokens between their products ("sequence
+parallel"); ranks that hold copies of the attention each take other rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from artd_schema.spec import RunSpec, layout_error
+from artd_workers.models.base import Plan, UnsupportedModel
+from artd_workers.models.codec import Codec
+
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
+_COLUMN, _ROW = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"), ("linear_proj", "linear_fc2")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """tp: tensor-parallel size; ep: expert-parallel size, 1 = experts are cut as the other weights are; pp: stages of a
+    pipeline, each with as many layers; cp: ranks that share a row's tokens in everything ("context parallel")."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Parallel:
+        """A run's layout. Raises ValueError when its sizes do not go together."""
+        if error := layout_error(spec):
+            raise ValueError(error)
+        asked = spec.trainer
+        return cls(asked.tensor_parallel, asked.expert_parallel, asked.pipeline_parallel, asked.context_parallel)
+
+    @property
+    def sp(self) -> bool:
+        """Whether tensor-parallel ranks share a row's tokens out among them."""
+        return self.tp > 1
+
+    @property
+    def etp(self) -> int:
+        """Tensor-parallel size of the experts."""
+        return self.tp if self.ep == 1 else 1
+
+    @property
+    def near(self) -> int:
+        """Processes that share one row: they have neighbouring numbers."""
+        return self.tp * self.cp
+
+    @property
+    def stage(self) -> int:
+        """Processes of one stage: they have neighbouring numbers."""
+        return max(self.near, self.ep)
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return self.stage * self.pp
+
+    @property
+    def shares(self) -> int:
+        """How many rows are trained at a time, in each stage."""
+        return self.stage // self.near
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of TransformerConfig. Raises ValueError when Megatron's process groups have other sizes."""
+        groups = Parallel(
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if groups != replace(self, cp=1):  # of which Megatron knows nothing
+            raise ValueError(f"{self} was asked for, and the process groups are of {groups}")
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "pipeline_model_parallel_size": self.pp,
+            "sequence_parallel": self.sp,
+        }
+
+    def check(self, plan: Plan) -> None:
+        """Raises UnsupportedModel when a model cannot be cut so."""
+        experts, inner = (plan.transformer.get(name) or 0 for name in ("num_moe_experts", "moe_ffn_hidden_size"))
+        if self.ep > 1 and not experts:
+            raise UnsupportedModel(f"trainer.expert_parallel={self.ep}: the model has no experts, use 1")
+        sizes = {
+            ("expert_parallel", "experts"): (self.ep, experts),
+            ("tensor_parallel", "query groups"): (self.tp, plan.codec.shape.groups),
+            ("tensor_parallel", "words of the vocabulary"): (self.tp, plan.vocab_size),
+            ("tensor_parallel", "channels of the MLP"): (self.tp, plan.transformer["ffn_hidden_size"]),
+            ("tensor_parallel", "channels of an expert"): (self.etp, inner),
+        }
+        self._check_stages(plan)
+        for (field, what), (size, count) in sizes.items():
+            if count % size:
+                raise UnsupportedModel(f"trainer.{field}={size} does not divide the model's {count} {what}")
+
+    def _check_stages(self, plan: Plan) -> None:
+        if self.pp == 1:
+            return
+        if plan.layers % self.pp:
+            raise UnsupportedModel(
+                f"trainer.pipeline_parallel={self.pp} does not divide the model's {plan.layers} layers"
+            )
+        if plan.model["share_embeddings_and_output_weights"]:
+            raise UnsupportedModel(
+                f"trainer.pipeline_parallel={self.pp}: the model's first and last stage would share a weight, use 1"
+            )
+        each, sparse = plan.layers // self.pp, sparse_of(plan)
+        if plan.routes is not None and not all(any(sparse[at : at + each]) for at in range(0, plan.layers, each)):
+            raise UnsupportedModel(f"trainer.pipeline_parallel={self.pp}: a stage would have no layer with experts")
+
+    def layers(self, plan: Plan) -> range:
+        """The layers of this rank's stage."""
+        each = plan.layers // self.pp
+        first = each * parallel_state.get_pipeline_model_parallel_rank() if self.pp > 1 else 0
+        return range(first, first + each)
+
+    def routed(self, plan: Plan) -> slice:
+        """Which of the model's layers with experts, counted by themselves, are in this rank's stage."""
+        sparse, own = sparse_of(plan), self.layers(plan)
+        return slice(sum(sparse[: own.start]), sum(sparse[: own.stop]))
+
+    def own_name(self, name: str, plan: Plan) -> str | None:
+        """This rank's name of a whole model's parameter; None for one that lies on another rank."""
+        if self.pp > 1:
+            layers = self.layers(plan)
+            found = _LAYER.search(name)
+            if found is None:
+                here = layers.start == 0 if name.startswith("embedding.") else layers.stop == plan.layers
+                return name if here else None
+            if int(found[0]) not in layers:
+                return None
+            name = _LAYER.sub(str(int(found[0]) - layers.start), name)
+        expert = _EXPERT.search(name)
+        if expert is None or self.ep == 1:
+            return name
+        each = (plan.routes.experts if plan.routes is not None else 0) // self.ep
+        index = int(expert[0]) - each * parallel_state.get_expert_model_parallel_rank()
+        return _EXPERT.sub(str(index), name) if 0 <= index < each else None
+
+    def whole_name(self, name: str, plan: Plan) -> str:
+        """The whole model's name of a module of this rank's; of experts, only for all of a layer."""
+        first = self.layers(plan).start
+        return _LAYER.sub(lambda found: str(int(found[0]) + first), name)
+
+    def codec(self, plan: Plan) -> Codec:
+        """The weight table of this rank's part: its own names and heads, Hugging Face's names of the whole."""
+        named = ((row, self.own_name(row.megatron, plan)) for row in plan.codec.rows)
+        rows = tuple(replace(row, megatron=name) for row, name in named if name is not None)
+        shape = plan.codec.shape
+        return Codec(rows, replace(shape, heads=shape.heads // self.tp, groups=shape.groups // self.tp))
+
+    def shapes(self, codec: Codec, whole: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """(out, in) of this rank's part of every adapted weight. codec: as `codec` gave it; whole: of the whole weights."""
+        found = {}
+        for row in codec.lora_rows():
+            dim, size = split_of(row.megatron), self.etp if _EXPERT.search(row.megatron) else self.tp
+            for part in row.parts:
+                out, into = whole[part]
+                found[part] = (out // size, into) if dim == 0 else (out, into // size)
+        return found
+
+
+ALONE = Parallel()
+
+
+def sparse_of(plan: Plan) -> list[int]:
+    """For each layer, 1 if it has experts."""
+    return list(plan.transformer.get("moe_layer_freq", [0] * plan.layers))
+
+
+def split_of(name: str) -> int | None:
+    """The dimension of a Megatron weight that tensor-parallel ranks split, None = each has a copy."""
+    linear = name.removesuffix(".weight").rpartition(".")[2]
+    return 0 if linear in _COLUMN else 1 if linear in _ROW else None
+
+
+def part(name: str, whole: Tensor) -> Tensor:
+    """What this rank holds of a whole weight in Megatron's layout."""
+    if _EXPERT.search(name):
+        size, rank = (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    else:
+        size, rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+    dim = split_of(name)
+    if size == 1 or dim is None:
+        return whole
+    # A fused gate and up is two weights on top of each other: each is split by itself.
+    blocks = whole.chunk(2 if ".linear_fc1." in name else 1, dim)
+    return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)

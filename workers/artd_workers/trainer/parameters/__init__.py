@@ -1,0 +1,1 @@
+"""What is trained: LoRA adapters or every weight, whole or sharded."""

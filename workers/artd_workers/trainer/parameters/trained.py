@@ -1,0 +1,151 @@
+"""What a run trains: an adapter beside frozen weights, or every weight. All that differs between the two is here.
+
+Purpose: `open_model` reads a run's base model and says what of it is trained; the trainer then only speaks to a `Trained`.
+Owner of: no state: masters belong to `Lora` and `FullState` (`ShardedState`).
+Invariants: names and layouts on disk are Hugging Face's or PEFT's, never Megatron's; checkpoint 0 of full parameters is the
+base; what the engine is served is rounded once, from fp32 to its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from artd_schema.manifest import WeightEntry
+from artd_schema.spec import Parameters, RunSpec
+from artd_workers.models.registry import plan_for, read_config
+from artd_workers.trainer import placement
+from artd_workers.trainer.checkpoint import folder, held
+from artd_workers.trainer.checkpoint.folder import Staging
+from artd_workers.trainer.model.lora import Adapter, Lora, adapter_config, shapes_of
+from artd_workers.trainer.model.model import Policy, build
+from artd_workers.trainer.parallel.layout import ALONE, Parallel
+from artd_workers.trainer.step.step import ParameterSet
+from artd_workers.transfer.merge import merged_tensors, open_base
+
+from .full import FullState
+from .full_sharded import ShardedState
+from .lora_sharded import lora_of
+
+
+class Trained(Protocol):
+    """A run's trained parameters and their form in a checkpoint."""
+
+    @property
+    def base(self) -> Mapping[str, Tensor]:
+        """The base model's tensors by Hugging Face name, in push order."""
+        ...
+
+    @property
+    def kind(self) -> Parameters:
+        """As the manifest says it."""
+        ...
+
+    @property
+    def file(self) -> str:
+        """Safetensors file of a checkpoint folder that `load` takes."""
+        ...
+
+    @property
+    def parameters(self) -> ParameterSet:
+        """What the optimizer works on."""
+        ...
+
+    def initialise(self, seed: int) -> None:
+        """Set the parameters of step 0."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy in what `stage` wrote. Raises ValueError when names, shapes or dtypes are not the model's."""
+        ...
+
+    def collect(self) -> None:
+        """Bring here what other ranks have of the parameters, for `stage` and `served`; every rank calls it."""
+        ...
+
+    def release(self) -> None:
+        """Forget what `collect` brought."""
+        ...
+
+    def stage(self, staging: Staging) -> None:
+        """Write the files of the parameters as they are now."""
+        ...
+
+    def served(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, new tensor) of what the engine is served, in push order."""
+        ...
+
+    def held(self) -> tuple[WeightEntry, ...]:
+        """What an engine that is served the adapter alone must hold of it; empty where it is served merged weights."""
+        ...
+
+
+class AdapterState:
+    """A LoRA adapter; the base stays as it is."""
+
+    kind: Parameters = "lora"
+    file = folder.ADAPTER
+
+    def __init__(self, policy: Policy, lora: Lora, base: Mapping[str, Tensor], spec: RunSpec) -> None:
+        self._policy, self.base, self._spec = policy, base, spec
+        self.parameters = lora
+        self._collected: Adapter | None = None
+
+    def initialise(self, seed: int) -> None:
+        self.parameters.initialise(seed)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.parameters.load(tensors)
+
+    def collect(self) -> None:
+        self._collected = self.parameters.state() if self._policy.parallel.world > 1 else None
+
+    def release(self) -> None:
+        self._collected = None
+
+    def stage(self, staging: Staging) -> None:
+        staging.tensors(folder.ADAPTER, self._whole())
+        rank, alpha = self.parameters.rank, self.parameters.alpha
+        config = adapter_config(self._spec.model, self._policy.plan.codec, rank, alpha)
+        staging.json(folder.ADAPTER_CONFIG, config)
+
+    def _whole(self) -> Adapter:
+        """The adapter where it lies: the live one, or what `collect` brought."""
+        return self.parameters.state() if self._collected is None else self._collected
+
+    def _stored(self) -> Adapter:
+        """The adapter on the CPU, copied there in few pieces; on a CPU the live one."""
+        if self._collected is not None:
+            return {name: tensor.cpu() for name, tensor in self._collected.items()}
+        return self.parameters.outward({name: one.detach().cpu() for name, one in self.parameters.named()})
+
+    def held(self) -> tuple[WeightEntry, ...]:
+        if self._spec.rollout_weights_mode != "lora":
+            return ()
+        return held.entries(self._whole(), self.parameters.scale, getattr(torch, self._spec.engine.dtype))
+
+    def served(self) -> Iterator[tuple[str, Tensor]]:
+        if self._spec.rollout_weights_mode == "lora":
+            return ((name, tensor.clone()) for name, tensor in sorted(self._stored().items()))
+        dtype = getattr(torch, self._spec.engine.dtype)
+        # The merge is elementwise: a GPU gives the same bits.
+        merged = merged_tensors(self.base, self._whole(), self.parameters.scale, dtype)
+        return ((name, tensor.cpu()) for name, tensor in merged)
+
+
+def open_model(spec: RunSpec, parallel: Parallel = ALONE) -> tuple[Policy, Trained]:
+    """Build a run's model, or this rank's part of it, with what it trains. Raises ValueError (UnsupportedModel, an incomplete
+    checkpoint)."""
+    plan = plan_for(read_config(spec.model))
+    parallel.check(plan)
+    where = placement.of(spec, plan.layers)
+    base = open_base(spec.model, where.device)
+    if spec.parameters == "full":
+        policy = Policy(plan, build(plan, base, parallel, where), None, parallel)
+        return policy, (FullState if parallel.world == 1 else ShardedState)(policy, base, spec)
+    lora = lora_of(plan, shapes_of(plan.codec, base), spec.lora.rank, spec.lora.alpha, where.grouped, parallel)
+    policy = Policy(plan, build(plan, base, parallel, where), lora, parallel)
+    return policy, AdapterState(policy, lora, base, spec)

@@ -1,0 +1,1 @@
+"""Live pushes: the weights of a committed checkpoint go to the engine."""

@@ -1,0 +1,92 @@
+"""Another rank's part in pushes: what rank 0 orders is done beside this rank's jobs.
+
+Purpose: `Member` follows the orders of `team.py`. Owner of: a thread for each pair, its folder and its `Giver`. Invariants: an order never
+waits for the one before it to be done unless it is of the same pair, and `Abort` for none; every Open and Give is answered.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from artd_workers.engines.adapter import Deadline
+from artd_workers.trainer.push.ways import Unable
+
+from .holdings import Holdings
+from .pair import Giver
+from .team import Abort, Answer, Close, Ended, Give, Line, Open, Opened, Order
+
+
+class Member:
+    """rank: of this process. line: to rank 0, set by the caller, which has it call `take`."""
+
+    line: Line
+
+    def __init__(self, rank: int, holdings: Holdings) -> None:
+        self._rank, self._holdings = rank, holdings
+        self._parts: dict[str, _Part] = {}
+
+    def take(self, data: bytes | None) -> None:
+        """Rank 0's next order; None when it has ended."""
+        if data is None:
+            for part in self._parts.values():
+                part.take(Close(""))
+            self._parts.clear()
+            return
+        order = msgspec.msgpack.decode(data, type=Order)
+        if isinstance(order, Open):
+            folder = Path(order.pair)
+            self._parts[order.pair] = _Part(
+                folder.with_name(f"{folder.name}.{self._rank}"), self._holdings, self._answer
+            )
+        if (found := self._parts.get(order.pair)) is not None:
+            found.take(order)
+        if isinstance(order, Close):
+            self._parts.pop(order.pair, None)
+
+    def _answer(self, answer: Answer) -> None:
+        self.line.send(msgspec.msgpack.encode(answer))
+
+
+class _Part:
+    """Of one pair. folder: this process's, not there yet."""
+
+    def __init__(self, folder: Path, holdings: Holdings, answer: Callable[[Answer], None]) -> None:
+        self._giver, self._holdings, self._answer = Giver(folder), holdings, answer
+        self._orders: queue.SimpleQueue[Open | Give | Close] = queue.SimpleQueue()
+        threading.Thread(target=self._follow, name="push-part", daemon=True).start()
+
+    def take(self, order: Order) -> None:
+        if isinstance(order, Abort | Close):
+            self._giver.abort()
+        if not isinstance(order, Abort):
+            self._orders.put(order)
+
+    def _follow(self) -> None:
+        if self._holdings.device.type == "cuda":
+            torch.cuda.set_device(self._holdings.device)  # a new thread's is the first one
+        while not isinstance(order := self._orders.get(), Close):
+            self._answer(self._opened(order) if isinstance(order, Open) else self._gave(order))
+        self._giver.close()
+
+    def _opened(self, order: Open) -> Opened:
+        try:
+            return Opened(order.pair, self._giver.open(self._holdings))
+        except Unable as error:
+            return Opened(order.pair, None, str(error))
+        except Exception as error:
+            return Opened(order.pair, None, f"{type(error).__name__}: {error}")
+
+    def _gave(self, order: Give) -> Ended:
+        deadline = Deadline(order.seconds)
+        try:
+            with self._holdings.frozen.read(order.version, deadline, self._giver.abort):
+                self._giver.feed(order.fence, deadline)
+        except Exception as error:
+            return Ended(order.pair, order.fence, f"{type(error).__name__}: {error}")
+        return Ended(order.pair, order.fence)

@@ -1,0 +1,48 @@
+"""Filling a buffer of the ring: rows of merged weights, in the engine's dtype.
+
+Purpose: `PlainFiller` makes them by the one merge of `..merge`, wherever torch runs; on a GPU `merge_cuda.CudaFiller` makes
+the same bits. Owner of: no state but references to weights and adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from artd_workers.models.codec import peft_names
+from artd_workers.transfer.merge import merge
+
+from .schedule import Fill
+
+
+class Filler(Protocol):
+    """Makes what the turns of a schedule say."""
+
+    def fill(self, turn: int, buffer: Tensor, queue: Any) -> None:
+        """Queue the making of a turn's rows in `buffer` [elements]."""
+
+
+class PlainFiller:
+    """weights: by source; adapter: by PEFT name, empty for weights that are only rounded."""
+
+    def __init__(
+        self, turns: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],
+        adapter: Mapping[str, Tensor], scale: float,
+    ) -> None:  # fmt: skip
+        self._turns, self._weights, self._parts = turns, weights, parts
+        self._adapter, self._scale = adapter, scale
+
+    @torch.no_grad()
+    def fill(self, turn: int, buffer: Tensor, queue: Any) -> None:
+        for one in self._turns[turn]:
+            piece, width = one.piece, self._weights[one.piece.source].shape[-1]
+            rows = self._weights[piece.source].reshape(-1)[piece.begin : piece.begin + piece.count].view(-1, width)
+            name_a, name_b = peft_names(self._parts[piece.part])
+            if name_a in self._adapter:
+                first = piece.own // width
+                b = self._adapter[name_b][first : first + len(rows)]
+                rows = merge(rows, self._adapter[name_a], b, self._scale, buffer.dtype)
+            buffer[one.at : one.at + piece.count].copy_(rows.reshape(-1))

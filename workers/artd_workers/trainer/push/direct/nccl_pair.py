@@ -1,0 +1,85 @@
+"""A pair of trainer and engine by the direct push over NCCL: the plan and the offer of `pair.py`, and no memory is shared.
+
+Purpose: `Wired` is `ways.Way` for `push.Pusher`. Owner of: the pair's folder with the offer, its `Source`, and the trainer's end of
+the connection. Invariants: as in `pair.py`; a push that did not end well ends the connection, and what the engine cannot see of
+that (its receive waits for ever) is told as Broken.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from artd_schema.direct import OFFER, Plan
+from artd_schema.worker import Push
+from artd_workers.engines.adapter import Deadline
+from artd_workers.trainer.push.snapshot import Snapshot
+from artd_workers.trainer.push.ways import Broken, Unable
+from artd_workers.transfer.nccl import NcclError
+from artd_workers.transfer.wire import Wire
+
+from .holdings import Holdings
+from .pair import planned
+from .source import Source, write_offer
+
+log = logging.getLogger(__name__)
+
+
+class Wired:
+    """rendezvous: the pair's folder, not there yet; the engine's table lies beside it."""
+
+    def __init__(self, rendezvous: str) -> None:
+        self._folder = Path(rendezvous)
+        self._open: tuple[Source, Wire] | None = None
+        self._lock = threading.Lock()
+        self._aborted = False
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        if self._open is not None:
+            return
+        if (holdings := snapshot.holdings) is None:
+            raise Unable("the trainer serves copies in its machine's memory, which no plan is made for")
+        started = time.monotonic()
+        plan = planned(self._folder, holdings)
+        try:
+            source, wire = _opened(holdings, plan, self._folder)
+        except NcclError as error:
+            raise Unable(str(error)) from None
+        write_offer(source.offer(), self._folder / OFFER)
+        with self._lock:
+            self._open = source, wire
+            if self._aborted:
+                wire.abort("the push has ended")
+        log.info("offer over NCCL in %s written in %.2f s", self._folder, time.monotonic() - started)
+
+    def send(self, message: Push, snapshot: Snapshot, deadline: Deadline) -> None:
+        assert self._open is not None, "prepare comes first"
+        source, wire = self._open
+        try:
+            with wire.within(deadline.left):
+                source.feed(message.fence, deadline)
+        except Exception as error:
+            if wire.joined or self._aborted:
+                raise Broken(str(error)) from error
+            raise Unable(f"the engine was not met over NCCL: {error}") from error
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            if self._open is not None:
+                self._open[1].abort("the push has ended")
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[0].close()
+
+
+def _opened(holdings: Holdings, plan: Plan, folder: Path) -> tuple[Source, Wire]:
+    wire = holdings.port.wire()
+    try:
+        return Source(holdings, plan, folder, wire), wire
+    except BaseException:
+        wire.close()
+        raise

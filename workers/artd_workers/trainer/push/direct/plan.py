@@ -1,0 +1,99 @@
+"""The plan of a direct push: which elements of which Megatron tensor fill which of the engine's.
+
+Purpose: `make_plan` puts an engine's table and a model's codec together, or one process's part of it. Owner of: no state; no
+torch. Invariants: plans that do not cover every tensor of both sides exactly once, or not in whole 64-bit words, are refused
+by name: the push then goes another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from artd_schema.direct import EngineTable, Piece, Plan, Run
+from artd_workers.transfer import coverage
+
+from .layout import WHOLE, Interval, Share, Spread, in_engine, in_megatron, whole_shapes
+
+if TYPE_CHECKING:
+    from artd_workers.models.codec import Codec
+
+WORD = 8
+
+
+class PlanError(ValueError):
+    """No plan for this engine: what stands against it, and where."""
+
+
+def make_plan(
+    table: EngineTable, codec: Codec, shapes: Mapping[str, Sequence[int]], itemsize: int, spread: Spread | None = None
+) -> Plan:
+    """shapes: of every Megatron tensor, by the codec's names; itemsize: bytes of a served element; spread: other processes give
+    the rest of the model, and `check_whole` of all their pieces is the caller's. Raises PlanError, CoverError."""
+    if table.obstacles:
+        first = table.obstacles[0]
+        raise PlanError(f"{first.where}: {first.why}")
+    model = spread or alone(codec, shapes)
+    parts = {name: i for i, name in enumerate(model.shapes)}
+    sizes = {name: prod(shape) for name, shape in model.shapes.items()}
+    where = _places(codec, shapes, model)
+    pieces = [
+        Piece(
+            number, at + one.first, parts[part], one.first, one.own, source, one.at, one.count, one.width, one.pitch
+        )
+        for number, tensor in enumerate(table.tensors)
+        for part, at in in_engine(tensor, sizes)
+        for source, one in where.get(part, ())
+    ]  # fmt: skip
+    plan = Plan(parts=tuple(parts), sources=tuple(row.megatron for row in codec.rows), pieces=tuple(pieces))
+    if spread is None:
+        check_whole(table, plan.parts, list(sizes.values()), pieces)
+    _check(plan, table, [prod(shapes[name]) for name in plan.sources], itemsize)
+    return plan
+
+
+def alone(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> Spread:
+    """Of the one process that has it all."""
+    return Spread({}, whole(codec, shapes, {}))
+
+
+def whole(codec: Codec, shapes: Mapping[str, Sequence[int]], shares: Mapping[str, Share]) -> dict[str, tuple[int, ...]]:
+    """Shape of each whole Hugging Face tensor that this process has a part of."""
+    return {
+        part: shape
+        for row in codec.rows
+        for part, shape in whole_shapes(row, codec.shape, shapes[row.megatron], shares.get(row.megatron, WHOLE))
+    }
+
+
+def _places(codec: Codec, shapes: Mapping[str, Sequence[int]], model: Spread) -> dict[str, list[tuple[int, Interval]]]:
+    """For each part the intervals of it that this process gives, each with the number of its source."""
+    found: dict[str, list[tuple[int, Interval]]] = {}
+    for source, row in enumerate(codec.rows):
+        share = model.shares.get(row.megatron, WHOLE)
+        for one in in_megatron(row, codec.shape, shapes[row.megatron], share):
+            found.setdefault(one.part, []).append((source, one))
+    return found
+
+
+def check_whole(table: EngineTable, parts: Sequence[str], sizes: Sequence[int], pieces: Sequence[Piece | Run]) -> None:
+    """Whether the pieces of all processes fill the engine's tensors and the model's exactly once. sizes: elements of each part.
+    Raises CoverError."""
+    names, wanted = [tensor.name for tensor in table.tensors], [prod(tensor.shape) for tensor in table.tensors]
+    coverage.check("the engine's", names, wanted, ((p.tensor, p.at, p.count, p.width, p.pitch) for p in pieces))
+    coverage.check("the model's", parts, sizes, ((p.part, p.first, p.count, p.width, p.pitch) for p in pieces))
+
+
+def _check(plan: Plan, table: EngineTable, held: Sequence[int], itemsize: int) -> None:
+    names = [tensor.name for tensor in table.tensors]
+    coverage.check("the trainer's", plan.sources, held, ((p.source, p.begin, p.count, 0, 0) for p in plan.pieces))
+    for p in plan.pieces:
+        if any(number * itemsize % WORD for number in (p.at, p.first, p.begin, p.count, p.width, p.pitch)):
+            raise PlanError(
+                f"{names[p.tensor]}: {plan.parts[p.part]} does not lie there in whole words of {WORD} bytes"
+            )
+    if odd := [t for t in table.tensors if t.dtype != table.tensors[0].dtype]:
+        raise PlanError(
+            f"{odd[0].name} is {odd[0].dtype}, and {names[0]} is {table.tensors[0].dtype}: one dtype is needed"
+        )

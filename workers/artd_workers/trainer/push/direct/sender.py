@@ -1,0 +1,68 @@
+"""A push's buffers as messages: what a feed writes to where the engine cannot map the trainer's memory.
+
+Owner of: what was sent of the push that is fed. Invariants: the wire form is that of `engines.direct.wire`; a buffer may be filled
+again when its message has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from artd_workers.transfer.device import Mark
+from artd_workers.transfer.stock import TRAINER
+from artd_workers.transfer.wire import HEADER_BYTES, Wire
+
+
+class Sender:
+    """`source.Outlet` over a connection. sizes: bytes of each turn's message; buffers: the ring. Within `Wire.within`."""
+
+    def __init__(self, wire: Wire, sizes: Sequence[int], buffers: Sequence[Tensor]) -> None:
+        self.name = wire.name()
+        self._wire, self._sizes, self._buffers = wire, sizes, buffers
+        self._header = wire.memory(HEADER_BYTES)
+        self._ready = self._done = 0
+        self._behind: deque[Mark] = deque()
+
+    def begin(self, fence: int) -> None:
+        """Meet the engine if this is the first push, and send the header. Raises NcclError."""
+        if not self._wire.joined:
+            self._wire.join(self.name, TRAINER)
+        self._ready = self._done = 0
+        self._behind.clear()
+        with self._wire.use():
+            self._header.view(torch.int64).fill_(fence)
+        self._wire.send(self._header.data_ptr(), HEADER_BYTES)
+
+    @property
+    def ready(self) -> int:
+        """Buffers sent so far, or on their way."""
+        return self._ready
+
+    @ready.setter
+    def ready(self, count: int) -> None:
+        for turn in range(self._ready, count):
+            self._wire.send(self._buffers[turn % len(self._buffers)].data_ptr(), self._sizes[turn])
+            self._behind.append(self._wire.mark())
+        self._ready = count
+
+    @property
+    def done(self) -> int:
+        """Buffers whose message has ended. Raises NcclError."""
+        self._wire.check()
+        while self._behind and self._behind[0].done():
+            self._wire.check()  # what an abort has ended looks done
+            self._behind.popleft()
+            self._done += 1
+        return self._done
+
+    def fail(self) -> None:
+        """The rest never comes."""
+        self._wire.abort("the trainer cannot send the rest")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._wire.close()

@@ -1,0 +1,206 @@
+"""What rank 0 and the other ranks say to each other about pushes, and rank 0's end of it.
+
+Purpose: `Team` speaks with all ranks that give a part of the model, `Others` is their part of one pair. Owner of: what they have
+answered. Invariants: nothing here waits without a limit; one rank's failure ends the push on all, whenever it comes; what was
+ended is told to a rank once more than needed rather than once too little.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from artd_schema.direct import Feed
+from artd_workers.engines.adapter import Deadline
+from artd_workers.trainer.push.ways import Unable
+
+from .source import Aborted
+
+log = logging.getLogger(__name__)
+OPEN_S = 60.0
+"""Seconds that the other ranks get for plan and offer."""
+
+
+class Open(Struct, frozen=True, tag=True):
+    """Make your part of a pair, by its rendezvous; answered by Opened."""
+
+    pair: str
+
+
+class Give(Struct, frozen=True, tag=True):
+    """Feed a push, of the weights of `version`, within `seconds`; answered by Ended."""
+
+    pair: str
+    version: int
+    fence: int
+    seconds: float
+
+
+class Abort(Struct, frozen=True, tag=True):
+    pair: str
+
+
+class Close(Struct, frozen=True, tag=True):
+    """Abort, and give back what the pair holds."""
+
+    pair: str
+
+
+class Opened(Struct, frozen=True, tag=True):
+    """feed: what is offered; unable: why there is none."""
+
+    pair: str
+    feed: Feed | None
+    unable: str = ""
+
+
+class Ended(Struct, frozen=True, tag=True):
+    """error: "" = the engine has taken all."""
+
+    pair: str
+    fence: int
+    error: str = ""
+
+
+Order = Open | Give | Abort | Close
+Answer = Opened | Ended
+
+
+class Line(Protocol):
+    """As `..channel.Channel`."""
+
+    def send(self, data: bytes) -> None: ...
+
+
+class Team:
+    """The ranks that give something, but for rank 0. lines: made by the caller, which has each call `take`; lost: ranks whose
+    processes have ended."""
+
+    def __init__(self) -> None:
+        self.lines: Mapping[int, Line] = {}
+        self.lost: set[int] = set()
+        self._pairs: dict[str, Others] = {}
+
+    def pair(self, name: str, failed: Callable[[], None]) -> Others:
+        """failed: called from another thread when a rank's part of a push has failed."""
+        self._pairs[name] = others = Others(self, name, failed)
+        return others
+
+    def forget(self, name: str) -> None:
+        self._pairs.pop(name, None)
+
+    def tell(self, order: Order) -> None:
+        """All of them; returns at once."""
+        for line in self.lines.values():
+            line.send(msgspec.msgpack.encode(order))
+
+    def take(self, rank: int, data: bytes | None) -> None:
+        """What a rank says, None when it has ended."""
+        if data is None:
+            self.lost.add(rank)
+            for others in list(self._pairs.values()):
+                others.lost(rank)
+            return
+        answer = msgspec.msgpack.decode(data, type=Answer)
+        if (pair := self._pairs.get(answer.pair)) is not None:
+            pair.take(rank, answer)
+
+
+class Others:
+    """Their part of a pair; but for `abort`, one thread at a time calls it. error: what went wrong on the first that failed."""
+
+    def __init__(self, team: Team, name: str, failed: Callable[[], None]) -> None:
+        self._team, self._name, self._failed = team, name, failed
+        self._feeds: dict[int, Feed] = {}
+        self._fence = -1
+        self._busy: set[int] = set()
+        self.error = ""
+        self._aborted = False
+        self._changed = threading.Condition()
+
+    def begin(self) -> None:
+        """Let them make their parts; returns at once."""
+        self.error = self._gone()
+        self._team.tell(Open(self._name))
+
+    def opened(self) -> tuple[Feed, ...]:
+        """What they offer, by rank. Raises Unable; Aborted when it was aborted, or they are silent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.error or self._aborted or self._whole, OPEN_S)
+            if self.error:
+                raise Unable(self.error)
+            if not self._whole:
+                raise Aborted(f"only {len(self._feeds)} of {len(self._team.lines)} other ranks have made their offers")
+            return tuple(self._feeds[rank] for rank in sorted(self._feeds))
+
+    @property
+    def _whole(self) -> bool:
+        return len(self._feeds) == len(self._team.lines)
+
+    def give(self, version: int, fence: int, deadline: Deadline) -> None:
+        """Let them feed a push; returns at once. Raises Aborted when one of them has ended."""
+        with self._changed:
+            if gone := self._gone():
+                raise Aborted(gone)
+            self._fence, self._busy = fence, set(self._team.lines)
+        self._team.tell(Give(self._name, version, fence, deadline.left))
+
+    def _gone(self) -> str:
+        return f"rank {min(self._team.lost)}: its process has ended" if self._team.lost else ""
+
+    def ended(self, seconds: float) -> str:
+        """Waits until all have; what went wrong on the first that failed, "" = nothing. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._busy, seconds):
+                raise TimeoutError(f"rank {min(self._busy)} did not end its part of push fence {self._fence} in time")
+            return self.error
+
+    def abort(self) -> None:
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+        self._team.tell(Abort(self._name))
+
+    def close(self) -> None:
+        self._team.tell(Close(self._name))
+        self._team.forget(self._name)
+
+    def take(self, rank: int, answer: Answer) -> None:
+        """In the line's thread."""
+        with self._changed:
+            if isinstance(answer, Opened):
+                if answer.feed is not None:
+                    self._feeds[rank] = answer.feed
+                wrong = answer.unable
+            elif answer.fence == self._fence:
+                self._busy.discard(rank)
+                wrong = answer.error
+            else:
+                return
+            self._note(rank, wrong)
+        self._tell(rank, wrong)
+
+    def lost(self, rank: int) -> None:
+        """In the line's thread."""
+        wrong = "its process has ended"
+        with self._changed:
+            asked = rank in self._busy or rank not in self._feeds
+            self._busy.discard(rank)
+            self._note(rank, wrong)
+        self._tell(rank, wrong if asked else "")
+
+    def _note(self, rank: int, wrong: str) -> None:
+        if wrong and not self.error:
+            self.error = f"rank {rank}: {wrong}"
+        self._changed.notify_all()
+
+    def _tell(self, rank: int, wrong: str) -> None:
+        """Outside of the lock: it aborts, which takes others."""
+        if wrong:
+            log.warning("push over %s: rank %d: %s", self._name, rank, wrong)
+            self._failed()

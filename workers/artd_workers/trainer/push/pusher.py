@@ -1,0 +1,168 @@
+"""Live pushes: the tensors of a committed checkpoint go to the engine, by the way that the daemon names.
+
+Purpose: `Pusher` runs each push in a thread of its own, so that the worker goes on hearing the daemon; the next job may be
+ordered as soon as the engine is live, before this side has ended. Owner of: the newest (trainer
+spawn, engine spawn) pair, named by its rendezvous.
+Invariants: only a resident, committed checkpoint is sent, anything else is `Refused`; a push with a lower fence than one
+seen is refused; a pair whose push failed is not used again, and one that a new rendezvous replaces is closed; a push that the
+engine has taken leaves its pair alive, though the daemon may hear of that before this process does; the trainer never reports
+success: only the harness says `Live`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from artd_schema.worker import Push, Refused, Transfer
+from artd_workers.engines.adapter import Deadline
+from artd_workers.trainer.push.direct.weight_lock import Stale
+
+from .snapshot import Snapshot
+from .ways import Broken, Unable, Way, open_way
+
+log = logging.getLogger(__name__)
+_LOOK_S = 0.1
+END_S = 0.5
+"""A push whose end the daemon tells has so long to end by itself: the engine says `Live` when it has taken the last tensor, and the
+thread that gave it has yet to look."""
+
+
+@dataclass
+class Pair:
+    """One (trainer spawn, engine spawn). turn: held by the push that uses the way."""
+
+    rendezvous: str
+    way: Way
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    dead: bool = False
+
+    @property
+    def afresh(self) -> str:
+        """Why a dead pair is not used."""
+        return f"a push over {self.rendezvous} failed before; the engine must start afresh"
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """The way, for one push at a time. Raises Broken when the pair is dead, or ends while this one waits."""
+        while not self.turn.acquire(timeout=_LOOK_S):
+            if self.dead:
+                raise Broken(self.afresh)
+        try:
+            if self.dead:
+                raise Broken(self.afresh)
+            yield
+        finally:
+            self.turn.release()
+
+    def abort(self) -> None:
+        """End what waits, for good; harmless when nothing does."""
+        self.dead = True
+        self.way.abort()
+
+    def retire(self) -> None:
+        """End what waits, and give back what the pair holds as soon as it has ended."""
+        self.abort()
+        threading.Thread(target=self._close, name="push-close", daemon=True).start()
+
+    def _close(self) -> None:
+        with self.turn:
+            self.way.close()
+
+
+@dataclass
+class Running:
+    """A push under way. over: it has ended, well or not."""
+
+    pair: Pair
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def end(self) -> None:
+        """It has to be over soon: else its pair is."""
+        if not self.over.wait(END_S):
+            self.pair.abort()
+
+
+class Pusher:
+    """send: sends a message to the daemon. `push` and `end` are called from the link's thread alone."""
+
+    def __init__(self, send: Callable[[Refused], None]) -> None:
+        self._send = send
+        self._fence = 0
+        self._pair: Pair | None = None
+        self._running: dict[tuple[int, int], Running] = {}
+
+    def push(self, message: Push, snapshot: Snapshot | None) -> None:
+        """Send `snapshot` for a push, or answer Refused when there is none. Returns at once."""
+        if message.fence < self._fence:
+            return self._refuse(message, f"fence {message.fence} is older than {self._fence}")
+        self._fence = message.fence
+        if snapshot is None:
+            ref = message.checkpoint
+            return self._refuse(message, f"the trainer's memory does not hold {ref.run}@{ref.step} ({ref.sha[:16]})")
+        pair = self._pair
+        if pair is None or pair.rendezvous != message.rendezvous:
+            if pair is not None:
+                pair.retire()  # its engine is gone: a pair of spawns has one rendezvous
+            pair = self._pair = Pair(message.rendezvous, open_way(message.transfer, message.rendezvous))
+        elif pair.dead:
+            return self._refuse(message, pair.afresh)
+        self._running[message.push, message.fence] = Running(pair)
+        thread = threading.Thread(
+            target=self._run, args=(message, snapshot, pair), name=f"push-{message.push}", daemon=True
+        )
+        thread.start()
+        return None
+
+    def end(self, push: int, fence: int) -> None:
+        """The daemon says that a push is over: abort it if it does not end by itself. Returns at once."""
+        running = self._running.get((push, fence))
+        if running is not None:
+            threading.Thread(target=running.end, name=f"push-end-{push}", daemon=True).start()
+
+    def _refuse(self, message: Push, reason: str, transfer: Transfer | None = None) -> None:
+        """transfer: the way that stands in the way."""
+        log.info("push %d refused: %s", message.push, reason)
+        self._send(Refused(push=message.push, fence=message.fence, reason=reason, transfer=transfer))
+
+    def _run(self, message: Push, snapshot: Snapshot, pair: Pair) -> None:
+        deadline = Deadline(message.deadline_s + message.drain_s)
+        try:
+            with pair.use():
+                _transfer(message, snapshot, pair, deadline)
+        except Unable as error:
+            pair.dead = True
+            self._refuse(message, str(error), message.transfer)
+        except Stale as error:
+            self._refuse(message, str(error))
+        except Broken as error:
+            pair.dead = True
+            self._refuse(message, str(error))
+        except Exception as error:
+            # The engine sees its own end of this fail, and the harness reports it.
+            pair.dead = True
+            log.warning("push %d to %s ended: %s: %s", message.push, message.name, type(error).__name__, error)
+        finally:
+            self._running.pop((message.push, message.fence)).over.set()
+
+
+def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline) -> None:
+    """Raises what `Way` raises, and Stale."""
+    started = time.monotonic()
+    if snapshot.team is not None and message.transfer != "direct":
+        raise Unable(
+            f"the trainer's weights lie in several processes, which can only be pulled: not sent by {message.transfer}"
+        )
+    try:
+        pair.way.prepare(snapshot)
+    except Unable:
+        raise
+    except Exception as error:
+        raise Broken(f"{type(error).__name__}: {error}") from error
+    with snapshot.held(deadline, pair.abort):
+        pair.way.send(message, snapshot, deadline)
+    log.info("push %d: %d tensors sent in %.2f s", message.push, len(snapshot.entries), time.monotonic() - started)

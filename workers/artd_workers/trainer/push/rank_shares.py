@@ -1,0 +1,38 @@
+"""What a rank of several gives to an engine: each element of the model is given by the lowest rank that holds it.
+
+Owner of: no state; asks Megatron's process groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from artd_workers.models.base import Plan
+from artd_workers.models.codec import Codec, Row
+from artd_workers.trainer.model.experts.grouped import EXPERT
+from artd_workers.trainer.parallel.layout import Parallel, split_of
+from artd_workers.trainer.parameters.lora_sharded import places
+from artd_workers.trainer.push.direct.layout import WHOLE, Share
+
+
+def given(plan: Plan, parallel: Parallel) -> tuple[Codec, dict[str, Share]]:
+    """The rows of this rank's weight table (`Parallel.codec`) that it gives, and its part of each, by its own names."""
+    if parallel.world == 1:
+        return plan.codec, {}
+    codec = parallel.codec(plan)
+    shares = {row.megatron: _share(row, parallel) for row in codec.rows}
+    rows = tuple(row for row in codec.rows if shares[row.megatron] is not None)
+    return replace(codec, rows=rows), {name: share for name, share in shares.items() if share is not None}
+
+
+def _share(row: Row, parallel: Parallel) -> Share | None:
+    """None: another rank gives it."""
+    expert = EXPERT.search(row.megatron) is not None
+    here, dim = places(expert), split_of(row.megatron)
+    count = parallel.etp if expert else parallel.tp
+    copies = (here.same,) if dim is not None and count > 1 else (here.same, here.split)
+    if any(dist.get_rank(group) for group in copies):
+        return None
+    return Share(dim, here.tensor, count) if dim is not None and count > 1 else WHOLE

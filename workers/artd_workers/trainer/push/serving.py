@@ -1,0 +1,160 @@
+"""How a run's checkpoints are listed and kept for pushes: as copies on the host, or as the weights lie on a GPU.
+
+Purpose: `Serving` makes a checkpoint's weight table and its `Snapshot`; `serving_of` chooses. Owner of: no state. Invariants: the
+table tells the bits that the one merge of `merge.py` gives from the base on disk, whoever made it; where the trainer's own base
+weights are not those bits, they are not served.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from artd_schema.spec import RunSpec
+from artd_schema.worker import Transfer
+from artd_workers.models.codec import Codec
+from artd_workers.trainer import placement
+from artd_workers.trainer.checkpoint import folder
+from artd_workers.trainer.model.experts.grouped import slots
+from artd_workers.trainer.model.lora import Lora
+from artd_workers.trainer.model.model import Policy
+from artd_workers.trainer.parallel.ranks import Ranks
+from artd_workers.trainer.parameters.trained import Trained
+from artd_workers.trainer.push.direct.checksums import Served
+from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.direct.layout import Share, Spread
+from artd_workers.trainer.push.direct.member import Member
+from artd_workers.trainer.push.direct.plan import PlanError, whole
+from artd_workers.trainer.push.direct.team import Team
+from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.transfer.checksum import WORD
+from artd_workers.transfer.coverage import CoverError
+from artd_workers.transfer.device import Cuda, DeviceError, Port
+from artd_workers.transfer.merge import open_base, rounded
+
+from .rank_shares import given
+from .snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+
+class Serving(Protocol):
+    """How a trainer lists what the engine is served, and keeps it."""
+
+    def before(self) -> None:
+        """The next job is about to change the trained parameters: returns when nobody needs them as they are. Raises
+        TimeoutError."""
+
+    def stage(self) -> Snapshot:
+        """Of the parameters as they are now, together; only the first rank's is of use. Raises TimeoutError."""
+
+
+class OnHost:
+    """Copies in this machine's memory, known by their sha256."""
+
+    def __init__(self, trained: Trained, ranks: Ranks) -> None:
+        self._trained, self._ranks = trained, ranks
+
+    def before(self) -> None:
+        """Snapshots are copies."""
+
+    def stage(self) -> Snapshot:
+        if not self._ranks.first:
+            return Snapshot((), ())
+        tensors = tuple((folder.entry_of(name, tensor), tensor) for name, tensor in self._trained.served())
+        return Snapshot(tuple(entry for entry, _ in tensors), tensors)
+
+
+def port_of(spec: RunSpec) -> Port | None:
+    """The GPU that a run's weights are served from; None where copies are."""
+    if spec.rollout_weights_mode != "merged" or placement.device_of(spec) != "cuda":
+        return None
+    if spec.trainer.processes > 1 and spec.engine.transfer in ("nccl", "stock"):
+        return None  # whole tensors are wanted, of which each process has a part
+    return Cuda(torch.cuda.current_device())
+
+
+def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
+    """What a trainer can send by, best first. No direct push out of expandable segments, whose memory cannot be shared, nor of
+    base weights that are not the stored ones, nor of tensors without checksums. Raises ValueError for a folder that is no base model."""
+    cuda = placement.device_of(spec) == "cuda"
+    if port is None:
+        return ("stock",) if cuda else ("gloo",)
+    ways: tuple[Transfer, ...] = ("direct", "nccl", "stock") if spec.trainer.processes == 1 else ("direct", "stock")
+    try:
+        port.share(torch.empty(1, device="cuda" if cuda else "cpu"))
+    except DeviceError as error:
+        log.warning("no direct push from this trainer by CUDA IPC: %s", error)
+        ways = tuple(way for way in ways if way != "direct")
+    base = open_base(spec.model)
+    lost = rounded(base, {getattr(torch, spec.trainer.dtype)}) if spec.parameters == "lora" else ""
+    if lost := lost or uneven(base.sizes(), getattr(torch, spec.engine.dtype)):
+        log.warning("no direct push from this trainer: %s", lost)
+        return ("stock",)
+    return ways
+
+
+def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | None, ranks: Ranks) -> Serving:
+    """Together. port: as `port_of` gives it, on each rank."""
+    if port is None:
+        return OnHost(trained, ranks)
+    weights = slots(policy.model)
+    codec, shares = given(policy.plan, ranks.parallel)
+    held = {weights[row.megatron].dtype for row in codec.rows}
+    lost = rounded(trained.base, held) if trained.kind == "lora" else ""
+    if lost := ranks.first_said(lost):
+        return _on_host(trained, ranks, lost)
+    frozen = Frozen({}, device=policy.device)
+    if isinstance(lora := trained.parameters, Lora):
+        live = {name: parameter.detach() for name, parameter in lora.named()}
+        frozen = Frozen(live, partial(Lora.outward, lora), lora.scale, policy.device)
+    spread = None if ranks.alone else _spread(codec, weights, shares, ranks)
+    holdings = Holdings(port, codec, weights, frozen, getattr(torch, spec.engine.dtype), spread=spread)
+    try:
+        served = Served(holdings, tuple(trained.base), ranks)
+    except (PlanError, CoverError) as error:
+        return _on_host(trained, ranks, str(error))
+    served.team = team_of(holdings, ranks)
+    return served
+
+
+def _spread(codec: Codec, weights: Mapping[str, Tensor], shares: Mapping[str, Share], ranks: Ranks) -> Spread:
+    """Together."""
+    own = whole(codec, {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}, shares)
+    told = (
+        msgspec.msgpack.decode(one, type=dict[str, tuple[int, ...]])
+        for one in ranks.shared(msgspec.msgpack.encode(own))
+    )
+    return Spread(shares, {name: shape for shapes in told for name, shape in shapes.items()})
+
+
+def team_of(holdings: Holdings, ranks: Ranks) -> Team | None:
+    """On the first rank of several: the others that give something. From now on they follow it, beside their jobs. Together."""
+    if ranks.alone:
+        return None
+    giving = [rank for rank, one in enumerate(ranks.shared(b"1" if holdings.weights else b"")) if one]
+    if ranks.first:
+        team = Team()
+        team.lines = {rank: ranks.channel(rank, partial(team.take, rank)) for rank in giving if rank}
+        return team if team.lines else None
+    if ranks.rank in giving:
+        member = Member(ranks.rank, holdings)
+        member.line = ranks.channel(0, member.take)
+    return None
+
+
+def _on_host(trained: Trained, ranks: Ranks, why: str) -> Serving:
+    log.warning("weights are served from copies, and no push is direct: %s", why)
+    return OnHost(trained, ranks)
+
+
+def uneven(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
+    """Why tensors of these sizes have no 64-bit checksums in the dtype that is served; "" = they have."""
+    odd = [name for name, size in sizes.items() if size * dtype.itemsize % WORD]
+    return "".join(f"{name} of the base model is no whole number of {WORD}-byte words in {dtype}" for name in odd[:1])

@@ -1,0 +1,93 @@
+"""Live pushes over the engine's own NCCL transfer calls: the trainer's side, without the engine's packages.
+
+Purpose: `Sender` is one pair of trainer and engine spawn: it joins once and then sends a checkpoint's tensors for every push.
+Owner of: the pair's communicator, the GPU queue it sends on, and its watchdog.
+Invariants: whatever the engine or NCCL does, `join` and `send` end soon after their deadline or after `abort`; a sender that
+failed once is dead for good, and its communicator is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from artd_schema.manifest import WeightEntry
+from artd_workers.transfer.cuda_stream import Stream
+from artd_workers.transfer.nccl import Communicator, Library
+from artd_workers.transfer.stock import WORLD, chunks, leave_id, size_of
+from artd_workers.transfer.watchdog import Watchdog
+
+_POLL_S = 0.0002
+
+
+class Sender:
+    """rendezvous: file in which the engine finds the communicator's id; device: where tensors are packed. `abort` is for any
+    thread, the rest for one at a time; whoever drops a sender aborts it first."""
+
+    def __init__(self, rendezvous: Path, device: torch.device, library: Library | None = None) -> None:
+        """Raises NcclError when torch has no NCCL."""
+        self._rendezvous = rendezvous
+        self._library = library or Library()
+        self._queue = Stream(device)
+        self._communicator = Communicator(self._library)
+        self._watchdog = Watchdog(self._communicator.abort)
+        self.joined = False
+
+    @property
+    def dead(self) -> bool:
+        """Whether it was aborted, or failed."""
+        return bool(self._watchdog.reason)
+
+    def join(self, timeout_s: float) -> None:
+        """Leave the id and wait for the engine. Raises NcclError."""
+        with self._watchdog.within(timeout_s), self._queue.use():
+            unique_id = self._library.unique_id()
+            leave_id(self._rendezvous, unique_id)
+            self._communicator.join(unique_id, WORLD)
+            warm = torch.zeros(1, device=self._queue.device)  # vLLM's side sums one number before anything else
+            self._communicator.all_reduce(warm.data_ptr(), self._queue.handle)
+            self._wait("ncclAllReduce")
+        self.joined = True
+
+    def send(self, table: Sequence[WeightEntry], tensors: Iterable[Tensor], timeout_s: float) -> None:
+        """Broadcast `tensors`, one for each row of the table, on any device and complete when they are yielded; made on this
+        device they may be made when asked for. Raises NcclError, ValueError for tensors that are not the table's."""
+        with self._watchdog.within(timeout_s), self._queue.use():
+            cut = chunks(table)
+            room = max((sum(map(size_of, chunk)) for chunk in cut), default=0)
+            buffer = torch.empty(room, dtype=torch.uint8, device=self._queue.device)
+            source = iter(tensors)
+            for chunk in cut:
+                size = _pack(buffer, chunk, source)
+                self._communicator.broadcast(buffer.data_ptr(), size, self._queue.handle)
+                self._wait("ncclBroadcast")  # the engine loads it while the next is packed
+
+    def abort(self, reason: str = "the push has ended") -> None:
+        """End what is under way, and the pair; returns at once."""
+        self._watchdog.bark(reason)
+
+    def _wait(self, what: str) -> None:
+        mark = self._queue.mark()
+        while not mark.done():
+            self._communicator.settled(what)
+            time.sleep(_POLL_S)
+
+
+def _pack(buffer: Tensor, chunk: Sequence[WeightEntry], source: Iterator[Tensor]) -> int:
+    """Lay the chunk's tensors one behind the other; returns their bytes."""
+    at = 0
+    for entry in chunk:
+        tensor = next(source, None)
+        if tensor is None:
+            raise ValueError(f"the weight table has {entry.name}, but there are no more tensors")
+        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if found != (entry.dtype, entry.shape):
+            raise ValueError(f"{entry.name} is {found}, the weight table says {(entry.dtype, entry.shape)}")
+        size = size_of(entry)
+        buffer[at : at + size].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        at += size
+    return at

@@ -1,0 +1,246 @@
+"""One optimizer step over a packed batch.
+
+Purpose: forward and backward row by row, clip, AdamW. Owner of: the optimizer's moments (fp32, one pair a parameter).
+Invariants: nothing is changed before every loss and gradient was found finite; the same batch, state and threads give the
+same bits (one row at a time, in order; no fused or foreach kernels); a cancel is looked at between rows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_workers.trainer.batch.row_schedule import Turn, added, turns
+from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.model.model import Policy, Scores
+
+from .losses import Measures, row_loss, shares
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NonFinite(ArithmeticError):
+    """A loss or gradient is NaN or infinite; nothing was changed."""
+
+
+class Cancelled(Exception):
+    """The daemon cancelled the job; nothing was changed."""
+
+
+class ParameterSet(Protocol):
+    """Parameters that an optimizer works on, and their names and layout on disk. views: `outward` gives parts of what it is
+    given, and no copies."""
+
+    views: bool
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(own name, parameter), in the order in which gradients are added up."""
+        ...
+
+    def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the parameters' shapes by own name -> by name and layout on disk."""
+        ...
+
+    def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Undo `outward`. Raises ValueError when the names are not exactly those on disk."""
+        ...
+
+    def changed(self) -> None:
+        """The optimizer has changed the parameters: make anew what is made of them."""
+        ...
+
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradients; adds them up first when each rank has a part of their sum."""
+        ...
+
+
+@dataclass
+class Optimizer:
+    """AdamW over a set of parameters."""
+
+    spec: OptimizerSpec
+    set: ParameterSet
+    torch: torch.optim.AdamW
+
+    @classmethod
+    def make(cls, parameters: ParameterSet, spec: OptimizerSpec) -> Optimizer:
+        """Fresh: no step taken."""
+        kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in parameters.named():
+            kinds[decays(name)].append(parameter)
+        decay = {True: spec.weight_decay, False: 0.0}
+        groups: list[dict[str, Any]] = [
+            {"params": own, "weight_decay": decay[kind]} for kind, own in kinds.items() if own
+        ]
+        # torch wants a tuple of floats and no decay of a zero kind: exactly the spec's numbers.
+        adamw = torch.optim.AdamW(
+            groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False,
+            fused=groups[0]["params"][0].is_cuda,
+        )  # fmt: skip
+        return cls(spec, parameters, adamw)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.set.named()]
+
+    def step(self) -> None:
+        """Change the parameters by their gradients."""
+        self.torch.step()
+        self.set.changed()
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step. The
+        live ones where they lie, or where that would take copies, on the CPU."""
+        out: dict[str, Tensor] = {}
+        step = 0
+        for key in MOMENTS:
+            own = {}
+            for name, parameter in self.set.named():
+                moments = self.torch.state.get(parameter, {})
+                held = moments[key] if moments else torch.zeros_like(parameter.detach())
+                own[name] = held if self.set.views else held.cpu()
+                step = max(step, int(moments["step"]) if moments else 0)
+            out |= {f"{name}.{key}": tensor for name, tensor in self.set.outward(own).items()}
+        return out | {"step": torch.tensor(step, dtype=torch.int64)}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Set the moments and the step count. Raises ValueError or KeyError when the names are not the parameters'."""
+        step = float(state["step"])
+        self.torch.state.clear()
+        if step == 0:
+            return
+        moments = {key: self.set.inward(_of_kind(state, key)) for key in MOMENTS}
+        for name, parameter in self.set.named():
+            own = {key: moments[key][name].to(parameter.device, copy=True) for key in MOMENTS}
+            # torch's fused kernel reads the count where the parameter lies.
+            counted = torch.tensor(step, device=parameter.device)
+            self.torch.state[parameter] = {"step": counted} | own
+
+
+def decays(name: str) -> bool:
+    """Whether `weight_decay` pulls a parameter towards zero, by its own name: linears and adapters it does; norms (near one),
+    biases, embeddings and routers it would harm. By name, not by shape: a master may lie flat."""
+    module, _, last = name.rpartition(".")
+    inner = module.rpartition(".")[2]
+    return not (last.endswith("bias") or inner.endswith("norm") or inner in ("word_embeddings", "router"))
+
+
+def _of_kind(state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
+    """NAME -> tensor of every `NAME.key`."""
+    suffix = f".{key}"
+    return {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
+
+
+def train_step(
+    policy: Policy,
+    optimizer: Optimizer,
+    batch: Batch,
+    loss: LossSpec,
+    epoch: int,
+    progress: Callable[[], None] = lambda: None,
+    cancelled: Callable[[], bool] = lambda: False,
+    cancelled_now: Callable[[], bool] | None = None,
+) -> dict[str, float]:
+    """Train on a batch; returns metrics. epoch: policy epoch of the weights as they are now.
+
+    progress() is called after each forward and each backward of a row. cancelled() is asked before each row, and may tell late;
+    cancelled_now (None = the same) is asked once, before weights change. Raises NonFinite and Cancelled, both before any weight changed.
+    """
+    started = time.perf_counter()
+    parameters = optimizer.parameters
+    # Ahead of their use, all of them: they are small beside the activations of one.
+    mine = turns(batch.rows, policy.parallel, policy.device)
+    measures, share = Measures(batch.rows, policy.device), shares(batch, loss.normalise).to(policy.device)
+    losses = torch.zeros(len(batch.rows), dtype=torch.float64, device=policy.device)
+    optimizer.torch.zero_grad(set_to_none=True)
+    try:
+        with policy.replaying(batch.coverage is not None) as replay:
+            _pass_all(
+                policy, mine, lambda turn: _forward(policy, turn, loss, share, measures, losses), progress, cancelled
+            )
+            measures.found = added(measures.found, policy.parallel)
+            # The first wait for the device: what is read after it is there then.
+            parts = added(losses, policy.parallel).tolist()
+            _check_losses(parts)
+            norm = optimizer.set.gradient_norm()
+            calls = replay.finish() if replay else 0
+        if not math.isfinite(norm):
+            raise NonFinite(f"the gradient norm is {norm}: look at the batch's advantages and at the learning rate")
+        if (cancelled_now or cancelled)():
+            raise Cancelled("cancelled before the optimizer's step")
+        clip(parameters, norm, optimizer.spec.clip_grad_norm)
+        optimizer.step()
+    finally:
+        optimizer.torch.zero_grad(set_to_none=True)
+    found = measures.metrics(loss.clip_high, epoch)  # waits for the device, which has the update yet to make
+    seconds = time.perf_counter() - started
+    rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
+    if batch.coverage is not None:
+        rates |= {"replay_coverage": batch.coverage, "replay_calls": float(calls)}
+    return {"loss": sum(parts), "grad_norm": norm} | found | rates
+
+
+def _pass_all(
+    policy: Policy,
+    mine: Sequence[Turn],
+    forward: Callable[[Turn], Tensor],
+    progress: Callable[[], None],
+    cancelled: Callable[[], bool],
+) -> None:
+    """Each row forward and backward. Raises Cancelled."""
+    under_way: deque[Tensor] = deque()
+    begun, stopped = 0, False
+    policy.stage.begin()
+    for onward, index in policy.stage.order(len(mine)):
+        # What has gone forward goes backward in any case: other stages count on it.
+        stopped = stopped or (onward and cancelled())
+        if onward and not stopped:
+            under_way.append(forward(mine[index]))
+            begun += 1
+            progress()
+        elif not onward and under_way:
+            policy.stage.backward(under_way.popleft())
+            progress()
+    if stopped:
+        raise Cancelled(f"cancelled after {begun} of {len(mine)} rows")
+
+
+def _forward(policy: Policy, turn: Turn, loss: LossSpec, share: Tensor, measures: Measures, losses: Tensor) -> Tensor:
+    """A row forward; what its backward starts from. Its part of the loss is added to `losses`, and nothing waits for it."""
+    row = turn.row
+    out = policy.hidden_scores(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
+    if not policy.stage.last:
+        return out
+    if not len(row.at):  # other ranks have them; what this one does for their tokens goes backward all the same
+        return out.sum() * 0.0
+    scores = Scores.of(out)
+    part = row_loss(loss, row, scores.logprobs, share)
+    if turn.counts:
+        measures.add(turn.first, scores.logprobs, scores.entropy)
+        losses[turn.index] = part.detach()
+    return part
+
+
+def _check_losses(parts: list[float]) -> None:
+    """Raises NonFinite: then all gradients are worth nothing, and none is used."""
+    for index, part in enumerate(parts):
+        if not math.isfinite(part):
+            raise NonFinite(
+                f"the loss of row {index} is {part}: look at the batch's advantages and at the learning rate"
+            )
+
+
+def clip(parameters: list[nn.Parameter], norm: float, limit: float) -> None:
+    """Scale gradients to a norm of at most `limit` (0 = no limit)."""
+    if limit > 0 and norm > limit:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(limit / norm)

@@ -1,0 +1,1 @@
+"""Programs that run in the trainer's interpreter: export, score, replay, compare."""

@@ -1,0 +1,212 @@
+"""What a pull needs of a device: memory of another process by handle, queues of copies and sums, marks in them.
+
+Purpose: `Port` is the contract (tests stand in for it with plain memory), `Cuda` the one of a GPU: the CUDA runtime that
+torch has loaded, by ctypes, so that a handle is opened once and never pickled. Owner of: the mappings that it opened.
+Invariants: a queue works in order; nothing is waited for but by `Mark.done` and `Queue.settle`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .checksum import Blocks, Span
+
+if TYPE_CHECKING:
+    from .wire import Wire
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_DEFAULT_KIND = 4
+
+
+class DeviceError(Exception):
+    """A call of the CUDA runtime failed."""
+
+
+class Mark(Protocol):
+    """A place in a queue."""
+
+    def done(self) -> bool:
+        """Whether all that was queued before it is done."""
+
+
+class Queue(Protocol):
+    """Work that is done in order, beside other queues."""
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Copy `size` bytes between addresses."""
+
+    def copy2d(self, to: int, pitch: int, source: int, width: int, rows: int) -> None:
+        """Copy rows of `width` bytes that lie together to where each begins `pitch` bytes behind the one before."""
+
+    def sum(self, table: Any, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
+        """Add the checksums of spans i .. j - 1 of what `Port.sums` made to sums [parts] (int64); copy: each from its other
+        address, first."""
+
+    def mark(self) -> Mark:
+        """Here."""
+
+    def after(self, mark: Any) -> None:
+        """Do what is queued from now on only when the other queue's mark is done."""
+
+    def settle(self) -> None:
+        """Wait until all is done."""
+
+
+class Port(Protocol):
+    """One device of this process."""
+
+    def share(self, tensor: Tensor) -> tuple[bytes, int, int]:
+        """(handle, begin, bytes) of the memory that holds a tensor. Raises DeviceError when it cannot be shared."""
+
+    def open(self, handle: bytes) -> int:
+        """Address of another process's memory. Raises DeviceError."""
+
+    def close(self, address: int) -> None:
+        """Undo `open`: the other process may free the memory from now on."""
+
+    def free(self) -> int:
+        """Bytes of the device's memory that no process holds."""
+
+    def queue(self) -> Queue:
+        """A new queue."""
+
+    def sums(self, spans: Sequence[Span]) -> Any:
+        """Make spans ready for `Queue.sum`."""
+
+    def wire(self) -> Wire:
+        """One end of a new connection to another process's device. Raises NcclError where there can be none."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("raw", ctypes.c_char * HANDLE_BYTES)]
+
+
+class Cuda:
+    """The GPU `index`. Needs a torch with CUDA in use in this process."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.init()
+        self._runtime = ctypes.CDLL(_loaded("libcudart.so"))
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        with torch.cuda.device(self.device):
+            self._check(self._runtime.cudaFree(None), "cudaFree(0)")
+
+    def share(self, tensor: Tensor) -> tuple[bytes, int, int]:
+        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        code = self._driver.cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(tensor.data_ptr())
+        )
+        self._check(code, "cuMemGetAddressRange")
+        code = self._runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base.value))
+        self._check(
+            code, "cudaIpcGetMemHandle: memory of expandable segments cannot be shared, unset expandable_segments"
+        )
+        return bytes(handle), base.value, size.value
+
+    def open(self, handle: bytes) -> int:
+        address = ctypes.c_void_p()
+        with torch.cuda.device(self.device):
+            code = self._runtime.cudaIpcOpenMemHandle(
+                ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
+            )
+        self._check(code, "cudaIpcOpenMemHandle")
+        return address.value or 0
+
+    def close(self, address: int) -> None:
+        with torch.cuda.device(self.device):  # any thread: the one that sees the trainer die closes too
+            self._check(self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "cudaIpcCloseMemHandle")
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def queue(self) -> CudaQueue:
+        return CudaQueue(self)
+
+    def sums(self, spans: Sequence[Span]) -> Any:
+        from .checksum_kernels import Table  # Triton exists only where there is a GPU
+
+        with torch.cuda.device(self.device):  # a thread's own is the first one, and the kernels are made ready here
+            return Table(Blocks.cut(spans, self.device))
+
+    def wire(self) -> Wire:
+        from .nccl_connection import Nccl
+
+        return Nccl(self.device)
+
+    def memcpy(self, to: int, source: int, size: int, stream: int) -> None:
+        code = self._runtime.cudaMemcpyAsync(
+            ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(size), _DEFAULT_KIND, ctypes.c_void_p(stream)
+        )
+        if code:
+            self._check(code, f"cudaMemcpyAsync of {size} bytes")
+
+    def memcpy2d(self, to: int, pitch: int, source: int, width: int, rows: int, stream: int) -> None:
+        code = self._runtime.cudaMemcpy2DAsync(
+            ctypes.c_void_p(to), ctypes.c_size_t(pitch), ctypes.c_void_p(source), ctypes.c_size_t(width),
+            ctypes.c_size_t(width), ctypes.c_size_t(rows), _DEFAULT_KIND, ctypes.c_void_p(stream),
+        )  # fmt: skip
+        if code:
+            self._check(code, f"cudaMemcpy2DAsync of {rows} rows of {width} bytes, {pitch} apart")
+
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            self._runtime.cudaGetLastError()  # else torch would report it again
+            self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
+            raise DeviceError(f"{what}: {self._runtime.cudaGetErrorString(code).decode()} ({code})")
+
+
+class CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class CudaQueue:
+    """A stream of its own."""
+
+    def __init__(self, port: Cuda) -> None:
+        self._port = port
+        self._stream = torch.cuda.Stream(port.device)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        self._port.memcpy(to, source, size, self._stream.cuda_stream)
+
+    def copy2d(self, to: int, pitch: int, source: int, width: int, rows: int) -> None:
+        self._port.memcpy2d(to, pitch, source, width, rows, self._stream.cuda_stream)
+
+    def sum(self, table: Any, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
+        with torch.cuda.stream(self._stream):
+            table.sum(sums, spans, copy)
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self._stream)
+
+    def after(self, mark: CudaMark) -> None:
+        self._stream.wait_event(mark.event)
+
+    def settle(self) -> None:
+        self._stream.synchronize()
+
+
+def _loaded(name: str) -> str:
+    """Path of a library that this process has loaded."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.rpartition(" ")[2].strip()
+            if path.rpartition("/")[2].startswith(name):
+                return path
+    raise DeviceError(f"torch has not loaded {name}: the direct push needs a torch that is built for CUDA")

@@ -1,0 +1,64 @@
+"""Notice the end of another process at once.
+
+Purpose: an engine that maps a trainer's memory pins it, even after the trainer has died: the mappings must go then.
+Owner of: a thread and two descriptors for each process watched. Linux (pidfd).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from artd_workers.engines.process.process_group import start_ticks
+
+
+class ProcessWatch:
+    """From now until `stop`: once the process has ended, `gone` is set and `then` is called in a thread of its own.
+
+    pid, ticks: the process (start time in clock ticks). One that is not there, or is another of the same number, has ended.
+    """
+
+    def __init__(self, pid: int, ticks: int, then: Callable[[ProcessWatch], None]) -> None:
+        self.gone = threading.Event()
+        self._then = then
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._process = _opened(pid, ticks)
+        if self._process < 0:
+            self.gone.set()
+        threading.Thread(target=self._watch, name="artd-trainer-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """`then` is not called any more, unless it has begun. Any thread, `then` included; exactly once, before it returns."""
+        os.eventfd_write(self._stop, 1)
+
+    def _watch(self) -> None:
+        try:
+            if self._process >= 0 and not self._ended():
+                return
+            self.gone.set()
+            self._then(self)
+        finally:
+            os.close(self._stop)
+            if self._process >= 0:
+                os.close(self._process)
+
+    def _ended(self) -> bool:
+        """Wait; False when stopped before."""
+        poller = select.poll()
+        poller.register(self._process, select.POLLIN)
+        poller.register(self._stop, select.POLLIN)
+        return self._stop not in {descriptor for descriptor, _ in poller.poll()}
+
+
+def _opened(pid: int, ticks: int) -> int:
+    """A pidfd, or -1 when the process has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+    if start_ticks(pid) == ticks:
+        return descriptor
+    os.close(descriptor)
+    return -1

@@ -1,0 +1,65 @@
+"""What trainer and engine agree on for a push over the engine's own NCCL transfer calls.
+
+Purpose: one definition of rendezvous and wire form for both sides, as `gloo.py` is for the CPU. Owner of: no state.
+They meet by the communicator's id (128 bytes), which the trainer leaves
+in the file `rendezvous`, below the engine's folder that only this user can enter. Wire form: the tensors of weights.json in
+its order, one behind the other without a gap, cut into chunks; each chunk is one broadcast of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from artd_schema.manifest import WeightEntry
+
+from .atomic_file import write_whole
+
+CHUNK_BYTES = 256 << 20
+"""A chunk ends with the first tensor that makes it larger than this: vLLM's rule, from the size that it is told."""
+ID_BYTES = 128
+TRAINER, ENGINE, WORLD = 0, 1, 2
+"""Ranks, and how many there are: the engine is one process."""
+ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+"""Of both processes: ranks that differ in such settings hang. NCCL's own meeting listens on the first interface it likes,
+unless told; multicast over NVLink needs rights that a container may lack, and a broadcast between two gains nothing by it."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_POLL_S = 0.002
+
+
+def size_of(entry: WeightEntry) -> int:
+    """Bytes of a tensor."""
+    return math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+
+
+def chunks(table: Sequence[WeightEntry], limit: int = CHUNK_BYTES) -> list[list[WeightEntry]]:
+    """The table cut as vLLM cuts it. Every chunk has a row; a tensor of more than `limit` bytes ends its chunk."""
+    cut: list[list[WeightEntry]] = []
+    room = -1
+    for entry in table:
+        if room < 0:
+            cut.append([])
+            room = limit
+        cut[-1].append(entry)
+        room -= size_of(entry)
+    return cut
+
+
+def leave_id(rendezvous: Path, unique_id: bytes) -> None:
+    """Trainer: let the engine have the communicator's id."""
+    write_whole(rendezvous, unique_id)
+
+
+def await_id(rendezvous: Path, timeout_s: float) -> bytes:
+    """Engine: the id that the trainer left. Raises TimeoutError when it leaves none; ValueError when that is none."""
+    end = time.monotonic() + timeout_s
+    while not rendezvous.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the trainer left no communicator's id in {rendezvous} within {timeout_s:.1f} s")
+        time.sleep(_POLL_S)
+    found = rendezvous.read_bytes()
+    if len(found) != ID_BYTES:
+        raise ValueError(f"{rendezvous} has {len(found)} bytes, a communicator's id has {ID_BYTES}")
+    return found

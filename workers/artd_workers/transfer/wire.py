@@ -1,0 +1,235 @@
+"""The direct push without CUDA IPC: a trainer's buffers come as messages, into a ring that is the engine's own.
+
+Purpose: `Wire` is the contract of a connection (`nccl_wire.Nccl` is the real one); `Wired` is an offer's feed, opened over one, and
+`Receiver` what its pulls see of it. Owner of: the engine's ring, its end of the connection, and a watch of the trainer's process
+where that is one of this machine's.
+Invariants: a message goes only into a buffer that was copied; the two meet in a thread, and nothing is received but within a pull,
+so an engine that only generates waits for nobody; a pull that raises aborts the connection, which then is dead for good; every wait
+has a deadline.
+Wire form: for each push its fence (int64), then each turn's used bytes, turn by turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from artd_schema.direct import Feed
+from artd_workers.engines.adapter import Deadline
+from artd_workers.engines.process.process_group import start_ticks
+from artd_workers.engines.pull.pull import PullError
+
+from .device import Mark, Port
+from .nccl import NcclError
+from .process_watch import ProcessWatch
+from .ring import Intake
+from .stock import ENGINE
+
+HEADER_BYTES = 8
+
+
+class Wire(Protocol):
+    """One end of a connection of two processes. `abort` is for any thread, the rest for one at a time, and but for `name`, `memory`
+    and `close` within `within`. Calls raise NcclError when the connection failed or was aborted."""
+
+    joined: bool
+
+    @property
+    def reason(self) -> str:
+        """Why it was aborted; "" = it was not."""
+
+    def name(self) -> bytes:
+        """Of a new connection (128 bytes), for whoever is to join it."""
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """The body must end within `seconds` and not raise: else the connection is aborted, also while a call hangs."""
+
+    def join(self, name: bytes, rank: int) -> None:
+        """Wait until the other side is there."""
+
+    def memory(self, size: int) -> Tensor:
+        """New bytes that can be sent from and received into: uint8 [size]."""
+
+    def use(self) -> AbstractContextManager[None]:
+        """What torch does in the body is queued on the wire too."""
+
+    def send(self, address: int, size: int) -> None:
+        """Queue a message."""
+
+    def recv(self, address: int, size: int) -> None:
+        """Queue the receiving of the next message, which has this size."""
+
+    def mark(self) -> Mark:
+        """Here in the queue."""
+
+    def check(self) -> None:
+        """Raises NcclError, else does nothing."""
+
+    def abort(self, reason: str) -> None:
+        """End whatever waits, and the connection; returns at once."""
+
+    def close(self) -> None:
+        """The same, and waits for it: its memory is not touched any more."""
+
+
+class Receiver:
+    """`ring.Intake` of a connection. sizes: bytes of each turn's message; bases: addresses of the ring's buffers; joining: the
+    thread in which the two meet, while they do."""
+
+    def __init__(
+        self, wire: Wire, sizes: Sequence[int], bases: Sequence[int], joining: threading.Thread | None = None
+    ) -> None:
+        self._wire, self._sizes, self._bases, self._joining = wire, sizes, bases, joining
+        self._header = wire.memory(HEADER_BYTES)
+        self._expected = self._fence = -1
+        self._posted = self._ready = self._done = 0
+        self._marks: deque[Mark] = deque()
+
+    @contextmanager
+    def take(self, fence: int, deadline: Deadline) -> Iterator[None]:
+        """A pull of this fence is the body. Raises PullError; whatever is raised ends the connection."""
+        self._meet(deadline)
+        with told("the pull over NCCL"), self._wire.within(deadline.left):
+            self._expected, self._fence = fence, -1
+            self._posted = self._ready = self._done = 0
+            self._wire.recv(self._header.data_ptr(), HEADER_BYTES)
+            self._marks = deque([self._wire.mark()])
+            yield
+
+    def _meet(self, deadline: Deadline) -> None:
+        if self._joining is not None:
+            self._joining.join(deadline.left)
+        if not self._wire.joined:
+            self._wire.abort(f"{deadline.seconds:g} s passed")
+            raise PullError(f"the trainer was not met over NCCL: {self._wire.reason}")
+
+    @property
+    def fence(self) -> int:
+        """Of the push that is sent, -1 before its header has come. Raises PullError for another than the pull's."""
+        self._look()
+        return self._fence
+
+    @property
+    def ready(self) -> int:
+        """Messages received so far. Raises PullError."""
+        self._look()
+        return self._ready
+
+    @property
+    def done(self) -> int:
+        """Buffers copied so far: they may be received into again."""
+        return self._done
+
+    @done.setter
+    def done(self, count: int) -> None:
+        self._done = count
+        with told("the pull over NCCL"):
+            self._post()
+
+    @property
+    def failed(self) -> bool:
+        """Never: what would make it so is raised. Raises PullError."""
+        self._look()
+        return False
+
+    def _look(self) -> None:
+        with told("the pull over NCCL"):
+            self._wire.check()
+            while self._marks and self._marks[0].done():
+                self._wire.check()  # what an abort has ended looks done
+                self._marks.popleft()
+                if self._fence < 0:
+                    self._begin()
+                else:
+                    self._ready += 1
+
+    def _begin(self) -> None:
+        """The header is there: read it, and have the first messages come."""
+        with self._wire.use():
+            found = int(self._header.view(torch.int64))
+        if found != self._expected:
+            raise PullError(f"the trainer sends the push with fence {found}, and fence {self._expected} is expected")
+        self._fence = found
+        self._post()
+
+    def _post(self) -> None:
+        while self._posted < min(self._done + len(self._bases), len(self._sizes)):
+            self._wire.recv(self._bases[self._posted % len(self._bases)], self._sizes[self._posted])
+            self._marks.append(self._wire.mark())
+            self._posted += 1
+
+
+class Wired:
+    """`opened.Opened` for a feed that comes over a connection. bases: of the ring's buffers, in this process. on_end: called in a
+    thread of its own once the trainer's process has ended, where that is one of this machine's."""
+
+    def __init__(
+        self, port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int
+    ) -> None:  # fmt: skip
+        """deadline: of the meeting with the trainer, which the first pull waits for. Raises PullError."""
+        sizes = turns_of(feed, itemsize)
+        self._over = threading.Event()
+        with ExitStack() as stack, told("no connection over NCCL"):
+            self._wire, self._on_end, self._ring = port.wire(), on_end, list[Tensor]()
+            stack.callback(self._ring.clear)
+            stack.callback(self._wire.close)
+            if start_ticks(feed.pid) == feed.ticks:
+                stack.callback(ProcessWatch(feed.pid, feed.ticks, self._ended).stop)
+            self._ring += _ring(self._wire, [segment.size for segment in feed.segments])
+            self.bases = [buffer.data_ptr() for buffer in self._ring]
+            meeting = (feed.nccl, deadline.left)
+            joining = threading.Thread(target=self._join, args=meeting, name="artd-nccl-join", daemon=True)
+            self.intake: Intake = Receiver(self._wire, sizes, self.bases, joining)
+            joining.start()
+            self.close = stack.pop_all().close
+
+    def gone(self) -> bool:
+        """Whether the trainer's process has ended, as far as that can be seen; the intake says what became of the connection."""
+        return self._over.is_set()
+
+    def _join(self, name: bytes, seconds: float) -> None:
+        """In a thread: NCCL takes a second or two, and the engine generates."""
+        with suppress(NcclError), self._wire.within(seconds):  # the connection says why, to the pull that finds it dead
+            self._wire.join(name, ENGINE)
+
+    def _ended(self, _: ProcessWatch) -> None:
+        self._over.set()
+        self._wire.abort("the trainer's process has ended")
+        self._on_end()
+
+
+def _ring(wire: Wire, sizes: Sequence[int]) -> list[Tensor]:
+    try:
+        return [wire.memory(size) for size in sizes]
+    except RuntimeError as error:  # torch's, when the device has no memory left
+        raise PullError(f"there is no room for the {sum(sizes)} bytes to receive in: {error}") from error
+
+
+def turns_of(feed: Feed, itemsize: int) -> list[int]:
+    """Bytes of each turn's message. Raises PullError for a feed that is not all turns, each in the buffer whose turn it is."""
+    sizes: list[int] = []
+    for number, unit in enumerate(feed.units):
+        slot = number % max(len(feed.segments), 1)
+        if not feed.segments or unit.turn != number or not unit.runs or {run.segment for run in unit.runs} != {slot}:
+            raise PullError(
+                f"unit {number} of the trainer's offer is not turn {number} of a ring of {len(feed.segments)}"
+            )
+        sizes.append(max(run.byte + run.count * itemsize for run in unit.runs))
+        if sizes[-1] > feed.segments[slot].size:
+            raise PullError(f"turn {number} has {sizes[-1]} bytes, and its buffer {feed.segments[slot].size}")
+    return sizes
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """NcclError as PullError. what: was done."""
+    try:
+        yield
+    except NcclError as error:
+        raise PullError(f"{what}: {error}") from error
