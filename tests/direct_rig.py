@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from artd_schema.direct import EngineTable, Offer, Plan
-from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate
 from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters, survey

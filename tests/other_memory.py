@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from artd_workers.transfer.device import DeviceError
+from artd_workers.transfer.contracts import DeviceError
 
 from .direct_rig import MemoryPort, MemoryQueue
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.adapter import Adapter, Deadline, EngineError, EngineTimeout, Fence
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Adapter, EngineError, EngineTimeout, Fence
 from tests.engine.daemon import INSTANCE
 
 from .bench import Bench

@@ -17,7 +17,8 @@ import msgspec
 from artd_schema import worker as w
 from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.adapter import VLLM, Adapter, Deadline, EngineError, Fence
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import VLLM, Adapter, EngineError, Fence
 from artd_workers.engines.vllm import guard
 from tests.awake import SOON_S
 from tests.engine.daemon import INSTANCE

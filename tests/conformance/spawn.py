@@ -27,7 +27,8 @@ from artd_schema.crashpoint import VARIABLE as CRASH_DIR
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.adapter import Adapter, Deadline, EngineError
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Adapter, EngineError
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter

@@ -21,7 +21,8 @@ from artd.supervise import procfs
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.push import Pusher
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter

@@ -19,7 +19,8 @@ from artd_schema import worker as w
 from artd_schema.manifest import CheckpointManifest, WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Fence
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter

@@ -19,8 +19,9 @@ import pytest
 
 from artd_schema import worker as w
 from artd_schema.manifest import Canary, WeightEntry, WeightTable
+from artd_workers.deadline import Deadline
 from artd_workers.engines import canary
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.checkpoint import ADAPTER, ADAPTER_CONFIG, WEIGHTS
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine.real import HERE, Engine, start, tool

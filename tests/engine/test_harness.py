@@ -14,7 +14,8 @@ import pytest
 from artd_schema import crashpoint
 from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.server import TERM_S

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from artd_schema import worker as w
-from artd_workers.engines.adapter import Deadline, EngineError, EngineTimeout
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import EngineError, EngineTimeout
 from artd_workers.engines.http import call
 from artd_workers.engines.process import health
 from tests.awake import SOON_S, Awake

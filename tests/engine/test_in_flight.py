@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from artd_schema.spec import InFlight
-from artd_workers.engines.adapter import VLLM, Deadline
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import VLLM
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from artd_schema.trajectory import RouteShape
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.http import call
 from tests.engine.real import Engine, HuggingFace, Sender, load, start
 

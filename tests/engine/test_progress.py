@@ -14,7 +14,7 @@ import pytest
 
 from artd_schema import worker as w
 from artd_workers import daemon_link
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.engines.process.progress import Standstill, Work, watch
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter

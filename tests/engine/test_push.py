@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.engines.http import call
 from artd_workers.engines.push import PushError
 from tests.awake import SOON_S, wait_until

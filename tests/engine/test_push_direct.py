@@ -13,7 +13,8 @@ import pytest
 from artd_schema import worker as w
 from artd_schema.direct import OFFER, TABLE, EngineTable, EngineTensor, Obstacle
 from artd_schema.spec import EngineSpec, RunSpec
-from artd_workers.engines.adapter import VLLM, Deadline, EngineError, Fence, capabilities
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import VLLM, EngineError, Fence, capabilities
 from artd_workers.engines.push import Pusher, PushError, Stale
 from artd_workers.engines.transfers import table_of, transfers_of
 from artd_workers.engines.vllm import guard

@@ -19,8 +19,9 @@ import pytest
 
 from artd_schema import worker as w
 from artd_schema.manifest import WeightTable
+from artd_workers.deadline import Deadline
 from artd_workers.engines import canary
-from artd_workers.engines.adapter import Deadline, EngineError, Fence
+from artd_workers.engines.adapter import EngineError, Fence
 from artd_workers.engines.http import StatusError
 from artd_workers.engines.vllm.server import KILL_S
 from tests.awake import SOON_S, Awake

@@ -17,7 +17,8 @@ import pytest
 from artd.runtimes import registry
 from artd_schema import worker as w
 from artd_schema.spec import EngineSpec, LoraSpec, RunSpec
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import EngineError
 from tests.engine.daemon import ROOT, FakeDaemon
 from tests.engine.real import HERE, START_S, Engine, HuggingFace, Sender
 

@@ -20,8 +20,9 @@ import pytest
 
 from artd.runtimes import registry
 from artd_schema import worker as w
+from artd_workers.deadline import Deadline
 from artd_workers.engines import worker as worker_module
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.vllm import warm as inside
 from artd_workers.engines.vllm.warm import Experts, steps
 from artd_workers.engines.warm import WARM_S, warm

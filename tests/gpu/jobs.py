@@ -25,7 +25,7 @@ from torch import Tensor
 from artd_schema.manifest import WeightEntry, WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.checkpoint import folder as checkpoint
 from artd_workers.trainer.trainer import Trainer

@@ -20,7 +20,7 @@ from torch import Tensor
 from artd_schema.codec import to_json
 from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightTable
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.push.direct.checksums import Served
@@ -29,7 +29,7 @@ from artd_workers.trainer.push.direct.plan import make_plan
 from artd_workers.trainer.push.direct.source import Source, write_offer
 from artd_workers.trainer.push.direct.weight_lock import Frozen
 from artd_workers.trainer.push.snapshot import Snapshot
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port
 from artd_workers.transfer.merge import merge
 
 from . import shape

@@ -23,7 +23,7 @@ from tests.gpu import lines, shape  # noqa: I001
 
 import torch
 
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.stock import Sender
 from tests.gpu.push_trainer import Trainer
 from tests.gpu.stock_rig import Line, engines, meet, push

@@ -21,7 +21,8 @@ from torch import Tensor
 from artd_schema.manifest import WeightEntry
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_schema.worker import EngineConfig
-from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Fence
 from artd_workers.engines.vllm import command, guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.server import Server

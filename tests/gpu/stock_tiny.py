@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from artd_schema.manifest import WeightEntry
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.engines.vllm.adapter import rows
 from artd_workers.engines.vllm.weights.hashing import entries
 from artd_workers.transfer.nccl import Library

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from artd_schema.manifest import WeightEntry
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import EngineError
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.push.stock import Sender
 from artd_workers.transfer.nccl import NcclError

@@ -14,7 +14,8 @@ import torch
 
 from artd_schema.direct import EngineTable
 from artd_workers.trainer.push.direct.source import write_offer
-from artd_workers.transfer.device import Cuda, Port
+from artd_workers.transfer.contracts import Port
+from artd_workers.transfer.device import Cuda
 from tests.direct_rig import MemoryPort
 from tests.gpu import shape
 from tests.gpu.push_rig import TIMEOUT_S

@@ -15,10 +15,9 @@ from typing import Any
 
 from artd_schema.direct import EngineTable, Offer
 from artd_workers.trainer.push.direct.source import Source
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port, Wire
 from artd_workers.transfer.nccl import NcclError
 from artd_workers.transfer.stock import TRAINER
-from artd_workers.transfer.wire import Wire
 from tests.gpu.push_rig import TIMEOUT_S, Line, Rig
 from tests.gpu.push_trainer import Trainer
 

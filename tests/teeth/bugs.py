@@ -394,7 +394,7 @@ BUGS = (
         "slow#0",
     ),
     Bug(
-        "a-slow-disk-is-a-failure", "workers/artd_workers/engines/adapter.py",
+        "a-slow-disk-is-a-failure", "workers/artd_workers/deadline.py",
         "        if (now := self._mark()) != self._seen:\n", "        if (now := self._mark()) is None:\n",
         "tests/engine/test_progress.py::test_a_push_from_a_slow_disk_goes_on_as_long_as_tensors_come",
         "FileNotFoundError|no <class",
@@ -726,7 +726,7 @@ BUGS = (
         r"\[\[0, 'pol@1'\]\] != \[\[0, 'pol@1'\], \[4, 'pol@2'\]\]",
     ),
     Bug(
-        "another-fence-comes-over-nccl", "workers/artd_workers/transfer/wire.py",
+        "another-fence-comes-over-nccl", "workers/artd_workers/engines/pull/nccl_feed.py",
         "        if found != self._expected:\n", "        if False:\n",
         "tests/trainer/test_wired.py::test_a_stale_trainers_header_is_refused_and_nothing_is_copied",
         "Regex pattern did not match", torch=True,

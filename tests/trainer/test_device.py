@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from artd_workers.transfer.device import Cuda, DeviceError
+from artd_workers.transfer.contracts import DeviceError
+from artd_workers.transfer.device import Cuda
 from tests.compiled import library
 
 pytestmark = pytest.mark.torch

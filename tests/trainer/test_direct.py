@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from artd_schema.direct import EngineTable, EngineTensor, Obstacle, Run, Segment
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.engines.gate import FenceError
-from artd_workers.engines.pull.pull import PullError, _joined
+from artd_workers.engines.pull.pull import _joined
 from artd_workers.engines.pull.session import WrongWeights
 from artd_workers.engines.vllm.direct.survey import parameters, survey
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.push.direct.plan import PlanError, make_plan
 from artd_workers.trainer.push.direct.schedule import schedule
 from artd_workers.transfer import checksum
+from artd_workers.transfer.contracts import PullError
 from artd_workers.transfer.coverage import CoverError
 from artd_workers.transfer.merge import merged_tensors
 from artd_workers.transfer.ring import Page

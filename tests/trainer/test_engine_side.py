@@ -20,11 +20,11 @@ from artd_schema.direct import Offer
 from artd_schema.paths import process_ticks
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import FenceError, Gate
-from artd_workers.engines.pull.pull import PullError
 from artd_workers.engines.pull.session import MARGIN_BYTES
 from artd_workers.engines.vllm.weights.hashing import Entry, Hasher, WeightError, entries
 from artd_workers.engines.vllm.weights.load import Checking, InPlace, Update
 from artd_workers.transfer.checksum import sum_of
+from artd_workers.transfer.contracts import PullError
 from artd_workers.transfer.process_watch import ProcessWatch
 from tests.awake import wait_until
 from tests.direct_rig import MemoryQueue, Pair, feeding

@@ -17,12 +17,13 @@ import torch
 from artd_schema.direct import Run
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import FenceError
-from artd_workers.engines.pull.pull import PullError, _grids, _joined
+from artd_workers.engines.pull.pull import _grids, _joined
 from artd_workers.engines.pull.session import WrongWeights
 from artd_workers.engines.pull.staging import whole
 from artd_workers.engines.vllm.direct import extension
 from artd_workers.engines.vllm.direct.extension import DirectExtension
 from artd_workers.transfer.checksum import Span
+from artd_workers.transfer.contracts import PullError
 from artd_workers.transfer.coverage import CoverError
 from tests.awake import wait_until
 from tests.direct_rig import MemoryQueue

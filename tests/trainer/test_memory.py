@@ -27,7 +27,7 @@ from artd_workers.trainer.push.ways import Gloo
 from artd_workers.trainer.step.step import Cancelled
 from artd_workers.trainer.trainer import Trainer
 from artd_workers.trainer.worker import TrainerWorker
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port
 
 from . import rig
 from .fake_daemon import FakeDaemon

@@ -18,9 +18,9 @@ from torch import Tensor
 from artd_schema import worker as w
 from artd_schema.direct import EngineTable, Obstacle, Offer
 from artd_schema.spec import EngineSpec, RunSpec, TrainerSpec
-from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate
-from artd_workers.engines.pull.pull import PullError
 from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.trainer import placement, trainer
@@ -31,7 +31,7 @@ from artd_workers.trainer.push.direct.source import Source
 from artd_workers.trainer.push.direct.weight_lock import Frozen
 from artd_workers.trainer.worker import TrainerWorker
 from artd_workers.transfer import checksum
-from artd_workers.transfer.device import DeviceError, Port
+from artd_workers.transfer.contracts import DeviceError, Port, PullError
 from artd_workers.transfer.merge import BaseWeights, Stored, merged_tensors, rounded
 from tests import toys
 from tests.awake import Awake, wait_until

@@ -23,9 +23,8 @@ import torch
 from artd_schema import worker as w
 from artd_schema.direct import Offer
 from artd_schema.spec import EngineSpec, TrainerSpec
-from artd_workers.engines.pull.pull import PullError
 from artd_workers.transfer import checksum
-from artd_workers.transfer.device import DeviceError
+from artd_workers.transfer.contracts import DeviceError, PullError
 from tests import toys
 from tests.awake import wait_until
 from tests.other_memory import OtherPort

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from artd_schema.direct import Feed
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.direct import member, team
 from artd_workers.trainer.push.direct import pair as pair_module
 from artd_workers.trainer.push.direct.member import Member

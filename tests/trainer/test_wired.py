@@ -20,13 +20,14 @@ import torch
 
 from artd_schema.direct import Feed, Offer
 from artd_schema.paths import process_ticks
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
+from artd_workers.engines.pull.nccl_feed import Wired
 from artd_workers.engines.pull.open_offer import WrongWeights
-from artd_workers.engines.pull.pull import PullError
 from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.trainer.push.direct.source import Source
+from artd_workers.transfer.contracts import PullError
 from artd_workers.transfer.nccl import NcclError
-from artd_workers.transfer.wire import Wired, turns_of
+from artd_workers.transfer.ring import turns_of
 from tests.awake import wait_until
 from tests.direct_rig import MemoryPort, Pair, feeding
 from tests.plain_wire import PlainWire

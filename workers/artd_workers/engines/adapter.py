@@ -7,8 +7,7 @@ Owner of: no state.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,6 +17,7 @@ from artd_schema.manifest import WeightEntry
 from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Transfer
+from artd_workers.deadline import Deadline
 
 Routes = Literal["hooks", "field"]
 """How an engine tells routed experts. hooks: artd's extension catches them in the worker, and they are asked for by request;
@@ -30,53 +30,6 @@ class EngineError(Exception):
 
 class EngineTimeout(EngineError):
     """The engine did not answer before the deadline; what it does now is unknown."""
-
-
-LEAST_S, LONGEST_S = 0.001, 86400.0
-
-
-class Deadline:
-    """A point in time that several calls share. `left` is in seconds and never below 1 ms (0 would mean "never")."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        return max(LEAST_S, self._end - time.monotonic())
-
-    @property
-    def passed(self) -> bool:
-        return time.monotonic() >= self._end
-
-    @property
-    def longest(self) -> float:
-        """Seconds after which it has passed for certain."""
-        return self.left
-
-
-class Patient(Deadline):
-    """A deadline of a standstill: it moves with every new `mark`."""
-
-    def __init__(self, seconds: float, mark: Callable[[], object]) -> None:
-        super().__init__(seconds)
-        self._mark = mark
-        self._seen = mark()
-
-    @property
-    def left(self) -> float:
-        if (now := self._mark()) != self._seen:
-            self._seen, self._end = now, time.monotonic() + self.seconds
-        return super().left
-
-    @property
-    def passed(self) -> bool:
-        return self.left <= LEAST_S and super().passed
-
-    @property
-    def longest(self) -> float:
-        return LONGEST_S
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from artd_schema.crashpoint import reach
 from artd_schema.worker import FromWorker, Pausing, Proceed, Push
+from artd_workers.deadline import Deadline
 
-from .adapter import Deadline, EngineError
+from .adapter import EngineError
 
 
 class Hold:

@@ -15,7 +15,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .adapter import Deadline, EngineError, EngineTimeout
+from artd_workers.deadline import Deadline
+
+from .adapter import EngineError, EngineTimeout
 
 _MESSAGE_LIMIT = 2000
 _AGAIN_S = 0.02

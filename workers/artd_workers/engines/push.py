@@ -27,10 +27,11 @@ from artd_schema.crashpoint import reach
 from artd_schema.direct import OFFER
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Live, Push, Transfer
+from artd_workers.deadline import Deadline, Patient
 from artd_workers.transfer.stock import size_of
 
 from . import canary, checkpoint
-from .adapter import Adapter, Deadline, DiskLoad, EngineError, Fence, Patient
+from .adapter import Adapter, DiskLoad, EngineError, Fence
 
 DIRECT: tuple[Transfer, ...] = ("direct", "nccl")
 """What is verified before the engine resumes, so that requests in flight may go on across it."""

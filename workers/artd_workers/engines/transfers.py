@@ -13,9 +13,10 @@ import msgspec
 from artd_schema.direct import TABLE, EngineTable
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Transfer
+from artd_workers.deadline import Deadline
 from artd_workers.transfer.atomic_file import write_whole
 
-from .adapter import Adapter, Deadline
+from .adapter import Adapter
 
 _ASK_S = 60.0
 _WAYS: dict[str, tuple[Transfer, ...]] = {"nccl": ("nccl", "stock"), "stock": ("stock",)}

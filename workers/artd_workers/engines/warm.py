@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from artd_schema.direct import EngineTable
+from artd_workers.deadline import Deadline
 
-from .adapter import Adapter, Deadline
+from .adapter import Adapter
 
 WARM_S = 120.0
 """At most. What was compiled once is read from Triton's cache at every later start on this machine."""

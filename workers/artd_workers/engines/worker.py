@@ -22,13 +22,14 @@ from artd_schema import worker as w
 from artd_schema.crashpoint import reach
 from artd_workers.base_files import BaseChanged, BaseFiles
 from artd_workers.daemon_link import Link, LinkClosed
+from artd_workers.deadline import Deadline
 from artd_workers.engines.process import marks, progress
 from artd_workers.engines.vllm import work
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.command import device_of, installed, model_name
 from artd_workers.engines.vllm.server import Server
 
-from .adapter import Deadline, EngineError
+from .adapter import EngineError
 from .hold import Hold
 from .push import Pusher, PushError, Stale
 from .transfers import table_of, transfers_of

@@ -38,7 +38,7 @@ from artd_workers.trainer.push import serving
 from artd_workers.trainer.push.serving import Serving
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.trainer.step.step import Cancelled, NonFinite, Optimizer, train_step
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port
 
 from . import placement
 

@@ -1,6 +1,6 @@
 """What a pull needs of a device: memory of another process by handle, queues of copies and sums, marks in them.
 
-Purpose: `Port` is the contract (tests stand in for it with plain memory), `Cuda` the one of a GPU: the CUDA runtime that
+Purpose: `Cuda` is the `contracts.Port` of a GPU: the CUDA runtime that
 torch has loaded, by ctypes, so that a handle is opened once and never pickled. Owner of: the mappings that it opened.
 Invariants: a queue works in order; nothing is waited for but by `Mark.done` and `Queue.settle`.
 """
@@ -9,78 +9,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checksum import Blocks, Span
-
-if TYPE_CHECKING:
-    from .wire import Wire
+from .contracts import DeviceError, Wire
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _DEFAULT_KIND = 4
-
-
-class DeviceError(Exception):
-    """A call of the CUDA runtime failed."""
-
-
-class Mark(Protocol):
-    """A place in a queue."""
-
-    def done(self) -> bool:
-        """Whether all that was queued before it is done."""
-
-
-class Queue(Protocol):
-    """Work that is done in order, beside other queues."""
-
-    def copy(self, to: int, source: int, size: int) -> None:
-        """Copy `size` bytes between addresses."""
-
-    def copy2d(self, to: int, pitch: int, source: int, width: int, rows: int) -> None:
-        """Copy rows of `width` bytes that lie together to where each begins `pitch` bytes behind the one before."""
-
-    def sum(self, table: Any, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
-        """Add the checksums of spans i .. j - 1 of what `Port.sums` made to sums [parts] (int64); copy: each from its other
-        address, first."""
-
-    def mark(self) -> Mark:
-        """Here."""
-
-    def after(self, mark: Any) -> None:
-        """Do what is queued from now on only when the other queue's mark is done."""
-
-    def settle(self) -> None:
-        """Wait until all is done."""
-
-
-class Port(Protocol):
-    """One device of this process."""
-
-    def share(self, tensor: Tensor) -> tuple[bytes, int, int]:
-        """(handle, begin, bytes) of the memory that holds a tensor. Raises DeviceError when it cannot be shared."""
-
-    def open(self, handle: bytes) -> int:
-        """Address of another process's memory. Raises DeviceError."""
-
-    def close(self, address: int) -> None:
-        """Undo `open`: the other process may free the memory from now on."""
-
-    def free(self) -> int:
-        """Bytes of the device's memory that no process holds."""
-
-    def queue(self) -> Queue:
-        """A new queue."""
-
-    def sums(self, spans: Sequence[Span]) -> Any:
-        """Make spans ready for `Queue.sum`."""
-
-    def wire(self) -> Wire:
-        """One end of a new connection to another process's device. Raises NcclError where there can be none."""
 
 
 class _Handle(ctypes.Structure):

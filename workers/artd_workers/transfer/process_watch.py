@@ -11,7 +11,7 @@ import select
 import threading
 from collections.abc import Callable
 
-from artd_workers.engines.process.process_group import start_ticks
+from artd_schema.paths import process_ticks
 
 
 class ProcessWatch:
@@ -58,7 +58,7 @@ def _opened(pid: int, ticks: int) -> int:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return -1
-    if start_ticks(pid) == ticks:
+    if process_ticks(pid) == ticks:
         return descriptor
     os.close(descriptor)
     return -1

@@ -14,7 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from artd_workers.engines.adapter import Deadline
+from artd_schema.direct import Feed
+from artd_workers.deadline import Deadline
+
+from .contracts import PullError
 
 BYTES = 4096
 _FENCE, _READY, _DONE, _FAILED = range(4)
@@ -106,3 +109,18 @@ class Page:
         """Unmap the page; the file stays (its maker removes it)."""
         self._words.release()
         self._map.close()
+
+
+def turns_of(feed: Feed, itemsize: int) -> list[int]:
+    """Bytes of each turn's message. Raises PullError for a feed that is not all turns, each in the buffer whose turn it is."""
+    sizes: list[int] = []
+    for number, unit in enumerate(feed.units):
+        slot = number % max(len(feed.segments), 1)
+        if not feed.segments or unit.turn != number or not unit.runs or {run.segment for run in unit.runs} != {slot}:
+            raise PullError(
+                f"unit {number} of the trainer's offer is not turn {number} of a ring of {len(feed.segments)}"
+            )
+        sizes.append(max(run.byte + run.count * itemsize for run in unit.runs))
+        if sizes[-1] > feed.segments[slot].size:
+            raise PullError(f"turn {number} has {sizes[-1]} bytes, and its buffer {feed.segments[slot].size}")
+    return sizes

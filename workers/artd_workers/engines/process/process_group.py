@@ -35,12 +35,6 @@ def members(pgid: int) -> list[int]:
     return found
 
 
-def start_ticks(pid: int) -> int:
-    """Clock ticks between boot and the start of a process: with the pid, its identity in this boot. 0 = no such process."""
-    stat = _stat(str(pid))
-    return int(stat[19]) if stat else 0
-
-
 def scratch_files(pids: Iterable[int], since: float) -> set[Path]:
     """Scratch files that these processes map or hold open, of this user, changed at `since` (epoch s) or later."""
     names: set[str] = set()

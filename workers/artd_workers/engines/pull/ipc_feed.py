@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from artd_schema.direct import Feed
-from artd_workers.engines.adapter import Deadline
-from artd_workers.transfer.device import Port
+from artd_workers.deadline import Deadline
+from artd_workers.transfer.contracts import Port, PullError
 from artd_workers.transfer.process_watch import ProcessWatch
 from artd_workers.transfer.ring import Intake, Page
-from artd_workers.transfer.wire import Wired
 
-from .pull import PullError
+from .nccl_feed import Wired
 
 
 class Opened(Protocol):

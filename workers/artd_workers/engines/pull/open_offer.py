@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from artd_schema.direct import Feed, Offer
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.transfer import checksum, coverage
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port
 
 from .ipc_feed import open_feed
 from .pull import Pull, Puller

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from artd_schema.direct import Feed, Run
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.transfer.checksum import WORD, Span
-from artd_workers.transfer.device import Mark, Port
+from artd_workers.transfer.contracts import Mark, Port, PullError
 
 if TYPE_CHECKING:
     from .ipc_feed import Opened
@@ -28,10 +28,6 @@ Copy = tuple[int, int, int]
 """(to, from, bytes)."""
 Grid = tuple[int, int, int, int, int]
 """(to, pitch, from, width, rows), in bytes: what `Queue.copy2d` takes."""
-
-
-class PullError(Exception):
-    """A pull did not end: what was waited for, and what to do."""
 
 
 class Puller:

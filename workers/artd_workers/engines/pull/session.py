@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from artd_schema.direct import Offer
-from artd_workers.engines.adapter import Deadline, Fence
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port, PullError
 
 from .open_offer import Link, WrongWeights, check
-from .pull import PullError
 from .staging import Spare, Staging
 
 __all__ = ["MARGIN_BYTES", "OPEN_S", "Session", "WrongWeights"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from artd_workers.engines.adapter import Fence
 from artd_workers.transfer.checksum import WORD, Span
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port
 
 from .open_offer import Link
 

@@ -22,7 +22,8 @@ from artd_schema.manifest import WeightEntry
 from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Transfer
-from artd_workers.engines.adapter import VLLM, Deadline, DiskLoad, EngineError, EngineTimeout, Fence, capabilities
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import VLLM, DiskLoad, EngineError, EngineTimeout, Fence, capabilities
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm.weights import stock_dialects
 from artd_workers.transfer.stock import await_id

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from artd_schema.families import SEEDED
+from artd_schema.paths import process_ticks
 from artd_schema.spec import MAX_SERVED_RANK, EngineSpec
 from artd_schema.worker import EngineConfig
 from artd_workers.engines.adapter import VLLM, Capabilities, EngineError, Routes, capabilities
-from artd_workers.engines.process import process_group
 from artd_workers.transfer.stock import ENVIRONMENT
 
 from .guard import MIDDLEWARE
@@ -187,7 +187,7 @@ def environment(config: EngineConfig, scratch: Path) -> dict[str, str]:
         "SPT_NOENV": "1",
         "PYTHONUNBUFFERED": "1",
         "ARTD_HARNESS_PID": str(pid),
-        "ARTD_HARNESS_START": str(process_group.start_ticks(pid)),
+        "ARTD_HARNESS_START": str(process_ticks(pid) or 0),
     }
     return env | common | (_CPU_ENV if device_of(config.spec.engine) == "cpu" else _CUDA_ENV)
 

@@ -25,6 +25,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from artd_schema.paths import process_ticks
 from artd_schema.scratch import remove
 from artd_schema.trajectory import RouteShape
 from artd_workers.engines.adapter import Fence
@@ -146,7 +147,7 @@ def _end_with_harness(pid: int, ticks: int) -> None:
     """Wait for the harness's death, then remove the group's scratch files and kill the group, this process included."""
     try:
         descriptor = os.pidfd_open(pid)
-        if process_group.start_ticks(pid) == ticks:
+        if process_ticks(pid) == ticks:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
             poller.poll()

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from artd_schema import scratch
 from artd_schema.worker import EngineConfig
-from artd_workers.engines.adapter import Deadline, EngineError
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.http import call
 from artd_workers.engines.process import diagnose, health, process_group
 from artd_workers.gpus import refusal

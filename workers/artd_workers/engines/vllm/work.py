@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.engines.http import StatusError, call
 from artd_workers.engines.process.progress import ANSWER_S, Work
 

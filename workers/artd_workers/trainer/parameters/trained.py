@@ -23,9 +23,9 @@ from artd_workers.trainer.checkpoint.folder import Staging
 from artd_workers.trainer.model.lora import Adapter, Lora, adapter_config, shapes_of
 from artd_workers.trainer.model.model import Policy, build
 from artd_workers.trainer.parallel.layout import ALONE, Parallel
-from artd_workers.trainer.step.step import ParameterSet
 from artd_workers.transfer.merge import merged_tensors, open_base
 
+from .contract import ParameterSet
 from .full import FullState
 from .full_sharded import ShardedState
 from .lora_sharded import lora_of

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from artd_schema.worker import Push, Refused, Transfer
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.direct.weight_lock import Stale
 
 from .snapshot import Snapshot

@@ -34,8 +34,9 @@ from artd_workers.trainer.push.direct.plan import PlanError, whole
 from artd_workers.trainer.push.direct.team import Team
 from artd_workers.trainer.push.direct.weight_lock import Frozen
 from artd_workers.transfer.checksum import WORD
+from artd_workers.transfer.contracts import DeviceError, Port
 from artd_workers.transfer.coverage import CoverError
-from artd_workers.transfer.device import Cuda, DeviceError, Port
+from artd_workers.transfer.device import Cuda
 from artd_workers.transfer.merge import open_base, rounded
 
 from .rank_shares import given

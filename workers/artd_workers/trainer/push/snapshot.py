@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from artd_schema.manifest import WeightEntry
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 
 if TYPE_CHECKING:
     from artd_workers.trainer.push.direct.holdings import Holdings

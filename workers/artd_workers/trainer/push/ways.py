@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from artd_schema.worker import Push, Transfer
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.transfer import gloo
 
 from .snapshot import Snapshot

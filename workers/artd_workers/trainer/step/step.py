@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from artd_schema.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.row_schedule import Turn, added, turns
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.model.model import Policy, Scores
+from artd_workers.trainer.parameters.contract import ParameterSet
 
 from .losses import Measures, row_loss, shares
 
@@ -33,33 +34,6 @@ class NonFinite(ArithmeticError):
 
 class Cancelled(Exception):
     """The daemon cancelled the job; nothing was changed."""
-
-
-class ParameterSet(Protocol):
-    """Parameters that an optimizer works on, and their names and layout on disk. views: `outward` gives parts of what it is
-    given, and no copies."""
-
-    views: bool
-
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(own name, parameter), in the order in which gradients are added up."""
-        ...
-
-    def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the parameters' shapes by own name -> by name and layout on disk."""
-        ...
-
-    def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Undo `outward`. Raises ValueError when the names are not exactly those on disk."""
-        ...
-
-    def changed(self) -> None:
-        """The optimizer has changed the parameters: make anew what is made of them."""
-        ...
-
-    def gradient_norm(self) -> float:
-        """Global 2-norm of the gradients; adds them up first when each rank has a part of their sum."""
-        ...
 
 
 @dataclass

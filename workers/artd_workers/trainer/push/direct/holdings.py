@@ -16,7 +16,7 @@ from torch import Tensor
 from artd_schema.direct import EngineTable, Piece, Plan
 from artd_workers.models.codec import Codec, peft_names
 from artd_workers.transfer.checksum import WORD, Span
-from artd_workers.transfer.device import Port
+from artd_workers.transfer.contracts import Port
 
 from .layout import Spread
 from .merge_cpu import Filler, PlainFiller

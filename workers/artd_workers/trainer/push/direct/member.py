@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.ways import Unable
 
 from .holdings import Holdings

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from artd_schema.direct import OFFER, Plan
 from artd_schema.worker import Push
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.trainer.push.ways import Broken, Unable
+from artd_workers.transfer.contracts import Wire
 from artd_workers.transfer.nccl import NcclError
-from artd_workers.transfer.wire import Wire
 
 from .holdings import Holdings
 from .pair import planned

@@ -19,11 +19,11 @@ import msgspec
 from artd_schema.codec import UNREADABLE
 from artd_schema.direct import OFFER, TABLE, EngineTable, Feed, Offer, Plan
 from artd_schema.worker import Push
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.trainer.push.ways import Unable
+from artd_workers.transfer.contracts import DeviceError
 from artd_workers.transfer.coverage import CoverError
-from artd_workers.transfer.device import DeviceError
 
 from .holdings import Holdings
 from .plan import PlanError, check_whole

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from artd_workers.transfer.device import Mark
+from artd_workers.transfer.contracts import HEADER_BYTES, Mark, Wire
 from artd_workers.transfer.stock import TRAINER
-from artd_workers.transfer.wire import HEADER_BYTES, Wire
 
 
 class Sender:

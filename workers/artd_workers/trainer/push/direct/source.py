@@ -20,11 +20,10 @@ from torch import Tensor
 
 from artd_schema.direct import Feed, Offer, Piece, Plan, Run, Segment, Unit
 from artd_schema.paths import process_ticks
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.transfer.atomic_file import write_whole
-from artd_workers.transfer.device import Mark, Port
-from artd_workers.transfer.ring import Page
-from artd_workers.transfer.wire import Wire, turns_of
+from artd_workers.transfer.contracts import Mark, Port, Wire
+from artd_workers.transfer.ring import Page, turns_of
 
 from .holdings import Holdings, Lane
 from .sender import Sender

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from artd_schema.direct import Feed
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.ways import Unable
 
 from .source import Aborted

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from artd_workers.engines.adapter import Deadline
+from artd_workers.deadline import Deadline
 
 ABORT_S = 30.0
 """Seconds that an aborted reader gets to end."""

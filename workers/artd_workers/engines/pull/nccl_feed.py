@@ -1,6 +1,6 @@
 """The direct push without CUDA IPC: a trainer's buffers come as messages, into a ring that is the engine's own.
 
-Purpose: `Wire` is the contract of a connection (`nccl_wire.Nccl` is the real one); `Wired` is an offer's feed, opened over one, and
+Purpose: `Wired` is an offer's feed, opened over a `contracts.Wire`, and
 `Receiver` what its pulls see of it. Owner of: the engine's ring, its end of the connection, and a watch of the trainer's process
 where that is one of this machine's.
 Invariants: a message goes only into a buffer that was copied; the two meet in a thread, and nothing is received but within a pull,
@@ -14,68 +14,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Protocol
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from artd_schema.direct import Feed
-from artd_workers.engines.adapter import Deadline
-from artd_workers.engines.process.process_group import start_ticks
-from artd_workers.engines.pull.pull import PullError
-
-from .device import Mark, Port
-from .nccl import NcclError
-from .process_watch import ProcessWatch
-from .ring import Intake
-from .stock import ENGINE
-
-HEADER_BYTES = 8
-
-
-class Wire(Protocol):
-    """One end of a connection of two processes. `abort` is for any thread, the rest for one at a time, and but for `name`, `memory`
-    and `close` within `within`. Calls raise NcclError when the connection failed or was aborted."""
-
-    joined: bool
-
-    @property
-    def reason(self) -> str:
-        """Why it was aborted; "" = it was not."""
-
-    def name(self) -> bytes:
-        """Of a new connection (128 bytes), for whoever is to join it."""
-
-    def within(self, seconds: float) -> AbstractContextManager[None]:
-        """The body must end within `seconds` and not raise: else the connection is aborted, also while a call hangs."""
-
-    def join(self, name: bytes, rank: int) -> None:
-        """Wait until the other side is there."""
-
-    def memory(self, size: int) -> Tensor:
-        """New bytes that can be sent from and received into: uint8 [size]."""
-
-    def use(self) -> AbstractContextManager[None]:
-        """What torch does in the body is queued on the wire too."""
-
-    def send(self, address: int, size: int) -> None:
-        """Queue a message."""
-
-    def recv(self, address: int, size: int) -> None:
-        """Queue the receiving of the next message, which has this size."""
-
-    def mark(self) -> Mark:
-        """Here in the queue."""
-
-    def check(self) -> None:
-        """Raises NcclError, else does nothing."""
-
-    def abort(self, reason: str) -> None:
-        """End whatever waits, and the connection; returns at once."""
-
-    def close(self) -> None:
-        """The same, and waits for it: its memory is not touched any more."""
+from artd_schema.paths import process_ticks
+from artd_workers.deadline import Deadline
+from artd_workers.transfer.contracts import HEADER_BYTES, Mark, Port, PullError, Wire
+from artd_workers.transfer.nccl import NcclError
+from artd_workers.transfer.process_watch import ProcessWatch
+from artd_workers.transfer.ring import Intake, turns_of
+from artd_workers.transfer.stock import ENGINE
 
 
 class Receiver:
@@ -179,7 +130,7 @@ class Wired:
             self._wire, self._on_end, self._ring = port.wire(), on_end, list[Tensor]()
             stack.callback(self._ring.clear)
             stack.callback(self._wire.close)
-            if start_ticks(feed.pid) == feed.ticks:
+            if process_ticks(feed.pid) == feed.ticks:
                 stack.callback(ProcessWatch(feed.pid, feed.ticks, self._ended).stop)
             self._ring += _ring(self._wire, [segment.size for segment in feed.segments])
             self.bases = [buffer.data_ptr() for buffer in self._ring]
@@ -209,21 +160,6 @@ def _ring(wire: Wire, sizes: Sequence[int]) -> list[Tensor]:
         return [wire.memory(size) for size in sizes]
     except RuntimeError as error:  # torch's, when the device has no memory left
         raise PullError(f"there is no room for the {sum(sizes)} bytes to receive in: {error}") from error
-
-
-def turns_of(feed: Feed, itemsize: int) -> list[int]:
-    """Bytes of each turn's message. Raises PullError for a feed that is not all turns, each in the buffer whose turn it is."""
-    sizes: list[int] = []
-    for number, unit in enumerate(feed.units):
-        slot = number % max(len(feed.segments), 1)
-        if not feed.segments or unit.turn != number or not unit.runs or {run.segment for run in unit.runs} != {slot}:
-            raise PullError(
-                f"unit {number} of the trainer's offer is not turn {number} of a ring of {len(feed.segments)}"
-            )
-        sizes.append(max(run.byte + run.count * itemsize for run in unit.runs))
-        if sizes[-1] > feed.segments[slot].size:
-            raise PullError(f"turn {number} has {sizes[-1]} bytes, and its buffer {feed.segments[slot].size}")
-    return sizes
 
 
 @contextmanager
