@@ -870,4 +870,10 @@ BUGS = (
         "tests/daemon/test_rollout.py::test_an_openai_client_goes_on_over_a_restart_at_the_same_address",
         "APIConnectionError",
     ),
+    Bug(
+        "a-module-that-moved", "artd/packing/process.py",
+        '"-m", "artd.packing.child"]', '"-m", "artd.packing" ".kid"]',
+        "tests/unit/test_modules.py::test_every_module_name_in_a_text_is_there",
+        "artd.packing.+kid",
+    ),
 )  # fmt: skip
