@@ -60,7 +60,7 @@ CREATE TABLE trajectory_group (
   created INTEGER NOT NULL,
   UNIQUE (run_id, name)
 ) STRICT;
-CREATE INDEX group_run ON trajectory_group (run_id, state);  -- as the other *_run: pages in the order of ids (artd/store/pages.py)
+CREATE INDEX group_run ON trajectory_group (run_id, state);  -- as the other *_run: pages in the order of ids (artd/pages.py)
 CREATE INDEX group_untold ON trajectory_group (run_id, state) WHERE told = 0;
 CREATE INDEX group_open ON trajectory_group (deadline) WHERE state = 'open';
 CREATE INDEX group_sealed ON trajectory_group (run_id, id) WHERE state = 'sealed' AND split = 'train';
