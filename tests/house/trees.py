@@ -36,15 +36,19 @@ class Tree:
         return self.root / ".venv" / "bin" / name
 
     def answer(self, *command: str | Path, codes: tuple[int, ...] = (0,)) -> str:
-        """Return the stdout of a command. Raises Broken when its exit status is not in `codes`."""
+        """Return the stdout of a command. Raises Broken when its exit status is not in `codes`, or it fails without an answer."""
         env = {key: value for key, value in os.environ.items() if not key.startswith(("ARTD_", "PYTHON"))}
-        # "/": so that no stray module of a checkout is found.
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd="/", env=env)
-        if done.returncode not in codes:
-            words = " ".join(map(str, command))
-            raise Broken(
-                f"{self.name} tree: {words} ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+        words = " ".join(map(str, command))
+        try:
+            # "/": so that no stray module of a checkout is found.
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd="/", env=env
             )
+        except subprocess.TimeoutExpired:
+            raise Broken(f"{self.name} tree: {words} did not end within {LIMIT_S} s") from None
+        if done.returncode not in codes or (done.returncode and not done.stdout):
+            said = done.stdout[-4000:] + done.stderr[-4000:]
+            raise Broken(f"{self.name} tree: {words} ended with {done.returncode}:\n{said}")
         return done.stdout
 
     def document(self, name: str, *words: str | Path, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
