@@ -19,7 +19,7 @@ from artd_workers import probe
 from tests.awake import SOON_S
 
 WORKERS = Path(probe.__file__).parent
-FOLDERS = {"trainer": ("trainer", "models", "engines"), "engine": ("engines", "models")}
+FOLDERS = {"trainer": ("trainer", "models", "transfer"), "engine": ("engines", "models", "transfer")}
 TORCH = """
 import os
 print("a word on stdout")
@@ -137,11 +137,10 @@ def test_they_are_asked_at_once_and_none_outlives_the_deadline(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["trainer", "engine"])
 def test_the_probe_asks_for_whatever_the_worker_imports(kind: str) -> None:
-    files = [WORKERS / "harness.py", *(path for name in FOLDERS[kind] for path in (WORKERS / name).rglob("*.py"))]
+    files = [WORKERS / "daemon_link.py", *(path for name in FOLDERS[kind] for path in (WORKERS / name).rglob("*.py"))]
     imported = {name for path in files for name in _imports(ast.parse(path.read_text()).body)}
     asked = {name.partition(".")[0] for name in (*probe.NEEDED[kind], *probe.ON_GPU[kind])}
-    theirs = {"trainer": {"vllm"}, "engine": {"megatron"}}[kind]  # of files that the other one alone imports
-    lacking = imported - asked - theirs - {"artd_schema"} - sys.stdlib_module_names
+    lacking = imported - asked - {"artd_schema", "artd_workers"} - sys.stdlib_module_names
     assert not lacking and asked - {"transformer_engine"} <= imported
 
 
