@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # what shares a page of memory needs no torch
+    from torch import Tensor
 
-from .checksum import Span
+    from .checksum import Span
 
 HEADER_BYTES = 8
 """Of a push over a wire: its fence as an int64, before the first turn's message."""
