@@ -91,13 +91,33 @@ def test_every_metric_is_defined() -> None:
     assert {"train", "stage", "verify"} <= spent <= told, spent - told
 
 
+PAGES = ["README.md", "CHANGELOG.md", "SECURITY.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the fragments by which GitHub knows the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_of_the_documents_lead_somewhere() -> None:
-    for path in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+    for path in [*map(ROOT.joinpath, PAGES), *(ROOT / "docs/adr").glob("*.md")]:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", path.read_text()):
+            there = path.parent / target if target else path
+            assert there.exists(), f"{path.name}: {target}"
+            assert not anchor or anchor in anchors(there), f"{path.name}: {target}#{anchor}"
 
 
-def test_paths_that_the_architecture_names_exist() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
-    for name in re.findall(r"`((?:artd|workers|schema|client|tests|examples|docs|\.ci)/[\w./-]+)`", text):
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"`((?:artd|workers|schema|client/artd_client|tests|examples|docs|\.ci)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_each_hop_of_the_walks_begins_with_a_file() -> None:
+    text = (ROOT / "docs/walks.md").read_text()
+    for walk, least in (("I am one trajectory", 70), ("I am one weight push (direct path)", 40)):
+        lines = re.findall(r"^(\d+)\. (?:`([\w./]+\.py)`)?", text.partition(f"## {walk}\n")[2].split("\n## ")[0], re.M)
+        assert [int(number) for number, _ in lines] == list(range(1, len(lines) + 1)) and len(lines) >= least
+        assert all(path and (ROOT / path).is_file() for _, path in lines), lines
