@@ -1,4 +1,4 @@
-"""A script of `tests/gpu` as a benchmark: run in a process of its own, its JSON lines read back, its failures told at the end.
+"""A script of `tools/gpu` as a benchmark: run in a process of its own, its JSON lines read back, its failures told at the end.
 
 Owner of: no state. Invariant: what it wrote before it failed counts, and a failure is an exit status of 1.
 """
@@ -18,13 +18,13 @@ Line = dict[str, Any]
 
 
 def lines(name: str, words: Sequence[object], out: Path, env: Mapping[str, str]) -> list[Line]:
-    """What `python -m tests.gpu.NAME WORDS --out DIR` says of each item, as far as it came; a last line has `failed`."""
+    """What `python -m tools.gpu.NAME WORDS --out DIR` says of each item, as far as it came; a last line has `failed`."""
     out.mkdir(parents=True, exist_ok=True)
-    own = [sys.executable, "-m", f"tests.gpu.{name}", *map(str, [*words, "--out", out])]
+    own = [sys.executable, "-m", f"tools.gpu.{name}", *map(str, [*words, "--out", out])]
     status = subprocess.run(own, env=env, check=False, stdout=subprocess.DEVNULL).returncode
     said = out / f"{name}.jsonl"
     found = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
-    return found + ([{"item": f"tests.gpu.{name}", "failed": f"exit status {status}"}] if status else [])
+    return found + ([{"item": f"tools.gpu.{name}", "failed": f"exit status {status}"}] if status else [])
 
 
 def finish(report: Report, found: Sequence[Line], as_json: bool, failure: str = "failed") -> int:

@@ -1,8 +1,8 @@
 """The direct push of 61 GB between two GPUs: `python -m tests.bench.push [--json] [--rounds 50] [--out DIR]`.
 
-Runs `tests.gpu.push` with the 48 layers of Qwen3-30B-A3B's shape, rank-16 adapters on attention and every expert merged on
+Runs `tools.gpu.push` with the 48 layers of Qwen3-30B-A3B's shape, rank-16 adapters on attention and every expert merged on
 the way, CUDA graphs on; medians from sending /pause to the reply of /resume, checksums equal every time. Needs two GPUs of
-one host and vLLM 0.25.1 on PYTHONPATH (see `tests/gpu/push.py`); `--layers 4 --gpus 1` is the small one.
+one host and vLLM 0.25.1 on PYTHONPATH (see `tools/gpu/push.py`); `--layers 4 --gpus 1` is the small one.
 """
 
 from __future__ import annotations

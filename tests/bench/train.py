@@ -1,8 +1,8 @@
 """LoRA training on one GPU: `python -m tests.bench.train [--json] [--items speed48,sharing,replay] [--out DIR]`.
 
-Runs `tests.gpu.trainer`: 48 layers of Qwen3-30B-A3B's shape in rows of 8,192 tokens; the same trajectories as trees and each with its
+Runs `tools.gpu.trainer`: 48 layers of Qwen3-30B-A3B's shape in rows of 8,192 tokens; the same trajectories as trees and each with its
 own prompt; the same steps with experts live and replayed. Needs one GPU with nothing else on the machine, and Megatron-Core
-and Transformer Engine on PYTHONPATH (see `tests/gpu/README.md`); `--tiny` tries it on a CPU, without goals.
+and Transformer Engine on PYTHONPATH (see `tools/gpu/README.md`); `--tiny` tries it on a CPU, without goals.
 """
 
 from __future__ import annotations

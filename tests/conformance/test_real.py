@@ -1,5 +1,5 @@
 """The suite against vLLM on a CPU, with real weights: every method, and the failures that the engine itself has a part in. Each
-takes a new spawn; all of them: `python -m tests.gpu.conformance --tiny`.
+takes a new spawn; all of them: `python -m tools.gpu.conformance --tiny`.
 """
 
 from __future__ import annotations

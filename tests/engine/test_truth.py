@@ -1,6 +1,6 @@
 """A live push into a real engine whose every weight is NaN, against Hugging Face: one server start, a toy Qwen3-MoE on a CPU.
 
-What a push leaves out stays NaN and reaches every logprob. The same on a GPU, with the direct push: `tests.gpu.push --items truth`.
+What a push leaves out stays NaN and reaches every logprob. The same on a GPU, with the direct push: `tools.gpu.push --items truth`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scripts here still run: on a CPU, with `--tiny`, as the README says they do; a GPU is lent too seldom to find that out on it.
+"""The scripts of tools/gpu still run: on a CPU, with `--tiny`, as the README says they do; a GPU is lent too seldom to find that out on it.
 
 Elsewhere: sharded (tests/trainer/test_sharded_megatron.py); what conformance runs (tests/conformance/test_real.py); parallel takes too long.
 In the interpreters that they get on a GPU machine: vLLM's for the engine's side, the trainer's with what its tests need.
@@ -33,7 +33,7 @@ LOOP = ["--family llama", "--family qwen3_tied --parameters full --lr 1e-3"]
 def lines(words: str, out: Path, python: str, path: list[str]) -> list[dict[str, object]]:
     """What a script has written, having ended with status 0."""
     name, *rest = words.split()
-    asked = [python, "-m", f"tests.gpu.{name}", *rest, "--tiny", "--out", str(out)]
+    asked = [python, "-m", f"tools.gpu.{name}", *rest, "--tiny", "--out", str(out)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *CODE]), "TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -29,8 +29,8 @@ from artd_workers.transfer.coverage import CoverError
 from artd_workers.transfer.merge import merged_tensors
 from artd_workers.transfer.ring import Page
 from tests.direct_rig import PLAIN, Pair, engine_model, engine_table, feeding, fused, pair
-from tests.gpu.push_refusals import changed, exchanged, runs_of
-from tests.gpu.shape import RandomWeights, config, size_of
+from tools.gpu.push_refusals import changed, exchanged, runs_of
+from tools.gpu.shape import RandomWeights, config, size_of
 
 pytestmark = pytest.mark.torch
 MOE = config(2, tiny=True)
@@ -275,7 +275,7 @@ def test_gaps_and_overlaps_are_named(table: EngineTable) -> None:
 
 
 def recorded() -> EngineTable:
-    """vLLM 0.25.1's own table of two layers of Qwen3-30B-A3B's shape, as a GPU run wrote it (`tests.gpu.push`, item table)."""
+    """vLLM 0.25.1's own table of two layers of Qwen3-30B-A3B's shape, as a GPU run wrote it (`tools.gpu.push`, item table)."""
     found = json.loads((Path(__file__).parent / "vllm_0251_qwen3_moe.json").read_text())
     tensors = tuple(EngineTensor(*map(_tuples, line), segment=0, at=0) for line in found["tensors"])
     return EngineTable(

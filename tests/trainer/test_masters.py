@@ -1,6 +1,6 @@
 """Every weight trained where the model computes in bf16: fp32 masters and gradients, one rounding, files that restore the bits.
 
-What a GPU does, here on a CPU with a toy; that it also does it with a GPU's kernels is tests/gpu/full.py.
+What a GPU does, here on a CPU with a toy; that it also does it with a GPU's kernels is tools/gpu/full.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from artd_workers.models import seeded
 from artd_workers.models.seeded import Draw, SeededWeights, drawn, make
 from artd_workers.trainer.parameters.trained import open_model
 from artd_workers.transfer.merge import BaseWeights, open_base
-from tests.gpu import shape
+from tools.gpu import shape
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""artd's sharded optimizer against Megatron's own, on the same model and batches: `tests.gpu.sharded --items megatron,nudged` on a CPU."""
+"""artd's sharded optimizer against Megatron's own, on the same model and batches: `tools.gpu.sharded --items megatron,nudged` on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """The script's lines: of each case the five ways by name, how far Megatron's is off (`verdict`), and how far it would be with
     another weight decay (`control`)."""
     out = tmp_path_factory.mktemp("megatron")
-    asked = [sys.executable, "-m", "tests.gpu.sharded", "--items", "megatron,nudged", "--tiny", "--out", str(out)]
+    asked = [sys.executable, "-m", "tools.gpu.sharded", "--items", "megatron,nudged", "--tiny", "--out", str(out)]
     environment = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(asked, cwd=ROOT, env=os.environ | environment, timeout=560, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

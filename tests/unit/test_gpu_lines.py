@@ -1,4 +1,4 @@
-"""What every script of tests/gpu rests on: results are on disk at once, one failure is a line, and what hangs ends by itself."""
+"""What every script of tools/gpu rests on: results are on disk at once, one failure is a line, and what hangs ends by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 SCRIPT = """
 import sys, time
-from tests.gpu import lines
+from tools.gpu import lines
 
 def good(tiny):
     yield {"what": 1}

@@ -34,7 +34,7 @@ TILES = {
     "gather": Tile(64, 128, 4), "widen": Tile(64, 128, 4), "activate": Tile(64, 64, 4), "activate_backward": Tile(64, 64, 4),
     "gradients": Tile(32, 128, 4),
 }  # fmt: skip
-"""By function: the fastest on an H200 for the 30B-A3B shape (`tests/gpu/kernels.py`). Not tuned where they run: other tiles may
+"""By function: the fastest on an H200 for the 30B-A3B shape (`tools/gpu/kernels.py`). Not tuned where they run: other tiles may
 give other bits."""
 
 
