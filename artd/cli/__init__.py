@@ -1,1 +1,1 @@
-"""Command-line verbs, one file each."""
+"""The command line: what its verbs share."""

@@ -7,7 +7,6 @@ Owner of: no state. Invariants: data goes to stdout, talk to stderr; every failu
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
 import re
@@ -16,7 +15,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from artd import __version__
+
 from .show import plain
+from .verbs import chosen_verb, find_verbs, register_verbs
 
 OK = 0
 FAILED = 1
@@ -64,19 +66,13 @@ class Parser(argparse.ArgumentParser):
         if found := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
             known = [word.strip(" '") for word in found[2].split(",")]
             verb, other = found[1], _OTHER.get(self.prog, "")
-            if other and verb in _verbs(other):
+            if other and verb in find_verbs(other):
                 self.exit(USAGE, f"error: {verb} is a verb of {other}, not of {self.prog}\nnext: {other} {verb}\n")
             message = f"unknown {_what(message)} {found[1]!r}{near(found[1], known)}; there is {', '.join(known)}"
         self.exit(USAGE, f"error: {message}\nnext: {self.prog} --help\n")
 
 
 _OTHER = {"artd": "artctl", "artctl": "artd"}
-
-
-def _verbs(command: str) -> Iterable[str]:
-    """The verbs of one of the two commands."""
-    made = importlib.import_module({"artd": "artd.cli.main", "artctl": "artd.cli.ctl"}[command]).parser()
-    return next(action.choices for action in made._actions if isinstance(action, Verbs))
 
 
 def parsed(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
@@ -127,6 +123,21 @@ def shared() -> argparse.ArgumentParser:
     return parent
 
 
+def command_parser(command: str, description: str, epilog: str, verb: str = "") -> Parser:
+    """Return the parser of `artctl` or `artd`, with every verb, or with those of one verb's module alone."""
+    out = Parser(prog=command, description=description, epilog=epilog, parents=[shared()])
+    out.add_argument("--version", action="version", version=f"{command} {__version__}")
+    register_verbs(out.add_subparsers(dest="verb", required=True, metavar="VERB"), command, verb)
+    return out
+
+
+def main_of(parser: Callable[[str], Parser], command: str, argv: Sequence[str] | None) -> int:
+    """Run the verb that the words name, and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parsed(parser(chosen_verb(words, command)), words)
+    return guarded(lambda: int(args.run(args)), getattr(args, "data_dir", None))
+
+
 def guarded(call: Callable[[], int], data_dir: str | None = None) -> int:
     """Run a verb; turn its errors into an exit code and a message on stderr. data_dir: as given on the command line;
     the commands that are proposed name it again."""
@@ -149,7 +160,3 @@ def complain(message: str, next: str = "") -> None:
     print("\n".join(map(plain, f"error: {message}".split("\n"))), file=sys.stderr)
     if next:
         print(f"next: {next}", file=sys.stderr)
-
-
-def arguments(argv: Sequence[str] | None) -> list[str]:
-    return list(sys.argv[1:] if argv is None else argv)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from artd.cli import main
-from artd.cli.artd import keep, start
+from artd.cli import keep, main
+from artd.cli.artd import start
 from artd_schema.paths import LOGS, read_daemon_file
 from tests.awake import SOON_S, wait_until
 from tests.daemon.rig import ROOT, Rig
@@ -44,7 +44,7 @@ def keeper(data: Path, code: int, state: str, deaths: int = 3, base_s: float = 0
     program = f"""
         import sys
         from pathlib import Path
-        from artd.cli.artd import keep
+        from artd.cli import keep
         from artd.supervise.backoff import Policy
         keep.POLICY = Policy(base_s={base_s}, deaths={deaths})
         data = Path({str(data)!r})

@@ -9,8 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from artd.cli import ctl, outcome
+from artd.cli import outcome
+from artd.cli.verbs import find_verbs
 from artd_schema.spec import RunSpec
+from tests.cli.test_help import parsers
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / "workers/artd_workers/trainer"
@@ -47,22 +49,15 @@ def test_every_field_of_a_run_stands_with_its_default() -> None:
             assert rows[field.name] == default, field.name
 
 
-def test_every_verb_with_json_has_its_schema_documented() -> None:
+@pytest.mark.parametrize("command", ["artctl", "artd"])
+def test_every_verb_with_json_has_its_schema_documented(command: str) -> None:
     text = (ROOT / "docs/cli-json.md").read_text()
-    steering = {
-        "cancel",
-        "discard",
-        "discard-group",
-        "retry",
-        "pause",
-        "resume",
-        "finish",
-        "delete",
-        "rollback",
-        "export",
+    documented = {
+        verb for verb in find_verbs(command) if f"{command}.{verb}/1" in text or f"`{command} {verb} " in text
     }
-    for verb in ctl.VERBS.keys() - steering:
-        assert f"artctl.{verb}/1" in text, verb
+    with_json = {parser.prog.split()[1] for parser in parsers(command) if "--json" in parser._option_string_actions}
+    assert with_json and with_json <= documented, with_json - documented
+    assert command == "artd" or {"status", "jobs", "job", "logs", "key", "backup", "gc"} <= with_json
 
 
 def test_every_exit_code_is_documented_and_used() -> None:

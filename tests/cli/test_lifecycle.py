@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from artd import daemon as real_daemon
-from artd.cli import main
-from artd.cli.artd import keep, start, stop
+from artd.cli import keep, main
+from artd.cli.artd import start, stop
 from artd.datadir.lock import describe
 from artd_schema import paths
 from tests.awake import SOON_S

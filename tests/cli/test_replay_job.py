@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from artd.cli import main
-from artd.cli.replay_job import verb
+from artd.cli.artd import replay_job as verb
 from artd_schema.codec import digest
 from artd_schema.replay_job import EnvironmentRow, ReplayReport, ReplayRow
 from artd_schema.spec import RunSpec

@@ -352,7 +352,7 @@ BUGS = (
         "Extra items in the right set",
     ),
     Bug(
-        "a-stopped-daemon-is-started-again", "artd/cli/artd/keep.py",
+        "a-stopped-daemon-is-started-again", "artd/cli/keep.py",
         "            if self._told or code in (OK, INTERRUPTED) or not was_ready:\n", "            if not was_ready:\n",
         "tests/attack/test_restart.py::test_what_ended_by_itself_starts_again_until_the_limit",
         "assert 3 == 1|== 1",

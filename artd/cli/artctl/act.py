@@ -22,6 +22,7 @@ from . import job as jobs
 if TYPE_CHECKING:
     from artd_client import SyncClient
 
+VERBS = ("cancel", "discard", "discard-group", "retry", "pause", "resume", "finish", "delete", "rollback")
 TIMEOUT_S = 30.0
 WAIT = "seconds that the daemon may take to answer (default: %(default)g)"
 

@@ -12,7 +12,8 @@ import time
 from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import OK, at_least, shared
 from artd.cli.show import Row
-from artd.cli.status.verb import event_text
+
+from .status import event_text
 
 POLL_S = 0.25
 

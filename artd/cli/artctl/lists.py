@@ -17,6 +17,8 @@ from artd.cli.show import Row
 from artd.cli.status import problems
 from artd.cli.status.snapshot import JOB_STATES, _alive
 
+VERBS = ("runs", "jobs", "trajectories", "checkpoints", "workers", "pushes")
+
 
 @dataclass(frozen=True)
 class Listing:

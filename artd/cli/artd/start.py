@@ -16,13 +16,12 @@ from pathlib import Path
 
 from artd import config
 from artd.cli import daemon_probe
+from artd.cli.keep import keep, keeper
 from artd.cli.outcome import CONFLICT, FAILED, OK, TIMED_OUT, USAGE, CliError, seconds, shared
 from artd.datadir import folder
 from artd.store import fs
 from artd.supervise.guardian import read_stat
 from artd_schema.paths import LOGS, read_daemon_file
-
-from .keep import keep, keeper
 
 READY_S = 90.0
 TAIL = 20

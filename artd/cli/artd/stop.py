@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 
 from artd.cli import daemon_probe
+from artd.cli.keep import keeper
 from artd.cli.outcome import FAILED, NOT_RUNNING, OK, TIMED_OUT, CliError, shared
 from artd.datadir import folder
 from artd_schema.paths import DaemonFile, process_ticks
-
-from .keep import keeper
 
 FORCE_S = 20.0
 _SLACK_S = 20.0

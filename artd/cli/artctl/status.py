@@ -12,9 +12,8 @@ from artd import __version__
 from artd.cli import daemon_probe, show
 from artd.cli.outcome import DEGRADED, NOT_RUNNING, OK, shared
 from artd.cli.show import paint
-
-from .problems import advice
-from .snapshot import Snapshot, content, doing, take
+from artd.cli.status.problems import advice
+from artd.cli.status.snapshot import Snapshot, content, doing, take
 
 _CODES = {"ok": OK, "degraded": DEGRADED, "down": NOT_RUNNING}
 _DOTS = {"ok": ("●", "green"), "degraded": ("●", "yellow"), "down": ("○", "red")}

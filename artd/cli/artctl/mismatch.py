@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from artd.cli import daemon_probe, read, show
-from artd.cli.artctl import export
 from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared
 from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import CheckpointManifest
@@ -25,9 +24,11 @@ from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import CheckpointRef
 
+from . import export
+
 if TYPE_CHECKING:
-    from .metrics import Mismatch
-    from .probe import Prompt, Sample
+    from artd.cli.mismatch.metrics import Mismatch
+    from artd.cli.mismatch.probe import Prompt, Sample
 
 TOKENS, MAX_TOKENS, TOP = 4096, 64, 20
 PASSES = {"replay": "replay on", "live": "replay off"}
@@ -103,7 +104,7 @@ def _prompts(path: Path) -> list[Prompt]:
 def _samples(
     args: argparse.Namespace, data: Path, model: str, prompts: list[Prompt], routes: RouteShape | None, vocab: int
 ) -> list[Sample]:
-    from . import probe as mismatch_probe
+    from artd.cli.mismatch import probe as mismatch_probe
 
     wanted = -(-args.tokens // (args.max_tokens * len(prompts)))
     plan = mismatch_probe.Plan(
@@ -119,8 +120,7 @@ def _measure(
 ) -> dict[str, Mismatch]:  # fmt: skip
     """Scoring pass -> what was measured. Raises CliError."""
     from artd.cli import in_trainer
-
-    from . import files
+    from artd.cli.mismatch import files
 
     ref = CheckpointRef(
         **{name: row[name] for name in ("run", "step", "epoch", "lineage", "sha")}, dir=str(data / row["dir"])

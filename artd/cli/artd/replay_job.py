@@ -23,11 +23,10 @@ import msgspec
 
 from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import CONFLICT, FAILED, OK, CliError, at_least, shared
+from artd.cli.replay_job import inputs
+from artd.cli.replay_job import report as replay_report
 from artd_schema.codec import UNREADABLE
 from artd_schema.replay_job import ReplayReport, ReplayRequest
-
-from . import inputs
-from . import report as replay_report
 
 TAIL_LINES = 20
 

@@ -1,0 +1,48 @@
+"""The verbs of a command, found by their files in the folder of its name: `artd/cli/artctl/` and `artd/cli/artd/`.
+
+The file `replay_job.py` holds the verb `replay-job`. A file that holds a family of verbs names them in a literal, `VERBS = (...)`. `find_verbs`
+reads that literal from the file's text, because imports are most of a short command. `register(sub)` of the module adds the parsers.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+_FAMILY = re.compile(r"^VERBS = (\(.*?\))$", re.MULTILINE | re.DOTALL)
+_WITH_VALUE = ("--data-dir", "--config")
+
+
+@cache
+def find_verbs(command: str) -> dict[str, str]:
+    """Map each verb of `artctl` or `artd`, in order of the alphabet, to the name of the module that registers it."""
+    found: dict[str, str] = {}
+    for path in Path(__file__).with_name(command).glob("*.py"):
+        if path.stem != "__init__":
+            family = _FAMILY.search(path.read_text())
+            names = ast.literal_eval(family[1]) if family else (path.stem.replace("_", "-"),)
+            found |= dict.fromkeys(names, f"artd.cli.{command}.{path.stem}")
+    return dict(sorted(found.items()))
+
+
+def register_verbs(sub: _SubParsersAction[ArgumentParser], command: str, verb: str = "") -> None:
+    """Add the parsers of one verb's module to `sub`, or those of all verbs if `verb` is empty, which imports every module."""
+    verbs = find_verbs(command)
+    for module in [verbs[verb]] if verb else dict.fromkeys(verbs.values()):
+        importlib.import_module(module).register(sub)
+
+
+def chosen_verb(words: Sequence[str], command: str) -> str:
+    """Return the first word that is neither an option nor an option's value, or "" if it is no verb of the command."""
+    rest = iter(words)
+    for word in rest:
+        if word in _WITH_VALUE:
+            next(rest, None)
+        elif not word.startswith("-"):
+            return word if word in find_verbs(command) else ""
+    return ""
