@@ -19,10 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from artd import __version__
-from artd.cli.outcome import INTERRUPTED, OK
 from artd.datadir.lock import describe
 from artd.supervise.backoff import Backoff, Policy
 from artd_schema.paths import LOGS, DaemonFile, read_daemon_file
+
+from .outcome import INTERRUPTED, OK
 
 FILE = "keeper.json"
 POLICY = Policy(deaths=10)

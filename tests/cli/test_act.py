@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from artd.cli.artctl import act
 from artd_schema import PROTOCOL
 from artd_schema import client_api as api
 from artd_schema.codec import Codec
@@ -77,21 +78,21 @@ def scripted(daemon: FakeDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     server.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "op", "says"),
-    [
-        (("cancel", "4"), api.CancelJob(job=4), "job 4 will not run again"),
-        (("discard", "4"), api.DiscardJob(job=4), "job 4 and its batch are discarded"),
-        (("discard-group", "toy", "g"), api.DiscardGroup(run="toy", group="g"), "group g is discarded"),
-        (("retry", "4"), api.RetryJob(job=4), "job 4 is queued again"),
-        (("rollback", "toy@1"), api.Rollback(run="toy", step=1, lineage=3), "toy@1 is the newest step again"),
-        (("pause",), api.Pause(run="toy", reason="operator"), "run toy is paused"),
-        (("pause", "toy", "--reason", "lunch"), api.Pause(run="toy", reason="lunch"), "run toy is paused"),
-        (("resume", "toy"), api.Resume(run="toy"), "run toy is active"),
-        (("finish", "toy"), api.Finish(run="toy"), "run toy is finished"),
-        (("delete", "toy", "--yes"), api.DeleteRun(run="toy"), "run toy is deleted; its files go by themselves"),
-    ],
-)
+SENT = [
+    (("cancel", "4"), api.CancelJob(job=4), "job 4 will not run again"),
+    (("discard", "4"), api.DiscardJob(job=4), "job 4 and its batch are discarded"),
+    (("discard-group", "toy", "g"), api.DiscardGroup(run="toy", group="g"), "group g is discarded"),
+    (("retry", "4"), api.RetryJob(job=4), "job 4 is queued again"),
+    (("rollback", "toy@1"), api.Rollback(run="toy", step=1, lineage=3), "toy@1 is the newest step again"),
+    (("pause",), api.Pause(run="toy", reason="operator"), "run toy is paused"),
+    (("pause", "toy", "--reason", "lunch"), api.Pause(run="toy", reason="lunch"), "run toy is paused"),
+    (("resume", "toy"), api.Resume(run="toy"), "run toy is active"),
+    (("finish", "toy"), api.Finish(run="toy"), "run toy is finished"),
+    (("delete", "toy", "--yes"), api.DeleteRun(run="toy"), "run toy is deleted; its files go by themselves"),
+]
+
+
+@pytest.mark.parametrize(("words", "op", "says"), SENT)
 def test_what_is_sent(
     words: tuple[str, ...], op: api.Op, says: str, made: Made, scripted: Scripted, artctl: Call
 ) -> None:
@@ -99,6 +100,10 @@ def test_what_is_sent(
     assert (code, out, err) == (0, "", f"{says}\n")
     seen = [msgspec.structs.replace(op, request="") if isinstance(op, api.Order) else op for op in scripted.seen]
     assert seen == [op]
+
+
+def test_every_verb_is_seen_to_send_its_order() -> None:
+    assert {words[0] for words, _, _ in SENT} == set(act.ACTS) == set(act.VERBS)
 
 
 @pytest.mark.parametrize(("word", "code"), [("conflict", 6), ("not_found", 5), ("failed", 1)])

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, USAGE, CliError, at_least, shared
@@ -29,33 +29,74 @@ WAIT = "seconds that the daemon may take to answer (default: %(default)g)"
 
 @dataclass(frozen=True)
 class Act:
-    """One verb. of: job, run, group (RUN GROUP) or step (RUN@STEP); done: what is said afterwards."""
+    """One verb. `of`: what it acts on, a job, a run, a group (RUN GROUP) or a step (RUN@STEP); `done`: the text after it; `call`: does it, given
+    what `_target` returns; `final`: it cannot be undone, so its run is named in full; `reason`: it takes one; `confirm`: it asks first."""
 
-    of: str
+    of: Literal["job", "run", "group", "step"]
     help: str
     done: str
+    call: Callable[[SyncClient, argparse.Namespace, Any], object]
+    final: bool = False
+    reason: bool = False
+    confirm: bool = False
+
+
+def _roll_back(art: SyncClient, _args: argparse.Namespace, target: str) -> None:
+    name, _, step = target.partition("@")
+    art.run(name).rollback(int(step))
 
 
 ACTS = {
     "cancel": Act(
-        "job", "end a job for good; its trajectories wait again and the run pauses", "job {} will not run again"
+        "job",
+        "end a job for good; its trajectories wait again and the run pauses",
+        "job {} will not run again",
+        lambda art, args, job: art.cancel(job),
     ),
     "discard": Act(
-        "job", "end a job for good with its trajectories, which are never trained", "job {} and its batch are discarded"
+        "job",
+        "end a job for good with its trajectories, which are never trained",
+        "job {} and its batch are discarded",
+        lambda art, args, job: art.discard(job),
     ),
-    "discard-group": Act("group", "discard an open or sealed group, which is never trained", "group {} is discarded"),
-    "retry": Act("job", "queue a quarantined job again, on the same batch; its run goes on", "job {} is queued again"),
-    "pause": Act("run", "train no further; the run is still served", "run {} is paused"),
-    "resume": Act("run", "let a paused run train again", "run {} is active"),
+    "discard-group": Act(
+        "group",
+        "discard an open or sealed group, which is never trained",
+        "group {} is discarded",
+        lambda art, args, group: art.run(args.name).discard_group(group),
+    ),
+    "retry": Act(
+        "job",
+        "queue a quarantined job again, on the same batch; its run goes on",
+        "job {} is queued again",
+        lambda art, args, job: art.retry(job),
+    ),
+    "pause": Act(
+        "run",
+        "train no further; the run is still served",
+        "run {} is paused",
+        lambda art, args, name: art.run(name).pause(args.reason),
+        reason=True,
+    ),
+    "resume": Act(
+        "run", "let a paused run train again", "run {} is active", lambda art, args, name: art.run(name).resume()
+    ),
     "finish": Act(
-        "run", "end a run for good; its engine and trainer stop, its jobs are cancelled", "run {} is finished"
+        "run",
+        "end a run for good; its engine and trainer stop, its jobs are cancelled",
+        "run {} is finished",
+        lambda art, args, name: art.run(name).finish(),
+        final=True,
     ),
     "delete": Act(
         "run",
         "delete a finished run with its trajectories and checkpoints",
         "run {} is deleted; its files go by themselves",
+        lambda art, args, name: art.run(name).delete(),
+        final=True,
+        confirm=True,
     ),
-    "rollback": Act("step", "go on from an older step, in a new lineage", "{} is the newest step again"),
+    "rollback": Act("step", "go on from an older step, in a new lineage", "{} is the newest step again", _roll_back),
 }
 
 
@@ -72,15 +113,13 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
                 "checkpoint", metavar="RUN@STEP", help="a kept step of `artctl checkpoints`; pause the run first"
             )
         else:
-            # What cannot be undone is named in full.
-            exact = verb in ("finish", "delete")
-            told = "its name" if exact else "default: the one that is not finished"
-            parser.add_argument("name", metavar="RUN", nargs=None if exact else "?", default="", help=told)
-        if verb == "pause":
+            told = "its name" if act.final else "default: the one that is not finished"
+            parser.add_argument("name", metavar="RUN", nargs=None if act.final else "?", default="", help=told)
+        if act.reason:
             parser.add_argument(
                 "--reason", default="operator", help="what `artctl status` says of it (default: operator)"
             )
-        if verb == "delete":
+        if act.confirm:
             parser.add_argument("--yes", action="store_true", help="do not ask")
         parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
         parser.set_defaults(run=run)
@@ -92,12 +131,13 @@ def run(args: argparse.Namespace) -> int:
     database = read.Database(data)
     try:
         target = _target(database, args, act)
-        if args.verb == "delete" and not args.yes:
+        if act.confirm and not args.yes:
             _confirm(database, str(target))
     finally:
         database.close()
     daemon_probe.need_running(data)
-    _ask(data, args, target)
+    with asked(data, args.timeout) as art:
+        act.call(art, args, target)
     print(act.done.format(target), file=sys.stderr)
     return OK
 
@@ -141,12 +181,6 @@ def _confirm(database: read.Database, name: str) -> None:
         raise CliError(FAILED, f"run {name} stays", f"artctl export {name} DIR")
 
 
-def _ask(data: Path, args: argparse.Namespace, target: str | int) -> None:
-    """Do it through the client. Raises CliError."""
-    with asked(data, args.timeout) as art:
-        _do(art, args, target)
-
-
 @contextmanager
 def asked(data: Path, timeout: float) -> Iterator[SyncClient]:
     """A client whose errors leave by the documented exit codes. Raises CliError."""
@@ -165,25 +199,3 @@ def asked(data: Path, timeout: float) -> Iterator[SyncClient]:
         raise CliError(
             codes.get(type(error), FAILED), error.message, f"artctl status{daemon_probe.option(data)}"
         ) from None
-
-
-def _do(art: SyncClient, args: argparse.Namespace, target: str | int) -> None:
-    if args.verb == "cancel":
-        art.cancel(int(target))
-    elif args.verb == "discard":
-        art.discard(int(target))
-    elif args.verb == "discard-group":
-        art.run(args.name).discard_group(str(target))
-    elif args.verb == "retry":
-        art.retry(int(target))
-    elif args.verb == "pause":
-        art.run(str(target)).pause(args.reason)
-    elif args.verb == "resume":
-        art.run(str(target)).resume()
-    elif args.verb == "rollback":
-        name, _, step = str(target).partition("@")
-        art.run(name).rollback(int(step))
-    elif args.verb == "delete":
-        art.run(str(target)).delete()
-    else:
-        art.run(str(target)).finish()
