@@ -1,7 +1,7 @@
 """What clients ask: each request is answered by exactly one reply, errors by their code.
 
-Owner of: nothing; the services own the rows. Invariants: nothing a client sends ends the daemon; a reply to a change
-leaves after its COMMIT.
+Orders are in `orders`; what only asks is answered here. Nothing a client sends ends the daemon; a reply to a change leaves after its
+COMMIT.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from artd.net.descriptors import is_scarce
 from artd.net.router import NotAllowed, OverLimit
 from artd.net.under_way import UnderWay
 from artd.retention.collector import Collector
-from artd.retention.deletion import mark
 from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import Runs
-from artd.runs.rollback import rollback
 from artd.store.fs import is_full
 from artd.store.readers import TooSlow
 from artd.store.store import Store, emit
@@ -33,9 +31,8 @@ from artd_schema import PROTOCOL
 from artd_schema import client_api as api
 from artd_schema.codec import UNREADABLE, WireError
 
-from .group_orders import discard_group
-from .job_orders import end_for_good, retry
 from .listing import read_events, read_rows
+from .orders import NO_NOTE, ORDERS, Handler, Parts
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes, api.Reply], object]
@@ -45,11 +42,9 @@ STILL_THERE = api.Reply(id=0, answer=api.Done())
 DISCARDED = "the daemon is stopping; start it again with `artd start` and resend"
 
 
-ORDERS = (
-    api.Pause, api.Resume, api.Finish, api.Rollback, api.CancelJob, api.DiscardJob, api.RetryJob, api.DeleteRun, api.Flush,
-)  # fmt: skip
-"""What an operator does: events say who did it."""
 NAMES = 4096
+NOTED = ORDERS.keys() - set(NO_NOTE)
+"""Orders whose client an event names."""
 
 
 class _Number(msgspec.Struct):
@@ -70,14 +65,10 @@ class Requests:
         self._who = who
         self._names: dict[bytes, str] = {}  # of the newest peers, by their own word
         self._under_way = under_way or UnderWay()
-        self._collector = collector
-        self._revive = revive
+        self.parts = Parts(store, ingest, runs, dispatch, collector, stop, revive)
         self._store = store
         self._ingest = ingest
-        self._runs = runs
-        self._dispatch = dispatch
         self._send = send
-        self._stop = stop
         self._welcome = api.Welcome(
             protocol=PROTOCOL, instance=instance, version=__version__, max_message=max_message,
             window=self._under_way.window,
@@ -85,12 +76,6 @@ class Requests:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], bytes] = {}
         self.draining = False
-
-    async def _resume(self, op: api.Resume) -> api.Answer:
-        """Workers that were given up are started again once it is clear that there is a run for them."""
-        answer = await self._runs.set_state(op.run, "active", request=op.request)
-        self._revive()
-        return answer
 
     def refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
         """Answer a request that cannot be decoded, when it at least has a number: a bad value, or a newer client."""
@@ -167,11 +152,11 @@ class Requests:
                 raise Draining(DISCARDED)
             if isinstance(request.op, api.Hello):
                 self._remember(peer, request.op.client)
-            answer = await self._serve(request.op, bulk, header)
+            answer = await self.serve(request.op, bulk, header)
         except Exception as error:
             answer = _failure(error)
         self._send(peer, api.Reply(id=request.id, answer=answer))
-        if isinstance(request.op, ORDERS) and not isinstance(answer, api.Error):
+        if type(request.op) in NOTED and not isinstance(answer, api.Error):
             await self._note(peer, request.op)
 
     async def _note(self, peer: bytes, op: api.Op) -> None:
@@ -190,44 +175,13 @@ class Requests:
             del self._names[next(iter(self._names))]
         self._names[peer] = client[:64]
 
-    def _serve(self, op: api.Op, bulk: list[bytes], header: int = 0) -> Awaitable[api.Answer]:
-        match op:
-            case api.Submit():
-                return self._ingest.submit(op, bulk, header)
-            case api.WaitStep():
-                return self._runs.wait(op)
-            case api.CreateRun():
-                return self._runs.create(op)
-            case api.Seal():
-                return self._ingest.seal(op)
-            case api.Flush():
-                return self._ingest.flush(op)
-            case api.List():
-                return self._list(op)
-            case api.Events():
-                return self._events(op)
-            case api.Pause():
-                return self._runs.set_state(op.run, "paused", op.reason, op.request)
-            case api.Resume():
-                return self._resume(op)
-            case api.Finish():
-                return self._runs.set_state(op.run, "finished")
-            case api.DeleteRun():
-                return self._delete(op)
-            case api.Rollback():
-                return self._rollback(op)
-            case api.CancelJob() | api.DiscardJob():
-                return self._end(op.job, isinstance(op, api.DiscardJob))
-            case api.DiscardGroup():
-                return self._discard_group(op)
-            case api.RetryJob():
-                return self._retry(op)
-            case api.Collect():
-                return self._collect(op)
-            case api.Hello():
-                return self._hello(op)
-            case api.Shutdown():
-                return self._shutdown(op)
+    def serve(self, op: api.Op, bulk: list[bytes], header: int = 0) -> Awaitable[api.Answer]:
+        """Return what answers a request. Raises RequestError, of those of `artd.errors`, when it is refused."""
+        if isinstance(op, api.Submit):
+            return self._ingest.submit(op, bulk, header)
+        if isinstance(op, api.Hello):
+            return self._hello(op)
+        return HANDLERS[type(op)](self.parts, op)
 
     async def _hello(self, op: api.Hello) -> api.Answer:
         if op.protocol != PROTOCOL:
@@ -236,55 +190,44 @@ class Requests:
             )
         return self._welcome
 
-    async def _shutdown(self, op: api.Shutdown) -> api.Answer:
-        self._stop(op.drain_s)
-        return api.Done()
 
-    async def _collect(self, op: api.Collect) -> api.Collected:
-        assert self._collector is not None
-        done = await self._collector.collect(op.dry, op.resume)
-        return api.Collected(stopped=done.stopped, rows=done.rows())
+async def create_run(parts: Parts, op: api.CreateRun) -> api.Answer:
+    return await parts.runs.create(op)
 
-    async def _list(self, op: api.List) -> api.Rows:
-        return await read_rows(self._store, op)
 
-    async def _events(self, op: api.Events) -> api.Rows:
-        end = self._store.clock.monotonic() + min(op.timeout_s, 60.0)
-        while True:
-            changed = self._store.change()
-            found = await read_events(self._store, op)
-            left = end - self._store.clock.monotonic()
-            if found.rows or left <= 0:
-                return found
-            with anyio.move_on_after(left):
-                await changed.wait()
+async def wait_step(parts: Parts, op: api.WaitStep) -> api.Answer:
+    return await parts.runs.wait(op)
 
-    async def _end(self, job: int, discard: bool) -> api.Done:
-        now = self._store.clock.now_ms()
-        if await self._store.write(lambda c: end_for_good(c, now, job, discard)):
-            self._dispatch.cancel_running(job)
-        return api.Done()
 
-    async def _discard_group(self, op: api.DiscardGroup) -> api.Done:
-        now = self._store.clock.now_ms()
-        await self._store.write(lambda c: discard_group(c, now, op.run, op.group))
-        return api.Done()
+async def seal(parts: Parts, op: api.Seal) -> api.Answer:
+    return await parts.ingest.seal(op)
 
-    async def _retry(self, op: api.RetryJob) -> api.Done:
-        now = self._store.clock.now_ms()
-        await self._store.write(lambda c: retry(c, now, op.job, op.request))
-        return api.Done()
 
-    async def _delete(self, op: api.DeleteRun) -> api.Done:
-        now = self._store.clock.now_ms()
-        done = await self._store.write(lambda c: mark(c, now, op))
-        self._ingest.forget(op.run)
-        return done
+async def list_rows(parts: Parts, op: api.List) -> api.Answer:
+    return await read_rows(parts.store, op)
 
-    async def _rollback(self, op: api.Rollback) -> api.Done:
-        now = self._store.clock.now_ms()
-        await self._store.write(lambda c: rollback(c, now, op))
-        return api.Done()
+
+async def events(parts: Parts, op: api.Events) -> api.Answer:
+    store = parts.store
+    end = store.clock.monotonic() + min(op.timeout_s, 60.0)
+    while True:
+        changed = store.change()
+        found = await read_events(store, op)
+        left = end - store.clock.monotonic()
+        if found.rows or left <= 0:
+            return found
+        with anyio.move_on_after(left):
+            await changed.wait()
+
+
+HANDLERS: dict[type[api.Op], Handler] = ORDERS | {
+    api.CreateRun: create_run,
+    api.WaitStep: wait_step,
+    api.Seal: seal,
+    api.List: list_rows,
+    api.Events: events,
+}
+"""All but Hello and Submit, which need more than the message."""
 
 
 def _failure(error: BaseException) -> api.Error:

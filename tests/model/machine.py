@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
 
     def ask(self, op: api.Op, bulk: list[bytes] | None = None) -> api.Answer | RequestError:
         try:
-            return self.do(self.services._requests._serve(op, bulk or []))
+            return self.do(self.services._requests.serve(op, bulk or []))
         except RequestError as error:
             return error
 

@@ -334,7 +334,7 @@ async def test_a_client_can_ask_for_a_pass(tmp_path, clock):
         clock.advance(GRACE_S)
         desk = Requests(store, None, None, None, None, None, "inst", 1, collector=place.collector)
         rows = [{"what": "trashed", "kind": "no row", "count": 1, "bytes": 1}]
-        assert await desk._serve(api.Collect(dry=True), []) == api.Collected(rows=rows)
+        assert await desk.serve(api.Collect(dry=True), []) == api.Collected(rows=rows)
         assert place.trash() == set()
-        assert await desk._serve(api.Collect(), []) == api.Collected(rows=rows)
+        assert await desk.serve(api.Collect(), []) == api.Collected(rows=rows)
         assert len(place.trash()) == 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 
-from artd.api.requests import Requests
+from artd.api.orders import NO_NOTE, ORDERS
+from artd.api.requests import HANDLERS, NOTED, Requests
 from artd.core.states import IllegalTransition
 from artd.runs.lifecycle import Runs
 from artd.store.writer import StoreFull
@@ -186,15 +187,15 @@ async def test_what_nobody_foresaw_is_failed_with_its_type(tmp_path, monkeypatch
     async with open_store(tmp_path) as store:
         desk = Desk(store, tmp_path)
 
-        async def surprise(op):
+        async def surprise(parts, op):
             raise ZeroDivisionError("oh")
 
-        async def illegal(op):
+        async def illegal(parts, op):
             raise IllegalTransition("job 1 is gone")
 
-        monkeypatch.setattr(desk.requests, "_list", surprise)
+        monkeypatch.setitem(HANDLERS, api.List, surprise)
         await desk.refused("failed", "ZeroDivisionError: oh", api.List(what="runs"))
-        monkeypatch.setattr(desk.requests, "_list", illegal)
+        monkeypatch.setitem(HANDLERS, api.List, illegal)
         await desk.refused("conflict", "job 1 is gone", api.List(what="runs"))
 
 
@@ -329,7 +330,7 @@ async def test_events_say_who_gave_an_order(tmp_path):
 async def test_workers_are_revived_only_for_a_run_that_goes_on(tmp_path):
     async with open_store(tmp_path) as store:
         desk, revived = Desk(store, tmp_path), []
-        desk.requests._revive = lambda: revived.append(1)
+        desk.requests.parts.revive = lambda: revived.append(1)
         await desk.refused("not_found", "no run 'r'", api.Resume(run="r"))
         assert not revived
         await add_run(store)
@@ -352,3 +353,12 @@ async def test_the_header_is_among_the_bytes_under_way(tmp_path, large):
         assert len(desk.requests._tasks) == large, "large metadata is not encoded in the event loop"
         await until(lambda: desk.replies and not desk.requests._tasks)
         assert desk.requests._under_way.bytes == 0 and isinstance(desk.replies[0][1].answer, api.Submitted)
+
+
+async def test_every_message_is_answered_by_one_function_and_every_order_has_its_type() -> None:
+    assert {*HANDLERS, api.Hello, api.Submit} == set(get_args(api.Op))
+    for kind, handler in HANDLERS.items():
+        wanted = get_type_hints(handler)["op"]
+        assert kind in (get_args(wanted) or (wanted,)), kind
+    assert set(NO_NOTE) <= ORDERS.keys()
+    assert {kind for kind in get_args(api.Op) if issubclass(kind, api.Order)} <= NOTED
