@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from artd_schema import client_api as api
 from artd_schema import paths
@@ -18,11 +18,9 @@ from .connection import Connection, expect
 from .errors import Closed, Invalid
 from .progress import Progress, Tell, to_stderr
 from .remote import Remote
-from .run import Row, Run
+from .rows import Row, Table, follow_events, read_rows
+from .run import Run
 from .specs import make_spec, reading_s
-
-Table = Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
-POLL_S = 30.0
 
 
 class Client:
@@ -116,7 +114,7 @@ class Client:
                 self.progress.say(waiter, answer.doing)
         finally:
             self.progress.leave(waiter)
-        return Run(self, connection, expect(op, answer, api.RunInfo))
+        return Run(connection, expect(op, answer, api.RunInfo), self.progress, self.closing)
 
     # ---- looking ------------------------------------------------------------------------------------------------------------
 
@@ -131,17 +129,7 @@ class Client:
         up to 10,000. Workers are all there are: they have no run and no id. Raises NotFound for an unknown run, Invalid for
         a state that no row can have.
         """
-        if what not in get_args(Table):
-            raise Invalid(f"nothing is listed as {what!r}; {', '.join(get_args(Table))} are", "what")
-        rows: list[Row] = []
-        while True:
-            op = api.List(what=what, run=run, states=tuple(states), before=before, after=after, limit=limit - len(rows))
-            answer = await self._open.ask(op, api.Rows)
-            rows += answer.rows
-            if not answer.more:
-                return rows
-            last = int(rows[-1]["id"])  # one answer was not enough for so many large rows
-            before, after = (last, None) if after is None else (before, last)
+        return await read_rows(self._open, what, run=run, states=states, before=before, after=after, limit=limit)
 
     async def runs(self) -> list[Row]:
         return await self.rows("runs")
@@ -152,16 +140,11 @@ class Client:
     async def workers(self) -> list[Row]:
         return await self.rows("workers")
 
-    async def events(self, run: str | None = None, after: int = 0) -> AsyncGenerator[Row, None]:
+    def events(self, run: str | None = None, after: int = 0) -> AsyncGenerator[Row, None]:
         """Events with id > after, oldest first, then new ones as they happen, for ever. run: None = of all runs.
 
         Each once and none left out, also when the daemon is started again; DaemonNotRunning when it stays away."""
-        while True:
-            op = api.Events(after=after, run=run or "", timeout_s=POLL_S)
-            answer = await self._open.ask(op, api.Rows, timeout=POLL_S + self._timeout)
-            for row in answer.rows:
-                after = max(after, int(row["id"]))
-                yield row
+        return follow_events(lambda: self._open, run or "", after)
 
     # ---- steering -----------------------------------------------------------------------------------------------------------
 

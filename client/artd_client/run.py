@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 import msgspec
@@ -22,27 +22,31 @@ from artd_schema.trajectory import Split, Turn
 from .connection import Connection
 from .errors import ArtdError, Failed, Invalid, Stalled, TimedOut
 from .openai_client import async_openai
+from .progress import Progress
+from .rows import Row, follow_events, read_rows
 from .turns import reference
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-    from .client import Client
 
 log = logging.getLogger(__name__)
 
 POLL_S = 30.0
 ANSWER_S = 5.0
 """What a daemon may take to say that a wait has timed out."""
-Row = dict[str, Any]
+Close = Callable[[], Awaitable[object]]
+"""Closes something that was made for a run."""
 
 
 class Run:
     """Made by `Client.run`. `info` is what the daemon said last; `refresh` asks again."""
 
-    def __init__(self, client: Client, connection: Connection, info: api.RunInfo) -> None:
-        self._client = client
+    def __init__(
+        self, connection: Connection, info: api.RunInfo, progress: Progress, closing: Callable[[Close], None]
+    ) -> None:
         self._connection = connection
+        self._progress = progress
+        self._closing = closing
         self.info = info
 
     def __repr__(self) -> str:
@@ -91,7 +95,7 @@ class Run:
     def openai(self, **options: Any) -> AsyncOpenAI:
         """An AsyncOpenAI bound to the gateway; options go to its constructor. It is closed with the client."""
         made = async_openai(self.base_url, self.api_key, options)
-        self._client.closing(made.close)
+        self._closing(made.close)
         return made
 
     async def refresh(self) -> Self:
@@ -169,14 +173,14 @@ class Run:
         try:
             return await self._wait(step, timeout, waiter)
         finally:
-            self._client.progress.leave(waiter)
+            self._progress.leave(waiter)
 
     async def _wait(self, step: int, timeout: float | None, waiter: object) -> api.StepInfo:  # noqa: ASYNC109
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         told = ""
         while True:
-            poll = self._client.progress.poll_s(waiter, POLL_S)
+            poll = self._progress.poll_s(waiter, POLL_S)
             left = poll if end is None else min(poll, max(0.0, end - loop.time()))
             grace = self._connection.timeout if end is None else max(end - loop.time() - left, ANSWER_S)
             op = api.WaitStep(run=self.name, step=step, timeout_s=left)
@@ -193,7 +197,7 @@ class Run:
                         f"{answer.step}, phase {answer.phase}{problem}; see `artctl status`"
                     )
                 case api.Pending(problem=problem, doing=doing):
-                    self._client.progress.say(waiter, doing)
+                    self._progress.say(waiter, doing)
                     if problem not in ("", told):
                         log.warning("step %d of run %r waits: %s; see `artctl status`", step, self.name, problem)
                         told = problem
@@ -201,26 +205,26 @@ class Run:
     # ---- looking and steering -----------------------------------------------------------------------------------------------
 
     async def trajectories(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.rows("trajectories", run=self.name, states=states, limit=limit)
+        return await read_rows(self._connection, "trajectories", run=self.name, states=states, limit=limit)
 
     async def groups(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.rows("groups", run=self.name, states=states, limit=limit)
+        return await read_rows(self._connection, "groups", run=self.name, states=states, limit=limit)
 
     async def batches(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.rows("batches", run=self.name, states=states, limit=limit)
+        return await read_rows(self._connection, "batches", run=self.name, states=states, limit=limit)
 
     async def jobs(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.rows("jobs", run=self.name, states=states, limit=limit)
+        return await read_rows(self._connection, "jobs", run=self.name, states=states, limit=limit)
 
     async def checkpoints(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.rows("checkpoints", run=self.name, states=states, limit=limit)
+        return await read_rows(self._connection, "checkpoints", run=self.name, states=states, limit=limit)
 
     async def pushes(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
-        return await self._client.rows("pushes", run=self.name, states=states, limit=limit)
+        return await read_rows(self._connection, "pushes", run=self.name, states=states, limit=limit)
 
     def events(self, after: int = 0) -> AsyncGenerator[Row, None]:
         """Events of this run with id > after, for ever."""
-        return self._client.events(run=self.name, after=after)
+        return follow_events(lambda: self._connection, self.name, after)
 
     async def pause(self, reason: str = "operator") -> None:
         """Train no more until resumed; the run is served on. Raises Conflict when it is finished."""

@@ -208,6 +208,8 @@ def _assignment(writer: Writer, found: Definition) -> str:
 
 def _write_class(writer: Writer, found: Definition, node: ast.ClassDef) -> None:
     functions = [item for item in node.body if isinstance(item, Function)]
+    if found.name in TWINS:
+        functions = _inherited(found, node) + functions
     bases = [base for base in map(ast.unparse, node.bases) if base.endswith(("Error", "Exception"))]
     start = next((item for item in functions if item.name == "__init__"), None)
     head = f"class {found.name}"
@@ -227,6 +229,13 @@ def _write_class(writer: Writer, found: Definition, node: ast.ClassDef) -> None:
         writer.code(*_signature(item, found.module, writer))
         if text := ast.get_docstring(item):
             writer.add(text)
+
+
+def _inherited(found: Definition, node: ast.ClassDef) -> list[Function]:
+    """Return the functions of the bases, without `__init__`."""
+    bases = [find(found.module, ast.unparse(base)) for base in node.bases]
+    nodes = [base.node for base in bases if base is not None and isinstance(base.node, ast.ClassDef)]
+    return [item for base in nodes for item in base.body if isinstance(item, Function) and item.name != "__init__"]
 
 
 def _write_twins(writer: Writer, found: Definition, methods: list[Function]) -> None:

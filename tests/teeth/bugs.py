@@ -744,6 +744,11 @@ BUGS = (
         r"max\(\) arg is an empty sequence", torch=True,
     ),
     Bug(
+        "blocking-client-falls-behind", "client/artd_client/run.py",
+        "async def flush(self) -> None:", "async def flush(self, now: bool = True) -> None:",
+        "tests/unit/test_blocking_client.py::test_the_blocking_client_is_that_of_the_source", "sync.py is not current",
+    ),
+    Bug(
         "equal-samples-are-one", "client/artd_client/run.py",
         "else uuid.uuid4().hex)", "else digest(to_json([group, turns])))",
         "tests/unit/test_client.py::test_every_call_by_value_is_a_sample_of_its_own",

@@ -419,8 +419,8 @@ def test_the_sync_client_does_the_same(daemon):
 def test_the_sync_client_takes_the_same_arguments_and_returns_the_same(asynchronous, blocking):
     own_forms = {"AsyncGenerator[Row, None]": "Generator[Row, None, None]", "Run": "SyncRun", "AsyncOpenAI": "OpenAI"}
     own = {"closing"}  # between Client and Run
-    public = {name for name in vars(asynchronous) if not name.startswith("_")} - own
-    assert public == {name for name in vars(blocking) if not name.startswith("_")} - {"info"}
+    public = {name for name in dir(asynchronous) if not name.startswith("_")} - own
+    assert public == {name for name in dir(blocking) if not name.startswith("_")} - {"info"}
     for name in public:
         one, other = (getattr(kind, name) for kind in (asynchronous, blocking))
         if callable(one):

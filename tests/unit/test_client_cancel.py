@@ -10,6 +10,7 @@ import pytest
 
 import artd_client
 from artd_client import Client, SyncClient, turn
+from artd_client.blocking import Loop
 from artd_schema import client_api as api
 from tests.awake import until
 from tests.unit.fake_daemon import usual
@@ -112,7 +113,7 @@ def test_what_comes_while_the_loop_of_a_sync_client_ends_is_ended_with_it(daemon
         loop = art._running
     with pytest.raises(artd_client.Closed):
         loop.call(art._client.runs())
-    loop = artd_client.sync._Loop()
+    loop = Loop()
     outcome = []
 
     def forever():

@@ -51,8 +51,8 @@ def test_a_spec_with_a_wrong_field_says_where_it_belongs(fields, says):
 async def test_a_submit_with_a_wrong_value_names_it(changes, field, says):
     with pytest.raises(ClientInvalid) as refused:
         await client_run.Run.submit(
-            client_run.Run(None, None, api.RunInfo(name="r", state="active", reason="", spec=None, step=0, served=0, created=False,
-                                                   base_url="", api_key="")),
+            client_run.Run(None, api.RunInfo(name="r", state="active", reason="", spec=None, step=0, served=0, created=False,
+                                           base_url="", api_key=""), None, None),
             **({"group": "g", "reward": 1.0, "turns": [turn()]} | changes),
         )  # fmt: skip
     assert refused.value.field == field and says in refused.value.message

@@ -50,7 +50,7 @@ def test_a_type_of_another_module_is_followed() -> None:
     lines = reference._signature(node, "artd_client.client", writer)
     assert lines == ["def f(a: Table, b: Submitted) -> AsyncGenerator[Row, None]"]
     assert {name: found.module for name, found in writer.mentioned.items()} == {
-        "Table": "artd_client.client",
+        "Table": "artd_client.rows",
         "Submitted": "artd_schema.client_api",
-        "Row": "artd_client.run",
+        "Row": "artd_client.rows",
     }
