@@ -1,7 +1,7 @@
 """Model families that artd can train, by the `architectures` entry of a Hugging Face `config.json`.
 
-The codecs live in `artd_workers.models`; this table lets daemon and client refuse an unknown model without importing
-them.
+Each names its module of `artd_workers.models`, whose `plan(config)` says how to build and store it; daemon and client refuse an unknown model by
+this table, without importing them. A family is that file and a line here.
 """
 
 from __future__ import annotations

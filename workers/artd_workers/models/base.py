@@ -1,7 +1,7 @@
 """What a model family must say, and the rules that decoders share.
 
-Purpose: `Plan` is all that the trainer needs to build a GPTModel and move weights; `decoder_plan` reads the fields that
-Llama-style configs have in common, `dense_plan` is that with a dense MLP in each layer. Owner of: no state.
+`Plan` is all that the trainer needs to build a GPTModel and move weights: it names each layer's mixer and MLP, and whoever treats layers
+differently asks it. `decoder_plan` reads the fields that Llama-style configs have in common.
 Invariants: a field that would change the mathematics and is not handled is refused by name (UnsupportedModel).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from artd_schema.trajectory import RouteShape
 
@@ -23,20 +23,54 @@ class UnsupportedModel(ValueError):
 
 
 @dataclass(frozen=True)
+class Mixer:
+    """How a layer mixes tokens. `kind`: attention is softmax attention over query groups; `rows`: its weights; `qk_norm`: each head's queries and
+    keys are normalised."""
+
+    kind: Literal["attention"]
+    rows: tuple[Row, ...]
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """What a layer does to each token by itself. `kind`: dense is one MLP, sparse is routed experts; `rows`: its weights."""
+
+    kind: Literal["dense", "sparse"]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: a norm and the mixer, a norm and the MLP."""
+
+    mixer: Mixer
+    mlp: Mlp
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the MLP is experts that a router chooses."""
+        return self.mlp.kind == "sparse"
+
+
+@dataclass(frozen=True)
 class Plan:
-    """How to build a model. transformer: keyword arguments of TransformerConfig; model: of GPTModel; qk_norm: layer
-    spec with q and k norms; special_ids: token ids that the canary avoids; routes: what the expert ids of a mixture of
-    experts look like, None for a dense model."""
+    """How to build a model. `transformer`: keyword arguments of TransformerConfig; `model`: of GPTModel; `decoder`: its layers; `special_ids`: token
+    ids that the canary avoids; `routes`: what the expert ids of a mixture of experts look like, None for a dense model."""
 
     family: str
     transformer: dict[str, Any]
     model: dict[str, Any]
     codec: Codec
-    qk_norm: bool
-    layers: int
+    decoder: tuple[Layer, ...]
     vocab_size: int
     special_ids: frozenset[int]
     routes: RouteShape | None = None
+
+    @property
+    def layers(self) -> int:
+        """How many layers the decoder has."""
+        return len(self.decoder)
 
 
 NORMS = (
@@ -75,34 +109,41 @@ _FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",))
 _HEAD = Row("output_layer.weight", ("lm_head.weight",))
 
 
-def dense_plan(family: str, config: HfConfig, qk_norm: bool) -> Plan:
-    """Plan of a decoder with RMSNorm, rotary positions, grouped-query attention and a SiLU-gated MLP."""
-    return decoder_plan(family, config, qk_norm, [GATED_MLP] * int(config["num_hidden_layers"]))
+GATED = Mlp("dense", GATED_MLP)
+
+
+def attention(qk_norm: bool) -> Mixer:
+    """Grouped-query attention. `qk_norm`: with RMSNorm on each head's queries and keys."""
+    return Mixer("attention", (*ATTENTION, *(QK_NORMS if qk_norm else ())), qk_norm)
+
+
+def dense_layers(config: HfConfig, mixer: Mixer) -> list[Layer]:
+    """All layers of a decoder that has this mixer and a SiLU-gated MLP in each."""
+    return [Layer(mixer, GATED)] * int(config["num_hidden_layers"])
 
 
 def decoder_plan(
     family: str,
     config: HfConfig,
-    qk_norm: bool,
-    mlps: Sequence[Sequence[Row]],
+    layers: Sequence[Layer],
     transformer: Mapping[str, Any] | None = None,
     routes: RouteShape | None = None,
 ) -> Plan:
-    """Plan of such a decoder with other MLPs. mlps: rows of each layer's; transformer, routes: what they add to the plan."""
+    """Plan a decoder with RMSNorm and rotary positions. `transformer`, `routes`: what its MLPs add to the plan."""
     _refuse(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
     shape = Heads(heads, groups, int(config.get("head_dim") or hidden // heads))
     tied = bool(config.get("tie_word_embeddings", False))
-    common = {
-        "num_layers": len(mlps),
+    common: dict[str, Any] = {
+        "num_layers": len(layers),
         "hidden_size": hidden,
         "ffn_hidden_size": int(config["intermediate_size"]),
         "num_attention_heads": heads,
         "num_query_groups": groups,
         "kv_channels": shape.head_dim,
         "layernorm_epsilon": float(config["rms_norm_eps"]),
-        "qk_layernorm": qk_norm,
+        "qk_layernorm": any(layer.mixer.qk_norm for layer in layers),
     }
     model = {
         "vocab_size": int(config["vocab_size"]),
@@ -111,11 +152,11 @@ def decoder_plan(
         **_rope(config),
     }
     per_model = (_EMBEDDING, _FINAL_NORM) if tied else (_EMBEDDING, _FINAL_NORM, _HEAD)
-    attention = (*NORMS, *ATTENTION, *(QK_NORMS if qk_norm else ()))
-    codec = Codec.expand(per_model, [(*attention, *mlp) for mlp in mlps], shape)
+    if any(layer.sparse for layer in layers):
+        common["moe_layer_freq"] = [int(layer.sparse) for layer in layers]
+    codec = Codec.expand(per_model, [(*NORMS, *layer.mixer.rows, *layer.mlp.rows) for layer in layers], shape)
     return Plan(
-        family, common | dict(transformer or {}), model, codec, qk_norm, len(mlps), model["vocab_size"],
-        _special_ids(config), routes,
+        family, common | dict(transformer or {}), model, codec, tuple(layers), model["vocab_size"], _special_ids(config), routes,
     )  # fmt: skip
 
 

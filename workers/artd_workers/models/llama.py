@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .base import HfConfig, Plan, dense_plan
+from .base import HfConfig, Plan, attention, decoder_plan, dense_layers
 
 
 def plan(config: HfConfig) -> Plan:
     """Raises UnsupportedModel for biases, other activations and rope scalings that are not handled exactly."""
-    return dense_plan("llama", config, qk_norm=False)
+    return decoder_plan("llama", config, dense_layers(config, attention(qk_norm=False)))

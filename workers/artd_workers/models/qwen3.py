@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .base import HfConfig, Plan, dense_plan
+from .base import HfConfig, Plan, attention, decoder_plan, dense_layers
 
 
 def plan(config: HfConfig) -> Plan:
     """Raises UnsupportedModel for sliding windows, biases and rope scalings that are not handled exactly."""
-    return dense_plan("qwen3", config, qk_norm=True)
+    return decoder_plan("qwen3", config, dense_layers(config, attention(qk_norm=True)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from artd_schema.families import sparse_layers
 from artd_schema.trajectory import RouteShape
 
-from .base import GATED_MLP, HfConfig, Plan, UnsupportedModel, decoder_plan
+from .base import GATED, HfConfig, Layer, Mlp, Plan, UnsupportedModel, attention, decoder_plan, dense_layers
 from .codec import Row
 
 ROUTER = Row("decoder.layers.{i}.mlp.router.weight", ("model.layers.{i}.mlp.gate.weight",))
@@ -35,21 +35,21 @@ def plan(config: HfConfig) -> Plan:
         int(config["num_hidden_layers"]), experts_of(config), int(config.get("decoder_sparse_step", 1)),
         config.get("mlp_only_layers") or (),
     )  # fmt: skip
+    mixer = attention(qk_norm=True)
     if not any(sparse):
-        return decoder_plan("qwen3_moe", config, True, [GATED_MLP] * len(sparse))
+        return decoder_plan("qwen3_moe", config, dense_layers(config, mixer))
     shape = RouteShape(layers=sum(sparse), topk=int(config["num_experts_per_tok"]), experts=experts_of(config))
     normalised = bool(config.get("norm_topk_prob", False))
     _refuse(config, shape, normalised)
-    moe = (ROUTER, *(row.of(expert) for expert in range(shape.experts) for row in EXPERT))
+    moe = Mlp("sparse", (ROUTER, *(row.of(expert) for expert in range(shape.experts) for row in EXPERT)))
     transformer = {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.topk,
         "moe_ffn_hidden_size": int(config["moe_intermediate_size"]),
-        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
         "moe_router_pre_softmax": not normalised,
     }
-    mlps = [moe if is_sparse else GATED_MLP for is_sparse in sparse]
-    return decoder_plan("qwen3_moe", config, True, mlps, transformer, shape)
+    layers = [Layer(mixer, moe if is_sparse else GATED) for is_sparse in sparse]
+    return decoder_plan("qwen3_moe", config, layers, transformer, shape)
 
 
 def experts_of(config: HfConfig) -> int:

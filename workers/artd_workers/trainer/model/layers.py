@@ -8,7 +8,7 @@ one after the other, so that a batch gives the same bits again; nothing here bal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,11 +29,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from artd_workers.models.base import Plan
+from artd_workers.models.base import Layer, Mixer, Plan
 from artd_workers.trainer.model.experts import grouped
 from artd_workers.trainer.model.experts.grouped import DenseRouting
 from artd_workers.trainer.parallel import context
-from artd_workers.trainer.parallel.layout import ALONE, Parallel, sparse_of
+from artd_workers.trainer.parallel.layout import ALONE, Parallel
 from artd_workers.trainer.placement import Placement
 
 from .lora import LoraColumnLinear, LoraRowLinear
@@ -190,24 +190,33 @@ def config_of(plan: Plan, parallel: Parallel, placement: Placement) -> Transform
 
 
 def block_spec(plan: Plan, kit: Kit, layers: range) -> TransformerBlockSubmodules:
-    """The specs of some of the layers, each dense or sparse as the plan says, and of the final norm."""
-    pattern = sparse_of(plan)
-    dense, sparse = _layer_spec(plan.qk_norm, kit), _layer_spec(plan.qk_norm, kit)
-    sparse.submodules.mlp = kit.experts
+    """Return the specs of some of the layers, each with the mixer and the MLP that the plan names, and of the final norm."""
+    specs = {layer: _layer_spec(layer, kit) for layer in set(plan.decoder)}
     return TransformerBlockSubmodules(
-        layer_specs=[sparse if pattern[layer] else dense for layer in layers], layer_norm=kit.norm
+        layer_specs=[specs[plan.decoder[number]] for number in layers], layer_norm=kit.norm
     )
 
 
-def _layer_spec(qk_norm: bool, kit: Kit) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+def _layer_spec(layer: Layer, kit: Kit) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=layer.mixer.qk_norm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = kit.norm
+    _MIXERS[layer.mixer.kind](layer.mixer, spec, kit)
+    if layer.sparse:
+        spec.submodules.mlp = kit.experts
+    else:
+        spec.submodules.mlp.keywords["submodules"] = kit.linears()
+    return spec
+
+
+def _attention(mixer: Mixer, spec: ModuleSpec, kit: Kit) -> None:
     if kit.whole is not None:
         spec.submodules.self_attention.module = kit.whole
     attention = spec.submodules.self_attention.submodules
-    if qk_norm:
+    if mixer.qk_norm:
         attention.q_layernorm = attention.k_layernorm = kit.norm
     attention.core_attention = kit.attention
     attention.linear_qkv, attention.linear_proj = kit.column, kit.row
-    spec.submodules.mlp.keywords["submodules"] = kit.linears()
-    return spec
+
+
+_MIXERS: dict[str, Callable[[Mixer, ModuleSpec, Kit], None]] = {"attention": _attention}
+"""Kind of a mixer -> puts its modules into a layer's spec."""

@@ -181,7 +181,7 @@ ALONE = Parallel()
 
 def sparse_of(plan: Plan) -> list[int]:
     """For each layer, 1 if it has experts."""
-    return list(plan.transformer.get("moe_layer_freq", [0] * plan.layers))
+    return [int(layer.sparse) for layer in plan.decoder]
 
 
 def split_of(name: str) -> int | None:
