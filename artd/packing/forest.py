@@ -17,8 +17,9 @@ from artd_schema.manifest import Drop
 from artd_schema.trajectory import Turn
 
 from .inputs import PackError, PackSpec, Source
+from .routes import AssemblyError
 from .rows import Placed, row_tokens
-from .sequences import AssemblyError, Sequence, assemble
+from .sequences import Sequence, assemble
 from .tree import Tree, build_tree
 
 _TURNS = msgspec.msgpack.Decoder(list[Turn])

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from artd_schema.findings import Finding
+from artd_schema.route_rules import gap_finding, place_finding
 from artd_schema.routes import BadRoutes, check_routes
 from artd_schema.trajectory import RouteShape, Turn
 
@@ -31,6 +33,13 @@ class AssemblyError(ValueError):
         self.what = what
 
 
+def accept(found: Finding | None, path: str) -> None:
+    """Refuse the turn at `path` for what the rule book finds wrong with it. Raises AssemblyError."""
+    if found:
+        where, what = found.under(path)
+        raise AssemblyError(where, what)
+
+
 @dataclass(slots=True)
 class Captured:
     """The routes of a sequence that grows turn by turn: rows of its tokens 0 .. covered - 1."""
@@ -38,20 +47,17 @@ class Captured:
     shape: RouteShape
     covered: int = 0
     pieces: list[bytes] = field(default_factory=list)
-    begins: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, turn) of each piece."""
+    begins: list[tuple[int, str]] = field(default_factory=list)
+    """(first token, path of its turn) of each piece."""
 
-    def add(self, number: int, turn: Turn, tokens: int) -> None:
-        """Take from turn `number` what no earlier one captured. tokens: of its prompt and sampled ones. Raises
-        AssemblyError."""
-        rows = _aligned(number, turn, tokens, self.shape)
-        if self.covered < tokens - 1 and (not rows or turn.routes_start > self.covered):
-            begin = f"its turn's rows begin at token {turn.routes_start}" if rows else "its turn has none"
-            raise AssemblyError(name(number, self.covered), f"no routes for this token: {begin}; {REMEDY}")
-        known = self.covered - turn.routes_start
+    def add(self, turn: Turn, path: str) -> None:
+        """Take from a turn what no earlier one captured. path: of the turn. Raises AssemblyError."""
+        found = (place_finding(turn, self.shape) if turn.routes else None) or gap_finding(turn, self.covered, REMEDY)
+        accept(found, path)
+        known, rows = self.covered - turn.routes_start, len(turn.routes) // self.shape.row_bytes
         if rows and rows > known:
             self.pieces.append(turn.routes[known * self.shape.row_bytes :])
-            self.begins.append((self.covered, number))
+            self.begins.append((self.covered, path))
             self.covered = turn.routes_start + rows
 
     def ids(self) -> Ids:
@@ -60,8 +66,8 @@ class Captured:
         try:
             rows = check_routes(data, self.shape)
         except BadRoutes as error:
-            turn = max(turn for first, turn in self.begins if first <= error.row)
-            raise AssemblyError(name(turn, error.row), f"{error}; {REMEDY}") from None
+            path = [path for first, path in self.begins if first <= error.row][-1]
+            raise AssemblyError(f"{path}.routes[{error.row}]", f"{error}; {REMEDY}") from None
         return ascending(np.frombuffer(data, id_type(self.shape)).reshape(rows, self.shape.layers, self.shape.topk))
 
 
@@ -85,34 +91,3 @@ def ascending(ids: Ids) -> Ids:
 def id_type(shape: RouteShape) -> np.dtype[Any]:
     """uint8, or uint16 (little-endian)."""
     return np.dtype("<u2" if shape.width == 2 else "u1")
-
-
-def name(turn: int, token: int) -> str:
-    """Path of a token's routes; token counts from the start of the turn's prompt, wherever its rows begin."""
-    return f"turns[{turn}].routes[{token}]"
-
-
-def refuse(number: int, turn: Turn) -> None:
-    """For a run that replays no experts. Raises AssemblyError."""
-    if turn.routes:
-        what = "routes, but the run replays no experts (a dense model, or expert_replay=false): leave them out"
-        raise AssemblyError(f"turns[{number}].routes", f"{len(turn.routes)} bytes of {what}")
-
-
-def _aligned(number: int, turn: Turn, tokens: int, shape: RouteShape) -> int:
-    """Rows of a turn, which must lie against its end. Raises AssemblyError."""
-    where = f"turns[{number}].routes"
-    rows, rest = divmod(len(turn.routes), shape.row_bytes)
-    if rest:
-        form = f"[{shape.layers} layers, top {shape.topk}] of {shape.width}-byte ids"
-        raise AssemblyError(
-            where, f"{len(turn.routes)} bytes are not a whole number of {shape.row_bytes}-byte rows, {form}"
-        )
-    end = turn.routes_start + rows
-    if rows and (turn.routes_start < 0 or end not in (tokens - 1, tokens)):
-        raise AssemblyError(
-            where,
-            f"{rows} rows from token {turn.routes_start} on end at {end}: the turn has {tokens} tokens, and its rows must "
-            "reach to the last one or end one before it",
-        )
-    return rows

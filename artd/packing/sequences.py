@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from artd_schema.trajectory import RouteShape, Sampling, Turn, untrainable
+from artd.columns import SCAN
+from artd_schema.route_rules import goes_on, refused_routes
+from artd_schema.rules import turn_finding
+from artd_schema.trajectory import RouteShape, Turn
 
-from .routes import AssemblyError, Captured, Ids, refuse
+from .routes import Captured, Ids, accept
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -51,23 +54,19 @@ class Sequence:
 
 @dataclass(slots=True)
 class _Growing:
-    """The sequence that the turns so far make. tokens: all of it; pieces: its columns; captured: its routes."""
+    """The sequence that the turns so far make. tokens: all of it, int32; pieces: its columns; captured: its routes."""
 
     captured: Captured | None
-    tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    tokens: bytes = b""
     pieces: list[Sequence] = field(default_factory=list)
 
-    def extended_by(self, prompt: I32) -> bool:
-        known = len(self.tokens)
-        return len(prompt) >= known and np.array_equal(prompt[:known], self.tokens)
-
-    def add(self, prompt: I32, sampled: Sequence) -> None:
-        self.pieces.append(_context(prompt[len(self.tokens) :]))
-        self.pieces.append(sampled)
-        self.tokens = np.concatenate((prompt, sampled.tokens))
+    def add(self, turn: Turn) -> None:
+        self.pieces.append(_context(_column(turn.prompt_ids[len(self.tokens) :], np.int32)))
+        self.pieces.append(_sampled(turn))
+        self.tokens = turn.prompt_ids + turn.token_ids
 
     def sequence(self) -> Sequence:
-        return _join(self.pieces, self.tokens, self.captured.ids() if self.captured else None)
+        return _join(self.pieces, _column(self.tokens, np.int32), self.captured.ids() if self.captured else None)
 
 
 def assemble(turns: Iterable[Turn], shape: RouteShape | None = None) -> list[Sequence]:
@@ -76,19 +75,14 @@ def assemble(turns: Iterable[Turn], shape: RouteShape | None = None) -> list[Seq
     finished: list[Sequence] = []
     growing = _growing(shape)
     for number, turn in enumerate(turns):
-        where = f"turns[{number}]"
-        _check_sampling(turn.sampling, f"{where}.sampling")
-        prompt = column(turn.prompt_ids, np.int32, f"{where}.prompt_ids")
-        if len(prompt) == 0:
-            raise AssemblyError(f"{where}.prompt_ids", "empty: nothing predicts the first sampled token")
-        if not growing.extended_by(prompt):
+        path = f"turns[{number}]"
+        accept(turn_finding(turn, trained=True, scan=SCAN) or (None if shape else refused_routes(turn)), path)
+        if not goes_on(turn, growing.tokens):
             finished.append(growing.sequence())
             growing = _growing(shape)
-        growing.add(prompt, _sampled(turn, where))
-        if growing.captured is None:
-            refuse(number, turn)
-        else:
-            growing.captured.add(number, turn, len(growing.tokens))
+        growing.add(turn)
+        if growing.captured is not None:
+            growing.captured.add(turn, path)
     if growing.pieces:
         finished.append(growing.sequence())
     return finished
@@ -98,43 +92,24 @@ def _growing(shape: RouteShape | None) -> _Growing:
     return _Growing(Captured(shape) if shape else None)
 
 
-def column(data: bytes, kind: type[np.generic], where: str) -> NDArray:
-    """Little-endian bytes as a read-only array. Raises AssemblyError when the length is not a whole number of items."""
-    dtype = np.dtype(kind).newbyteorder("<")
-    if len(data) % dtype.itemsize:
-        raise AssemblyError(where, f"{len(data)} bytes are not a whole number of {dtype.itemsize}-byte items")
-    return np.frombuffer(data, dtype)
+def _column(data: bytes, kind: type[np.generic]) -> NDArray:
+    """Little-endian bytes, a whole number of items, as a read-only array."""
+    return np.frombuffer(data, np.dtype(kind).newbyteorder("<"))
 
 
-def _check_sampling(sampling: Sampling, where: str) -> None:
-    for bad in untrainable(sampling):
-        raise AssemblyError(f"{where}.{bad.name}", f"{bad.value}: {bad.why}")
-
-
-def _sampled(turn: Turn, where: str) -> Sequence:
-    tokens = column(turn.token_ids, np.int32, f"{where}.token_ids")
-    logprobs = column(turn.logprobs, np.float32, f"{where}.logprobs")
+def _sampled(turn: Turn) -> Sequence:
+    tokens = _column(turn.token_ids, np.int32)
     count = len(tokens)
-    if len(logprobs) != count:
-        raise AssemblyError(f"{where}.logprobs", f"{len(logprobs)} logprobs for {count} token_ids")
-    if not np.all((logprobs <= 0) & np.isfinite(logprobs)):
-        bad = int(np.flatnonzero(~((logprobs <= 0) & np.isfinite(logprobs)))[0])
-        raise AssemblyError(f"{where}.logprobs[{bad}]", f"{logprobs[bad]}: must be finite and <= 0")
-    temperatures = np.full(count, turn.sampling.temperature, np.float32)
-    epochs = _epochs(turn.policy_epoch, count, f"{where}.policy_epoch")
-    return Sequence(tokens, np.ones(count, np.uint8), logprobs, temperatures, epochs)
-
-
-def _epochs(runs: tuple[tuple[int, int], ...], count: int, where: str) -> I32:
-    """Run lengths (start, epoch) spread over `count` tokens; -1 when there are none."""
-    epochs = np.full(count, -1, np.int32)
-    previous = -1
-    for number, (start, epoch) in enumerate(runs):
-        if (number == 0 and start != 0) or start <= previous or (start >= count and count > 0):
-            raise AssemblyError(f"{where}[{number}]", f"start {start} of {count} tokens: starts rise from 0")
+    epochs = np.full(count, -1, np.int32)  # unknown
+    for start, epoch in turn.policy_epoch:
         epochs[start:] = epoch
-        previous = start
-    return epochs
+    return Sequence(
+        tokens,
+        np.ones(count, np.uint8),
+        _column(turn.logprobs, np.float32),
+        np.full(count, turn.sampling.temperature, np.float32),
+        epochs,
+    )
 
 
 def _context(tokens: I32) -> Sequence:

@@ -13,13 +13,14 @@ import time
 import msgspec
 
 from artd.core.fields import InvalidField
-from artd.core.routes import trim_routes
-from artd.core.validate import check_turns, epoch_range
+from artd.core.validate import check_turns
 from artd.errors import Busy, Conflict, Invalid, NotFound, RequestError
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd_schema import client_api as api
 from artd_schema.codec import digest
+from artd_schema.route_rules import trim_routes
+from artd_schema.rules import epoch_range
 from artd_schema.trajectory import ExchangeRef, Turn
 
 from .insert import Parcel, RunFacts, insert_many

@@ -19,7 +19,7 @@ import msgspec
 
 from artd.core.fields import InvalidField
 from artd.core.header import check_header
-from artd.core.validate import check_turns, epoch_range
+from artd.core.validate import check_turns
 from artd.errors import Busy, Invalid, NotFound, RequestError
 from artd.store.blobs import Blobs, add_row
 from artd.store.store import Store
@@ -29,6 +29,7 @@ from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.crashpoint import reach
+from artd_schema.rules import epoch_range
 from artd_schema.trajectory import Turn
 
 from . import by_reference, slices

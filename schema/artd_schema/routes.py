@@ -7,6 +7,8 @@ about 2 ms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .trajectory import RouteShape
 
 CHUNK = 1 << 18
@@ -14,6 +16,10 @@ CHUNK = 1 << 18
 
 FEW = 64
 """Choices (of a token in a layer): with one expert each, up to so many may all be expert 0."""
+
+
+NOTHING = "the engine captured nothing"
+"""What routes that are all zero mean."""
 
 
 class BadRoutes(ValueError):
@@ -27,18 +33,23 @@ class BadRoutes(ValueError):
 def check_routes(data: bytes, shape: RouteShape) -> int:
     """Rows of `data`, ids [rows, layers, topk] of this shape. Errors: BadRoutes when the ids are no whole rows, those of a
     capture that never was (all zero), not those of an expert, or not distinct for a token in a layer."""
-    rows, rest = divmod(len(data), shape.row_bytes)
-    if rest:
-        raise BadRoutes(
-            rows, f"{len(data)} bytes are no whole number of rows of {shape.row_bytes} bytes ({_form(shape)})"
-        )
+    rows = count_rows(data, shape)
     if _nothing(data, shape):
-        raise BadRoutes(0, f"every expert id of {rows} tokens is 0: the engine captured nothing")
+        raise BadRoutes(0, f"every expert id of {rows} tokens is 0: {NOTHING}")
     step = max(CHUNK // shape.row_bytes, 1) * shape.row_bytes
     for at in range(0, len(data), step):
         part = data[at : at + step]
         if not _sound(part, shape):
             raise _fault(part, at // shape.row_bytes, shape)
+    return rows
+
+
+def count_rows(data: bytes, shape: RouteShape) -> int:
+    """Return how many rows `data` has. Raises BadRoutes when that is no whole number."""
+    rows, rest = divmod(len(data), shape.row_bytes)
+    if rest:
+        what = f"{len(data)} bytes are no whole number of rows of {shape.row_bytes} bytes ({_form(shape)})"
+        raise BadRoutes(rows, what)
     return rows
 
 
@@ -96,12 +107,20 @@ def _fault(part: bytes, first_row: int, shape: RouteShape) -> BadRoutes:
         row, layer = divmod(at // group, shape.layers)
         outside = [number for number in ids if number >= shape.experts]
         if outside:
-            return BadRoutes(
-                first_row + row, f"MoE layer {layer}: expert id {outside[0]}, but there are {shape.experts}"
-            )
+            return BadRoutes(first_row + row, id_outside(layer, outside[0], shape))
         if len(set(ids)) < len(ids):
-            return BadRoutes(first_row + row, f"MoE layer {layer}: expert ids {ids} are not distinct")
+            return BadRoutes(first_row + row, ids_equal(layer, ids))
     raise AssertionError("routes were found bad as a whole and good one by one")
+
+
+def id_outside(layer: int, number: int, shape: RouteShape) -> str:
+    """Return the text about an id that is no expert's, here and in the trainer."""
+    return f"MoE layer {layer}: expert id {number}, but there are {shape.experts}"
+
+
+def ids_equal(layer: int, ids: Sequence[int]) -> str:
+    """Return the text about a token whose experts are not distinct."""
+    return f"MoE layer {layer}: expert ids {list(ids)} are not distinct"
 
 
 def _form(shape: RouteShape) -> str:

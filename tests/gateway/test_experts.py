@@ -191,7 +191,7 @@ async def test_a_dense_model_asks_for_nothing_and_its_engines_field_is_not_kept(
 N = PROMPT + 5
 GOOD = rows_of(SHAPE, 0, N)
 BAD = [
-    ({"routes": GOOD[: -SHAPE.row_bytes], "rows": N - 1}, "29 rows from token 0, for 25 + 6"),
+    ({"routes": GOOD[: -SHAPE.row_bytes], "rows": N - 1}, "29 rows from token 0 of 31"),
     ({"routes": rows_of(SHAPE, 0, N + 2), "rows": N + 2}, "rows from token 0"),
     ({"routes": GOOD[:-1]}, "for 30 rows of 6 bytes"),
     ({"routes": GOOD, "rows": N + 1}, "for 31 rows of 6 bytes"),

@@ -111,16 +111,16 @@ def zeros(bundle: Columns) -> None:
         (uncover(1, 0), r"row 1: position 0 \(token 0 of trajectory 4\) has no routes"),
         (
             put(0, 22, 1, [8, 0]),
-            r"row 0: position 22 \(token 1 of trajectory 3\) .* \[8, 0\] in MoE layer 1: ids lie in",
+            r"row 0: position 22 \(token 1 of trajectory 3\): MoE layer 1: expert id 8, but there are 8",
         ),
-        (put(0, 30, 0, [0, 9]), r"row 0: position 30 \(padding\) .*ids lie in"),
+        (put(0, 30, 0, [0, 9]), r"row 0: position 30 \(padding\): MoE layer 0: expert id 9, but there are 8"),
         (
             put(1, 4, 0, [6, 6]),
-            r"row 1: position 4 \(token 4 of trajectory 4\) .* in MoE layer 0: one expert comes twice",
+            r"row 1: position 4 \(token 4 of trajectory 4\): MoE layer 0: expert ids \[6, 6\] are not distinct",
         ),
         (put(0, 13, 0, [2, 1]), r"row 0: position 13 .* marked as not covered"),
         (cover_padding, r"row 1: position 10 is padding and has routes"),
-        (zeros, r"row 0: position 0 .*one expert comes twice"),
+        (zeros, r"row 0: position 0 .*are not distinct"),
     ],
     ids=["prefix", "predictor", "leaf-start", "first", "range", "padding", "twice", "uncovered", "pad", "zeros"],
 )

@@ -227,7 +227,7 @@ async def test_a_trajectory_whose_routes_are_bad_fails_the_batch_by_name_and_los
         assert (event["trajectory"], event["position"]) == (2, "turns[0].routes")
         rows = await store.read("SELECT name, state, reason FROM trajectory_group ORDER BY id")
         assert [(row["name"], row["state"]) for row in rows] == [("bad", "discarded"), ("good", "sealed")]
-        assert "trajectory 2: turns[0].routes: 2 rows from token 0 on end at 2" in rows[0]["reason"]
+        assert "trajectory 2: turns[0].routes: has 2 rows from token 0 of 4" in rows[0]["reason"]
         assert await pack(store, data) and await count(store, "batch") == 1
 
 

@@ -267,7 +267,7 @@ def bad_bodies():
     yield "turns[0].logprobs[1]", replace(good, logprobs=nan)
     yield "turns[0].token_ids", replace(good, token_ids=good.token_ids[:-1])
     yield "turns[0].prompt_ids", replace(good, prompt_ids=b"")
-    yield "turns[0].policy_epoch[1]", replace(good, policy_epoch=((0, 1), (3, 2)))
+    yield "turns[0].policy_epoch", replace(good, policy_epoch=((0, 1), (3, 2)))
 
 
 @pytest.mark.parametrize(("position", "bad"), list(bad_bodies()))

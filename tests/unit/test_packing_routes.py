@@ -282,16 +282,16 @@ def test_what_the_refusals_change_is_good():
 @pytest.mark.parametrize(
     ("turns", "position", "says"),
     [
-        ([changed(GOOD, routes=GOOD.routes[:-1])], "turns[0].routes", "not a whole number of 6-byte rows"),
-        ([changed(GOOD, routes=GOOD.routes[:-ROW])], "turns[0].routes", "11 rows from token 0 on end at 11"),
-        ([changed(GOOD, routes=GOOD.routes + 2 * GOOD.routes[:ROW])], "turns[0].routes", "end at 14"),
-        ([GOOD, changed(NEXT, routes_start=11)], "turns[1].routes", "the turn has 16 tokens"),
-        ([changed(GOOD, routes_start=-1, routes=GOOD.routes + GOOD.routes[:ROW])], "turns[0].routes", "from token -1"),
+        ([changed(GOOD, routes=GOOD.routes[:-1])], "turns[0].routes", "no whole number of rows of 6 bytes"),
+        ([changed(GOOD, routes=GOOD.routes[:-ROW])], "turns[0].routes", "11 rows from token 0 of 13"),
+        ([changed(GOOD, routes=GOOD.routes + 2 * GOOD.routes[:ROW])], "turns[0].routes", "14 rows from token 0 of 13"),
+        ([GOOD, changed(NEXT, routes_start=11)], "turns[1].routes", "from token 11 of 16"),
+        ([changed(GOOD, routes_start=-1, routes=GOOD.routes + GOOD.routes[:ROW])], "turns[0].routes_start", "is -1"),
         ([changed(GOOD, routes_start=3, routes=GOOD.routes[3 * ROW :])], "turns[0].routes[0]", "begin at token 3"),
         ([GOOD, changed(NEXT, routes_start=13, routes=NEXT.routes[ROW:])], "turns[1].routes[12]", "begin at token 13"),
-        ([changed(GOOD, routes=b"")], "turns[0].routes[0]", "its turn has none"),
-        ([GOOD, changed(NEXT, routes=b"")], "turns[1].routes[12]", "its turn has none"),
-        ([GOOD, turn([*range(10), 1, 2, 3], [4])], "turns[1].routes[12]", "its turn has none"),
+        ([changed(GOOD, routes=b"")], "turns[0].routes[0]", "this turn has none"),
+        ([GOOD, changed(NEXT, routes=b"")], "turns[1].routes[12]", "this turn has none"),
+        ([GOOD, turn([*range(10), 1, 2, 3], [4])], "turns[1].routes[12]", "this turn has none"),
         ([with_ids(GOOD, 4, 2, 3, 3)], "turns[0].routes[4]", "[3, 3] are not distinct"),
         ([with_ids(GOOD, 0, 0, 0, 7)], "turns[0].routes[0]", "expert id 7"),
         ([GOOD, with_ids(NEXT, 2, 1, 5, 5)], "turns[1].routes[14]", "not distinct"),
@@ -345,7 +345,7 @@ def plant_off_by_one(patch):
 
 
 def plant_last_capture_wins(patch):
-    def add(self, number, turn, tokens):
+    def add(self, turn, path):
         rows = len(turn.routes) // self.shape.row_bytes
         whole = b"".join(self.pieces)[: turn.routes_start * self.shape.row_bytes] + turn.routes
         self.pieces, self.covered = [whole], turn.routes_start + rows

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from artd.core.fields import InvalidField
-from artd.core.routes import trim_routes
 from artd.core.validate import check_turns
 from artd_schema import routes
+from artd_schema.route_rules import trim_routes
 from artd_schema.routes import BadRoutes, check_routes
 from artd_schema.trajectory import RouteShape, Turn
 from tests.fakes.routes import SHAPE, WIDE, layer_rows, put, rows_of

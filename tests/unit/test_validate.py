@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from artd.core.fields import InvalidField
-from artd.core.validate import check_turns, epoch_range
+from artd.core.validate import check_turns
 from artd.packing.routes import AssemblyError
 from artd.packing.sequences import assemble
+from artd_schema.rules import epoch_range
 from artd_schema.trajectory import Sampling
-from artd_workers.gateway.errors import ApiError
-from artd_workers.gateway.request.turns import effective_sampling, refuse_untrainable
+from artd_workers.gateway.errors import ApiError, EngineFailure
+from artd_workers.gateway.request.turns import build_turn, effective_sampling, refuse_untrainable
 from tests.fakes.rows import VOCAB, floats, ids, turn
 
 NAN, INF = float("nan"), float("inf")
@@ -50,6 +51,31 @@ def test_a_bad_field_is_named(path):
         check_turns([turn(), turn(**changes)], VOCAB, True)
     assert caught.value.field == path.strip() and text in str(caught.value)
     assert str(caught.value).startswith(path.strip())
+
+
+@pytest.mark.parametrize("path", [path for path in BAD if "token id " not in BAD[path][1]])
+def test_the_packer_tells_what_ingest_tells(path):
+    changes, text = BAD[path]
+    with pytest.raises(AssemblyError) as caught:
+        assemble([turn(), turn(**changes)])
+    assert caught.value.where == path.strip() and text in caught.value.what
+
+
+def test_the_gateway_tells_what_ingest_tells():
+    choice = {"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": NAN}]}}
+    more = {
+        "sampling": Sampling(),
+        "epochs": (),
+        "cache": (),
+        "capture": None,
+        "response_id": "",
+        "index": 0,
+        "raw": {},
+    }
+    with pytest.raises(EngineFailure, match=r"logprobs\[0\]: logprob nan is not a finite number <= 0"):
+        build_turn("e", [1], choice, **more)
+    with pytest.raises(EngineFailure, match="prompt_ids: is empty"):
+        build_turn("e", [], {"token_ids": []}, **more)
 
 
 def test_no_turns():

@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from artd_schema.route_rules import place_fault
 from artd_schema.routes import BadRoutes, check_routes
 from artd_schema.trajectory import RouteShape
 from artd_workers.gateway.errors import EngineFailure
@@ -102,9 +103,10 @@ def _check(capture: Capture, prompt: int, sampled: int, shape: RouteShape) -> No
         rows = check_routes(capture.routes, shape)
     except BadRoutes as error:
         raise ValueError(f"token {capture.start + error.row}: {error}") from error
-    end = capture.start + rows
-    if not 0 <= capture.start < prompt or end not in (prompt + sampled, prompt + sampled - 1):
-        raise ValueError(f"{rows} rows from token {capture.start}, for {prompt} + {sampled} tokens")
+    if fault := place_fault(rows, capture.start, prompt + sampled):
+        raise ValueError(fault)
+    if capture.start >= prompt:
+        raise ValueError(f"{rows} rows from token {capture.start}: they begin behind the prompt's {prompt} tokens")
 
 
 def _moe_layers(field: Any, shape: RouteShape) -> bytes:

@@ -7,7 +7,6 @@ never a guess.
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from artd_schema.rules import columns_finding
 from artd_schema.trajectory import Sampling, Turn, untrainable
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.errors import ApiError, EngineFailure, invalid
@@ -94,7 +94,7 @@ def logprobs_of(engine: str, choice: dict[str, Any]) -> list[float]:
         raise _unusable(engine, f"{len(content)} logprobs that do not belong to its {len(tokens)} sampled tokens")
     values = [entry["logprob"] for entry in content]
     for position, value in enumerate(values):
-        if not math.isfinite(value) or value <= FLOOR or value > _ROUNDING:
+        if value <= FLOOR or value > _ROUNDING:
             raise _unusable(engine, f"logprob {value} at token {position}: not a finite log-probability")
     return [min(value, 0.0) for value in values]
 
@@ -139,8 +139,8 @@ def build_turn(
     index: int,
     raw: dict[str, Any],
 ) -> Turn:
-    """One choice of a generate reply as a Turn. Errors: EngineFailure."""
-    return Turn(
+    """One choice of a generate reply as a Turn, by the rule book. Raises EngineFailure."""
+    turn = Turn(
         prompt_ids=int_column(prompt),
         token_ids=int_column(choice["token_ids"]),
         logprobs=float_column(logprobs_of(engine, choice)),
@@ -154,6 +154,9 @@ def build_turn(
         choice=index,
         raw=msgspec.json.encode(raw),
     )
+    if found := columns_finding(turn):
+        raise _unusable(engine, f"{found.where}: {found.what}")
+    return turn
 
 
 def _little(column: array[Any]) -> bytes:

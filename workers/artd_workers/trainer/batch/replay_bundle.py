@@ -20,7 +20,7 @@ from torch import Tensor
 
 from artd_schema.codec import UNREADABLE
 from artd_schema.manifest import BatchManifest, ReplayManifest
-from artd_schema.routes import FEW
+from artd_schema.routes import FEW, NOTHING, id_outside, ids_equal
 from artd_schema.trajectory import RouteShape
 
 
@@ -169,24 +169,21 @@ def _check_covered(covered: Tensor, size: int, lasts: set[int], where: Callable[
 def _check_ids(routes: Tensor, covered: Tensor, shape: RouteShape, where: Callable[[int], str]) -> None:
     """routes: [layers, S, topk] with its padding, covered [S]."""
     ids = routes.to(torch.int32)
-    if (at := _first((ids >= shape.experts).any(-1))) is not None:
+    outside = ids >= shape.experts
+    if (at := _first(outside.any(-1))) is not None:
         layer, position = at
-        raise BatchError(
-            f"{where(position)} has the routes {ids[layer, position].tolist()} in MoE layer {layer}: ids lie in "
-            f"[0, {shape.experts})"
-        )
+        first = int(ids[layer, position][outside[layer, position]][0])
+        raise BatchError(f"{where(position)}: {id_outside(layer, first, shape)}")
     ordered = ids.sort(-1).values
     if (at := _first((ordered[..., 1:] == ordered[..., :-1]).any(-1))) is not None:
         layer, position = at
-        raise BatchError(
-            f"{where(position)} has the routes {ids[layer, position].tolist()} in MoE layer {layer}: one expert comes twice"
-        )
+        raise BatchError(f"{where(position)}: {ids_equal(layer, ids[layer, position].tolist())}")
     if (at := _first((ids != torch.arange(shape.topk)).any(-1) & ~covered)) is not None:
         raise BatchError(f"{where(at[1])} is marked as not covered, and has routes in MoE layer {at[0]}")
     few = shape.topk == 1 and int(covered.sum()) * shape.layers <= FEW  # may all be expert 0, as at ingest
     if shape.experts > 1 and covered.any() and not few and not ids[:, covered].any():
         first = int(covered.nonzero()[0])
-        raise BatchError(f"all routes from {where(first)} on are 0: the engine captured none")
+        raise BatchError(f"all routes from {where(first)} on are 0: {NOTHING}")
 
 
 def _first(bad: Tensor) -> tuple[int, int] | None:
