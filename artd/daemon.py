@@ -40,7 +40,7 @@ from artd.store import fs
 from artd.store.migrate import SchemaMismatch
 from artd.store.origin import ForeignLog
 from artd.store.room import is_full
-from artd.store.store import DatabaseRead, Store, get_meta, set_meta
+from artd.store.store import DatabaseInUse, Store, get_meta, set_meta
 from artd.store.writer import StoreFull
 from artd.supervise import procfs
 from artd.supervise.code import install_code
@@ -89,7 +89,7 @@ def main(settings: Settings) -> int:
     fs.on_sync_error = _fatal
     try:
         return anyio.run(Daemon(settings, data, files).run)
-    except (SchemaMismatch, ForeignLog, DatabaseRead, CannotListen, BadKey) as error:
+    except (SchemaMismatch, ForeignLog, DatabaseInUse, CannotListen, BadKey) as error:
         print(f"artd: {root}: {error}", file=sys.stderr)
         return 1
     except (OSError, sqlite3.DatabaseError, BaseExceptionGroup) as error:

@@ -1,9 +1,9 @@
-"""A backup: one snapshot of the database and every file that it names, while the daemon runs or not.
+"""Makes a backup: one snapshot of the database and every file that it names, while the daemon runs or not.
 
-Owner of: the backup's folder. Invariants: the data folder is only read, so nothing is asked of a daemon; files are
-immutable and rows change before files go, so a file that went while it was fetched is one that a newer snapshot does not
-name: then the next round takes one, and fetches only what is new; `backup.json` is written last, after a deep check, so
-a folder without it is no backup.
+Owner of: the backup's folder. Invariants: a backup only reads the data folder and needs nothing from a daemon. Files are
+immutable and rows change before files go, so a newer snapshot does not name a file that vanished during the copy: the next
+round takes a newer snapshot and fetches only what is new. `backup.json` is written last, after a deep check, so a folder
+without it is no backup.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ INFO = "backup.json"
 ROUNDS = 10
 MADE = frozenset({"blobs", "checkpoints", "tmp", "logs", LOCK, INFO})
 MADE_WITH = (DATABASE, RESTORING, f".{INFO}.")
-"""What names begin with: a database has files beside it, a file that is being written another name."""
+"""Prefixes of names that a backup or a restore makes: SQLite adds files beside a database, and a file under way has another
+name."""
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES)
 
 
 class BackupError(Exception):
-    """A backup that cannot be made or used; the text says what to do."""
+    """A backup cannot be made or used; the text says what to do."""
 
 
 class NotEmpty(BackupError):
-    """The folder to write to holds something already, or lies in the wrong place."""
+    """The target folder is not empty, or is in the wrong place."""
 
 
 class RunStep(msgspec.Struct, frozen=True):
-    """A run as it stands in the backup."""
+    """The state and the step of a run in the backup."""
 
     name: str
     state: str
@@ -60,8 +61,8 @@ class RunStep(msgspec.Struct, frozen=True):
 
 
 class BackupInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`backup.json`. database: sha256 hex of `artd.db`; instance: of the folder that it was made from; created: ms since
-    the epoch."""
+    """The contents of `backup.json`. `database` is the sha256 of `artd.db` in hex, `instance` that of the original folder,
+    `created` is in ms since the epoch."""
 
     version: int = 1
     artd: str
@@ -75,8 +76,8 @@ class BackupInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Fetched:
-    """How the files came: linked ones share their bytes with the data folder. copied_bytes: written anew."""
+class CopyCounts:
+    """How many files a backup linked and copied. A linked file shares its bytes with the data folder; `copied_bytes` are new."""
 
     linked: int = 0
     copied: int = 0
@@ -85,24 +86,24 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class Made:
+class BackupResult:
     info: BackupInfo
-    fetched: Fetched
+    fetched: CopyCounts
 
 
 @dataclass
-class _Named:
-    """What one snapshot names, relative to the data folder."""
+class _Names:
+    """The files and folders that one snapshot names, relative to the data folder."""
 
     blobs: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
 
 
-def backup(data: Path, target: Path, now: int, *, link: bool = True) -> Made:
-    """Write a complete, fsynced and checked backup of `data` into `target`, which is empty or not there.
+def backup(data: Path, target: Path, now: int, *, link: bool = True) -> BackupResult:
+    """Write a complete, fsynced and checked backup of `data` into `target`, which is empty or does not exist.
 
-    link: share the bytes of immutable files with the data folder where that is possible, instead of copying them.
-    Errors: BackupError, SchemaMismatch, OSError; nothing of `target` is left then.
+    With `link`, immutable files share their bytes with the data folder where possible; otherwise they are copied.
+    Raises BackupError, SchemaMismatch, OSError, and leaves nothing in `target` then.
     """
     _require_empty(data, target)
     fs.make_dir(target)
@@ -112,72 +113,77 @@ def backup(data: Path, target: Path, now: int, *, link: bool = True) -> Made:
             fs.make_dir(target / name)
         fetched, names = _fetch_all(data, target, link)
         info = _describe(target, names, now)
-        _verified(target)
+        _verify(target)
         fs.fsync_tree(target)
         fs.write_file(target / INFO, to_json(info))
     except BaseException:
         empty(target)
         raise
     fs.fsync_dir(target.parent)
-    return Made(info, fetched)
+    return BackupResult(info, fetched)
 
 
 def read_info(folder: Path) -> BackupInfo:
-    """Errors: BackupError when the folder is no complete backup."""
+    """Read `backup.json`. Raises BackupError when the folder is no complete backup."""
     try:
         return msgspec.json.decode((folder / INFO).read_bytes(), type=BackupInfo)
     except FileNotFoundError:
-        raise BackupError(f"{folder} holds no {INFO}: it is no backup, or one that was not finished") from None
+        raise BackupError(
+            f"{folder} holds no {INFO}: it is no backup, or an unfinished one; use another backup"
+        ) from None
     except (OSError, *UNREADABLE) as error:
-        raise BackupError(f"{folder / INFO} cannot be read: {error}") from None
+        raise BackupError(f"{folder / INFO} cannot be read: {error}; use another backup") from None
 
 
 def empty(folder: Path) -> None:
-    """Remove what a backup or a restore has made in a folder, and nothing else; the folder itself may be a mount point."""
+    """Remove only what a backup or a restore made in a folder. The folder itself stays: it may be a mount point."""
     for path in folder.iterdir():
         if path.name in MADE or path.name.startswith(MADE_WITH):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def told(report: Report) -> str:
-    """The first violations of a report, in one line."""
+def summarise(report: Report) -> str:
+    """Return the first violations of a report in one line."""
     first = [f"{outcome.name}: {v.what}: {v.text}" for outcome in report.broken for v in outcome.violations[:1]]
     return "; ".join(first[:3])
 
 
 def _require_empty(data: Path, target: Path) -> None:
-    """Errors: NotEmpty."""
+    """Check that `target` is empty and outside the data folder. Raises NotEmpty."""
     if not is_free(target):
-        raise NotEmpty(f"{target} is not an empty folder: give another, or empty it")
+        raise NotEmpty(f"{target} is not an empty folder: name another one, or empty it")
     inside, outside = target.resolve(), data.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
-        raise NotEmpty(f"{target} and the data folder {data} lie in each other: give a folder outside")
+        raise NotEmpty(f"one of {target} and the data folder {data} contains the other: name a folder outside")
 
 
 # ---- fetching -------------------------------------------------------------------------------------------------------
 
 
-def _fetch_all(data: Path, target: Path, link: bool) -> tuple[Fetched, _Named]:
-    """Snapshot and files, and what the snapshot names. Errors: BackupError when files go faster than they can be fetched."""
-    fetched = Fetched()
+def _fetch_all(data: Path, target: Path, link: bool) -> tuple[CopyCounts, _Names]:
+    """Fetch a snapshot and the files that it names. Returns what was fetched, and the names.
+
+    Raises BackupError when files vanish faster than they can be copied.
+    """
+    fetched = CopyCounts()
     lost = ""
     for _ in range(ROUNDS):
         fetched.rounds += 1
         snapshot(data / DATABASE, target / DATABASE)
-        names = _named(target)
+        names = _read_names(target)
         lost = _fetch(data, target, names, link, fetched)
         if not lost:
             _prune(target, names)
             return fetched, names
-        log.info("%s went while it was fetched: another snapshot", lost)
+        log.info("%s vanished before it was copied: taking another snapshot", lost)
     raise BackupError(
-        f"{data / lost} is not there, and the rows still name it after {ROUNDS} snapshots: either it is lost (artd check), "
-        "or retention removes checkpoints faster than they can be copied (give a folder on the same disk)"
+        f"{data / lost} does not exist, and the rows still name it after {ROUNDS} snapshots: either it is lost (artd check), "
+        "or retention removes checkpoints faster than they can be copied (name a folder on the same disk)"
     )
 
 
 def snapshot(source: Path, target: Path) -> None:
-    """Copy a database as one read transaction sees it, to one plain file. Errors: sqlite3.Error, SchemaMismatch."""
+    """Copy a database, as one read transaction sees it, into one plain file. Raises sqlite3.Error, SchemaMismatch."""
     target.unlink(missing_ok=True)
     handle = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     os.close(handle)
@@ -188,17 +194,17 @@ def snapshot(source: Path, target: Path) -> None:
             out.execute("PRAGMA journal_mode = DELETE")
 
 
-def _named(folder: Path) -> _Named:
+def _read_names(folder: Path) -> _Names:
     with closing(open_readonly(folder / DATABASE)) as c:
-        return _Named(
+        return _Names(
             blobs=[f"blobs/{place(sha)}" for (sha,) in c.execute("SELECT sha FROM blob")],
-            # Oldest first: they are the first to go.
+            # Oldest first, because retention removes the oldest first.
             folders=[row[0] for row in c.execute("SELECT dir FROM checkpoint WHERE state = 'committed' ORDER BY id")],
         )
 
 
-def _fetch(data: Path, target: Path, names: _Named, link: bool, fetched: Fetched) -> str:
-    """Fetch what is named and not there yet; the first name that has gone, "" when all is there."""
+def _fetch(data: Path, target: Path, names: _Names, link: bool, fetched: CopyCounts) -> str:
+    """Fetch the files that `target` lacks. Returns the first name that vanished, "" if `target` has all."""
     for name in names.folders:
         if not (target / name).is_dir() and not _fetch_folder(data / name, target / name, link, fetched):
             return name
@@ -212,13 +218,13 @@ def _fetch(data: Path, target: Path, names: _Named, link: bool, fetched: Fetched
     return ""
 
 
-def _fetch_folder(source: Path, target: Path, link: bool, fetched: Fetched) -> bool:
-    """A checkpoint folder, whole or not at all; False when it has gone."""
+def _fetch_folder(source: Path, target: Path, link: bool, fetched: CopyCounts) -> bool:
+    """Fetch a checkpoint folder, whole or not at all. Returns False if it vanished."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     fs.make_dir(partial)
     try:
-        for name in _files_of(source):
+        for name in _list_files(source):
             _fetch_file(source / name, partial / name, link, fetched)
     except FileNotFoundError:
         shutil.rmtree(partial)
@@ -227,8 +233,8 @@ def _fetch_folder(source: Path, target: Path, link: bool, fetched: Fetched) -> b
     return True
 
 
-def _files_of(folder: Path) -> Iterator[str]:
-    """Names in a checkpoint's manifest, and the manifest's own. Errors: FileNotFoundError, BackupError."""
+def _list_files(folder: Path) -> Iterator[str]:
+    """Yield the names in a checkpoint's manifest, and the manifest's own name. Raises FileNotFoundError, BackupError."""
     raw = (folder / commit.MANIFEST).read_bytes()
     try:
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
@@ -237,8 +243,8 @@ def _files_of(folder: Path) -> Iterator[str]:
     return iter([*(entry.name for entry in manifest.files), commit.MANIFEST])
 
 
-def _fetch_file(source: Path, target: Path, link: bool, fetched: Fetched) -> None:
-    """Errors: FileNotFoundError when the source has gone."""
+def _fetch_file(source: Path, target: Path, link: bool, fetched: CopyCounts) -> None:
+    """Link or copy one file. Raises FileNotFoundError if the source vanished."""
     if link:
         try:
             os.link(source, target)
@@ -253,8 +259,8 @@ def _fetch_file(source: Path, target: Path, link: bool, fetched: Fetched) -> Non
     fetched.copied_bytes += target.stat().st_size
 
 
-def _prune(target: Path, names: _Named) -> None:
-    """Remove what an earlier snapshot named and the last one does not."""
+def _prune(target: Path, names: _Names) -> None:
+    """Remove files that an earlier snapshot named and the last one does not."""
     data = DataDir(target, target)
     keep = set(names.folders) | set(names.blobs)
     for path in [*data.checkpoints.glob("*/*"), *data.blobs.glob("*/*")]:
@@ -265,7 +271,7 @@ def _prune(target: Path, names: _Named) -> None:
 # ---- proving --------------------------------------------------------------------------------------------------------
 
 
-def _describe(target: Path, names: _Named, now: int) -> BackupInfo:
+def _describe(target: Path, names: _Names, now: int) -> BackupInfo:
     with closing(open_readonly(target / DATABASE)) as c:
         instance = c.execute("SELECT value FROM meta WHERE key = 'instance'").fetchone()
         runs = tuple(
@@ -278,9 +284,7 @@ def _describe(target: Path, names: _Named, now: int) -> BackupInfo:
     )  # fmt: skip
 
 
-def _verified(target: Path) -> None:
+def _verify(target: Path) -> None:
     report = check(target, deep=True)
     if not report.clean:
-        raise BackupError(
-            f"the backup would not be whole ({told(report)}), so nothing was kept. Next: artd check --deep"
-        )
+        raise BackupError(f"the backup is not whole ({summarise(report)}), so artd removed it. Next: artd check --deep")

@@ -1,10 +1,9 @@
-"""The rows of a backup become those of an instance of its own.
+"""Turns the rows of a backup into those of a new instance, in the one transaction of a restore.
 
-Owner of: nothing; called in the one transaction of a restore. Invariants: nothing that the original did after the backup can
-be mistaken for something that the new instance does. The numbers that name things outside the database go on far above
-any that the original can have used: a policy epoch names one weights digest for ever, and is stamped on tokens that
-rollout programs hold; jobs, fences and spawns name folders; events are cursors of trackers. What is unfinished is
-renumbered too, because the original may have finished it with another result.
+Invariants: nobody can mistake something that the original did after the backup for something that the new instance does. The
+numbers that name things outside the database continue far above any that the original can have used: a policy epoch names one
+weights digest for ever, and is on tokens that rollout programs hold; jobs, fences and spawns name folders; events are
+cursors of trackers. Unfinished jobs get new numbers too, because the original may have finished them with another result.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from artd.recover import interrupt
 from artd.store.store import get_meta, set_meta
 
 LEAP = 1 << 20
-"""Numbers leap by this much and up to as much again, at random: two restores of one backup do not meet either."""
+"""Numbers leap by a random amount from LEAP up to twice LEAP, so that two restores of one backup get different numbers too."""
 SPAWN_LEAP = 1000
-"""As LEAP, but less: a spawn names the folder of its sockets, whose paths must stay short."""
+"""The leap of spawns. It is smaller because a spawn names the folder of its sockets, whose paths must stay short."""
 SEQUENCES = ("job", "push", "event")
 FORGOTTEN = ("gateway_token", "gateway_url", "gateway_port")
 UNFINISHED = "SELECT id, run_id FROM job WHERE state IN ('queued', 'quarantined') ORDER BY id"
 
 
 def renew(c: sqlite3.Connection, now: int, database: Path) -> tuple[str, int]:
-    """Mint an instance and take back what was under way, as at a boot: running jobs are queued again, and nothing is
-    served. database: where these rows lie for good. Returns (instance, leap)."""
+    """Mint an instance and take back work under way, as at a boot: running jobs return to the queue, and no checkpoint is
+    served. `database` is the file that holds these rows, under whatever name. Returns (instance, leap)."""
     leap = _leap(LEAP)
     for table in SEQUENCES:
         _leap_sequence(c, table, leap)
@@ -57,7 +56,7 @@ def _leap(least: int) -> int:
 
 
 def _leap_sequence(c: sqlite3.Connection, table: str, leap: int) -> None:
-    """The ids that a table gives out go on `leap` higher."""
+    """Raise the next id of a table by `leap`."""
     changed = c.execute("UPDATE sqlite_sequence SET seq = seq + ? WHERE name = ?", (leap, table)).rowcount
     if not changed:
         c.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (table, leap))

@@ -1,7 +1,7 @@
-"""A backup becomes a data folder again: an instance of its own, which goes on where the backup was taken.
+"""Restores a backup into a data folder: a new instance, which continues where the backup was taken.
 
-Owner of: the new folder until it is complete. Invariants: the backup is only read and shares no file with the new folder;
-`artd.db` appears last, after a deep check; no daemon starts on the folder before that.
+Owner of: the new folder until it is complete. Invariants: a restore only reads the backup, and the new folder shares no file
+with it. `artd.db` appears last, after a deep check; no daemon starts on the folder before that.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from artd.store.store import emit
 from artd.store.writer import connect
 from artd_schema.paths import DATABASE
 
-from .backup import BackupError, BackupInfo, NotEmpty, empty, read_info, told
+from .backup import BackupError, BackupInfo, NotEmpty, empty, read_info, summarise
 from .instance import renew
 
 
 @dataclass(frozen=True)
-class Restored:
-    """instance: the new one; leap: what was added to its numbers (see `instance`)."""
+class RestoreResult:
+    """The result of a restore. `instance` is the new one, `leap` the number added to its ids (see `instance`)."""
 
     info: BackupInfo
     instance: str
     leap: int
 
 
-def restore(backup: Path, data: Path, now: int) -> Restored:
-    """Make the data folder `data`, which is empty or not there, from `backup`.
+def restore(backup: Path, data: Path, now: int) -> RestoreResult:
+    """Make the data folder `data`, which is empty or does not exist, from `backup`.
 
-    Errors: BackupError, lock.Owned, SchemaMismatch, OSError; nothing is left in `data` then.
+    Raises BackupError, lock.Owned, SchemaMismatch, OSError, and leaves nothing in `data` then.
     """
     info = _require_whole(backup)
     _require_empty(data)
@@ -49,7 +49,7 @@ def restore(backup: Path, data: Path, now: int) -> Restored:
     held = lock.acquire(data, __version__, 0.0)
     try:
         restored = _fill(backup, data, info, now)
-        lock.forget(data)  # else this process would be told of as the last daemon
+        lock.forget(data)  # else messages would name this process as the last daemon
     except BaseException:
         empty(data)
         raise
@@ -59,22 +59,22 @@ def restore(backup: Path, data: Path, now: int) -> Restored:
 
 
 def _require_whole(backup: Path) -> BackupInfo:
-    """The quick half of the proof, before anything is written. Errors: BackupError."""
+    """Check the backup quickly, before anything is written. Raises BackupError."""
     info = read_info(backup)
     if not (backup / DATABASE).is_file() or hash_file(backup / DATABASE) != (info.database, info.database_bytes):
-        raise BackupError(f"{backup / DATABASE} is missing or not the one that was backed up: use another backup")
+        raise BackupError(f"{backup / DATABASE} is missing or has changed since the backup: use another backup")
     report = check(backup)
     if not report.clean:
-        raise BackupError(f"{backup} is damaged ({told(report)}): use another backup")
+        raise BackupError(f"{backup} is damaged ({summarise(report)}): use another backup")
     return info
 
 
 def _require_empty(data: Path) -> None:
     if not is_free(data):
-        raise NotEmpty(f"{data} is not an empty folder: give another with --data-dir, or move it away")
+        raise NotEmpty(f"{data} is not an empty folder: name another one with --data-dir, or move it away")
 
 
-def _fill(backup: Path, data: Path, info: BackupInfo, now: int) -> Restored:
+def _fill(backup: Path, data: Path, info: BackupInfo, now: int) -> RestoreResult:
     folder = DataDir(data, data)
     for name in (folder.blobs, folder.checkpoints):
         shutil.copytree(backup / name.name, name, copy_function=shutil.copyfile)
@@ -91,15 +91,15 @@ def _fill(backup: Path, data: Path, info: BackupInfo, now: int) -> Restored:
         c.execute("PRAGMA journal_mode = DELETE")  # one plain file, which can be renamed; the daemon makes it WAL again
     report = check(data, deep=True, database=database)
     if not report.clean:
-        raise BackupError(f"{backup} is damaged ({told(report)}): use another backup")
-    _private(data)
+        raise BackupError(f"{backup} is damaged ({summarise(report)}): use another backup")
+    _restrict_modes(data)
     fs.fsync_tree(data)
     fs.publish(database, data / DATABASE)
     fs.fsync_dir(data.parent)
-    return Restored(info, instance, leap)
+    return RestoreResult(info, instance, leap)
 
 
-def _private(data: Path) -> None:
+def _restrict_modes(data: Path) -> None:
     for root, folders, names in os.walk(data):
         folders[:] = set(folders) - IGNORED
         Path(root).chmod(0o700)

@@ -1,8 +1,8 @@
-"""`artd check`: what must hold of every database and every file beside it, at every moment, looked at from outside.
+"""Checks a database and the files beside it from outside, for `artd check`; everything here only reads.
 
-Owner of: nothing; everything here is read-only. Invariants: a check promises what holds after *every* commit, so it is
-true of a crashed folder before its recovery, of a running daemon's snapshot and of a backup alike; what a crash may
-leave behind and the next boot removes is a note, never a violation.
+Invariants: a check promises what holds after *every* commit, so it holds for a crashed folder before its recovery, for a
+running daemon's snapshot and for a backup alike. What a crash may leave behind, and the next boot removes, is a note, never a
+violation.
 """
 
 from .report import Note, Outcome, Report, Violation

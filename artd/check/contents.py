@@ -1,6 +1,6 @@
-"""With `deep`: every body has its digest and can be read, and by-reference trajectories hold exactly their exchanges.
+"""Checks the bodies of trajectories and ledger turns, for `deep`: digests, contents, and the exchanges of by-reference ones.
 
-Owner of: nothing. Invariants: bodies are read in short transactions, so that a running daemon's WAL can be folded in.
+Invariants: it reads bodies in short transactions, so that a running daemon can fold its write-ahead log meanwhile.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _turn = msgspec.msgpack.Decoder(Turn)
 
 
 def bodies(data: DataDir, c: sqlite3.Connection) -> Iterator[Violation]:
-    """`trajectory.body`: sha256, readable, as many sampled tokens as the row says, made of its exchanges."""
+    """Check `trajectory.body`: a body has its sha256, can be read, has as many sampled tokens as its row says, and consists
+    of the exchanges that name its trajectory."""
     for row in _pages(c, BODIES):
         if row["body"] is None and row["blob"] is None:
-            continue  # its payload has expired
+            continue  # retention removed the expired payload
         for text in _body(data, c, row):
             yield Violation(f"trajectory {row['id']}", text)
 
 
 def ledger(data: DataDir, c: sqlite3.Connection) -> Iterator[Violation]:
-    """`exchange.turn`: what waits in the ledger can be read."""
+    """Check `exchange.turn`: every turn that waits in the ledger can be read."""
     for row in _pages(c, LEDGER):
         try:
             _turn.decode(row["turn"] if row["blob"] is None else Path(data.blob(row["blob"])).read_bytes())

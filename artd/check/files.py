@@ -1,7 +1,7 @@
-"""Files against rows: every blob and every committed checkpoint folder is there and whole; the rest is noted.
+"""Compares files with rows: every blob and every committed checkpoint folder exists and is whole; other files become notes.
 
-Owner of: nothing. Invariants: without `deep` only sizes are looked at, and the sha256 of what has to be read anyway (manifests);
-with it the sha256 of everything.
+Invariants: without `deep` it compares sizes, and the sha256 of files that it reads anyway (manifests); with `deep` it
+compares every sha256.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMED = 5
 
 
 def found_blobs(data: DataDir) -> dict[str, int]:
-    """Path below `blobs` -> bytes of every file there."""
+    """Return the size in bytes of every file below `blobs`, by its path there."""
     found: dict[str, int] = {}
     for folder in _entries(data.blobs):
         if not folder.is_dir(follow_symlinks=False):
@@ -37,12 +37,12 @@ def found_blobs(data: DataDir) -> dict[str, int]:
             try:
                 found[f"{folder.name}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
             except FileNotFoundError:
-                continue  # removed between the two looks
+                continue  # the daemon removed it after the folder was listed
     return found
 
 
 def blobs(data: DataDir, listing: Listing, found: dict[str, int], deep: bool) -> Iterator[Violation]:
-    """`blob.file`: every blob has its file, with its size; deep: with its sha256."""
+    """Check `blob.file`: every blob has its file with its size, and with `deep` with its sha256."""
     whole: list[str] = []
     for sha, size in listing.blobs.items():
         name = place(sha)
@@ -60,7 +60,7 @@ def blobs(data: DataDir, listing: Listing, found: dict[str, int], deep: bool) ->
 
 
 def _damage(data: DataDir, sha: str) -> str:
-    """What is wrong with a blob's bytes, "" for nothing."""
+    """Return what is wrong with a blob's bytes, "" for nothing."""
     try:
         real, _ = hash_file(Path(data.blob(sha)))
     except OSError as error:
@@ -69,13 +69,14 @@ def _damage(data: DataDir, sha: str) -> str:
 
 
 def checkpoints(data: DataDir, listing: Listing, deep: bool) -> Iterator[Violation]:
-    """`checkpoint.files`: the folder holds exactly the files of its manifest, with their sizes; deep: and sha256."""
+    """Check `checkpoint.files`: a folder holds exactly the files of its manifest with their sizes, and with `deep` with their
+    sha256."""
     for row in listing.checkpoints:
-        for text in _whole(data.root / row["dir"], row["sha"], row["bytes"], deep):
+        for text in _check_folder(data.root / row["dir"], row["sha"], row["bytes"], deep):
             yield Violation(row["dir"], text)
 
 
-def _whole(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
+def _check_folder(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
     try:
         raw = (folder / commit.MANIFEST).read_bytes()
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
@@ -90,7 +91,7 @@ def _whole(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
     expected = {entry.name: entry.bytes for entry in manifest.files} | {commit.MANIFEST: len(raw)}
     wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
     if wrong:
-        yield f"missing, too many or of another size: {', '.join(wrong)}"
+        yield f"files that are missing, unknown or of another size: {', '.join(wrong)}"
     elif deep:
         try:
             commit.verify(folder)
@@ -98,11 +99,11 @@ def _whole(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
             yield str(error)
 
 
-# ---- what is no violation -------------------------------------------------------------------------------------------
+# ---- notes ----------------------------------------------------------------------------------------------------------
 
 
 def notes(data: DataDir, listing: Listing, found: dict[str, int]) -> tuple[Note, ...]:
-    """Files that nothing refers to, and rows of files that nothing refers to."""
+    """Return notes on files without references, and on rows of such files. They are no violations."""
     rows = {place(sha) for sha in listing.blobs}
     trash = sorted(f"blobs/{name}" for name in found if name.startswith(f"{TRASH}/"))
     known = {row["dir"] for row in listing.checkpoints}
@@ -125,7 +126,7 @@ def notes(data: DataDir, listing: Listing, found: dict[str, int]) -> tuple[Note,
 
 
 def _entries(folder: str | Path) -> Iterable[os.DirEntry[str]]:
-    """Entries of a folder; none when it is not there or not a folder."""
+    """Return the entries of a folder, none if it does not exist or is no folder."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)

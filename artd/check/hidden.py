@@ -1,7 +1,7 @@
-"""Runs that are being deleted: `artd check` looks past them, since their rows go a few at a time.
+"""Hides runs that the daemon is deleting from `artd check`, because their rows go a few at a time.
 
-Owner of: temporary views of the tables of a run. Invariants: a view stands before the table of its name for every query of
-this connection; there are none while no run was deleted.
+Owner of: temporary views of the tables of a run. Invariants: every query of the connection sees the view in place of the table
+of the same name. The views exist only if a run is being deleted.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ VIEWS = {
     ),
     "trajectory_data": f"trajectory_id IN (SELECT id FROM main.trajectory WHERE run_id IN ({KEPT}))",
     "attempt": f"job_id IN (SELECT id FROM main.job WHERE run_id IN ({KEPT}))",
-    # Of a run by name: those up to its deletion, for another run may have the name by now.
+    # An event names its run. Hide the events up to the deletion only, for another run may have the name by now.
     "event": "NOT EXISTS (SELECT 1 FROM main.run r JOIN main.meta m ON m.key = 'deleting ' || r.id"
     " WHERE r.name = '.deleting.' || r.id || '.' || main.event.run AND main.event.id <= CAST(m.value AS INTEGER))",
 }
 
 
 def hide_deleted(c: sqlite3.Connection) -> None:
-    """Let the queries of `c` see no row of a deleted run. Errors: sqlite3.DatabaseError."""
+    """Hide every row of a deleted run from the queries of `c`. Raises sqlite3.DatabaseError."""
     if c.execute(f"SELECT 1 FROM main.run WHERE NOT ({NOT_DELETED}) LIMIT 1").fetchone() is None:
         return
     for table, condition in VIEWS.items():

@@ -1,7 +1,6 @@
-"""A promise about rows as one SQL query that finds its violations.
+"""States a promise about rows as one SQL query that finds its violations.
 
-Owner of: nothing. Invariants: the first column of a query names the row (its column name is the entity), the others say
-what is wrong.
+Invariants: the first column of a query names the row, and its column name is the entity; the other columns say what is wrong.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from .report import Outcome, Violation
 
 @dataclass(frozen=True)
 class Invariant:
-    """name: such as `batch.job`; promise: what holds; sql: its violations, one a row."""
+    """One promise. `name` is for example `batch.job`, `promise` says what holds, `sql` returns the violations, one a row."""
 
     name: str
     promise: str
     sql: str
 
     def violations(self, c: sqlite3.Connection) -> Outcome:
-        """A database too damaged to be asked is a violation too."""
-        return Outcome.of(self.name, self.promise, self._found(c))
+        """Return the violations. A database that is too damaged to answer is a violation too."""
+        return Outcome.of(self.name, self.promise, self._find(c))
 
-    def _found(self, c: sqlite3.Connection) -> Iterator[Violation]:
+    def _find(self, c: sqlite3.Connection) -> Iterator[Violation]:
         try:
             for row in c.execute(self.sql):
                 yield violation(row)
@@ -35,15 +34,15 @@ class Invariant:
 
 
 def violation(row: sqlite3.Row) -> Violation:
-    """`{"batch": 3, "state": "packed"}` is `batch 3`: `state packed`."""
+    """Return a violation from a query's row: `{"batch": 3, "state": "packed"}` becomes `batch 3`: `state packed`."""
     names = row.keys()
-    others = ", ".join(f"{_words(name)} {_shown(row[name])}" for name in names[1:])
-    return Violation(f"{_words(names[0])} {_shown(row[0])}", others)
+    others = ", ".join(f"{_words(name)} {_show(row[name])}" for name in names[1:])
+    return Violation(f"{_words(names[0])} {_show(row[0])}", others)
 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     return "none" if value is None else f"{value!r}" if value == "" else str(value)

@@ -1,7 +1,7 @@
-"""What the rows say must lie on disk, read in one snapshot; the files are looked at afterwards.
+"""Lists the files that rows refer to, from one snapshot; the file checks run afterwards.
 
-Owner of: nothing. Invariants: no read transaction is held while files are hashed: it would keep the writer's WAL from
-being folded in.
+Invariants: no read transaction is open while files are hashed, because it would keep the daemon from folding its write-ahead
+log.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Listing:
-    """blobs: sha -> bytes; used: shas that some row refers to; checkpoints: rows of committed ones with their run and
-    job; retired: folders that may still be there; batches: rows with their run."""
+    """The files of one snapshot. `blobs` maps sha to bytes, `used` are the shas that some row refers to, `checkpoints` the rows
+    of committed checkpoints with run and job, `retired` folders that may still exist, `batches` the rows with their run."""
 
     blobs: dict[str, int]
     used: frozenset[str]
@@ -40,7 +40,7 @@ FROM batch b JOIN run r ON r.id = b.run_id"""
 
 
 def read(c: sqlite3.Connection) -> Listing:
-    """Errors: sqlite3.DatabaseError."""
+    """Read the listing in the open transaction of `c`. Raises sqlite3.DatabaseError."""
     return Listing(
         blobs=dict(c.execute("SELECT sha, bytes FROM blob").fetchall()),
         used=frozenset(row[0] for row in c.execute(USED)),

@@ -1,7 +1,7 @@
-"""Manifests against rows: what was trained is what the rows say, and the files prove it without the database.
+"""Compares manifests with rows, so that the files alone prove what was trained.
 
-Owner of: nothing. Invariants: a manifest is read once and its sha256 compared; what is missing or unreadable is told by
-`files`, with its size or sha256, and left out here.
+Invariants: it reads a manifest once and compares its sha256. `files` reports missing and unreadable checkpoint manifests, so
+this module skips them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEMBER = "SELECT digest, group_id, reward FROM trajectory WHERE id = ?"
 
 
 def checkpoint_manifests(data: DataDir, listing: Listing) -> Iterator[Violation]:
-    """`checkpoint.manifest`: run, step, epoch, lineage, parent, batch, base, job and fence are those of the rows."""
+    """Check `checkpoint.manifest`: run, step, epoch, lineage, parent, batch, base, job and fence match the rows."""
     for row in listing.checkpoints:
         manifest = _read(data.root / row["dir"] / commit.MANIFEST, CheckpointManifest)
         if manifest is not None:
@@ -37,8 +37,8 @@ def checkpoint_manifests(data: DataDir, listing: Listing) -> Iterator[Violation]
 
 
 def batch_manifests(data: DataDir, listing: Listing, c: sqlite3.Connection) -> Iterator[Violation]:
-    """`batch.manifest`: numbers and names are those of the row, the members those of the trajectories, and the replay
-    bundle belongs to this batch."""
+    """Check `batch.manifest`: numbers and names match the row, the members match the trajectories, and the replay bundle
+    belongs to this batch."""
     for row in listing.batches:
         manifest = _read(Path(data.blob(row["manifest"])), BatchManifest)
         if manifest is None:
@@ -60,14 +60,15 @@ def _batch(row: sqlite3.Row, manifest: BatchManifest) -> Iterator[str]:
 
 
 def _members(row: sqlite3.Row, manifest: BatchManifest, c: sqlite3.Connection) -> Iterator[str]:
-    """An abandoned batch's trajectories may be in another one by now; what they are stays what it was."""
+    """Compare a manifest's trajectories with their rows. The trajectories of an abandoned batch may be in another batch by
+    now, but their digest, group and reward stay."""
     packed = [entry.id for entry in manifest.trajectories if entry.rows]
     if row["state"] != "abandoned":
         members = {found[0] for found in c.execute(MEMBERS, (row["id"],))}
         if odd := sorted(members ^ set(packed)):
-            yield f"trajectories {_listed(odd)} are in its manifest or among its rows, but not in both"
+            yield f"trajectories {_join(odd)} are in its manifest or among its rows, but not in both"
     if len(set(packed)) != len(packed):
-        yield "a trajectory is listed twice in its manifest"
+        yield "its manifest lists a trajectory twice"
     for entry in manifest.trajectories:
         found = c.execute(MEMBER, (entry.id,)).fetchone()
         if found is None:
@@ -91,7 +92,7 @@ def _bundle(data: DataDir, row: sqlite3.Row, manifest: BatchManifest) -> Iterato
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """The manifest in a blob or a folder; a blob's bytes must be those of its name. None when there is none."""
+    """Read the manifest in a blob or a folder. Returns None if it cannot be read, or if a blob's bytes have another sha256."""
     try:
         raw = path.read_bytes()
         if path.name != commit.MANIFEST and digest(raw) != path.name:
@@ -107,5 +108,5 @@ def _differences(manifest: object, expected: dict[str, Any]) -> Iterator[str]:
             yield f"its manifest's {name} is {found!r}, the rows' {value!r}"
 
 
-def _listed(numbers: list[int]) -> str:
+def _join(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")

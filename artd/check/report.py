@@ -1,4 +1,4 @@
-"""What a check found. Owner of: nothing."""
+"""Holds the results of a check: outcomes with their violations, and notes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 LISTED = 100
-"""Violations of one check that are kept; the rest is counted."""
+"""The most violations that an outcome keeps; it counts the rest."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """what: the row or file, such as `trajectory 17` or `blobs/ab/ab12...`; text: what is wrong with it."""
+    """A broken promise. `what` is the row or file, such as `trajectory 17` or `blobs/ab/ab12...`; `text` says what is wrong."""
 
     what: str
     text: str
@@ -20,7 +20,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One named check. count: violations in all; violations: the first of them."""
+    """The result of one named check. `count` is the number of all violations; `violations` holds the first of them."""
 
     name: str
     promise: str
@@ -29,12 +29,13 @@ class Outcome:
 
     @classmethod
     def of(cls, name: str, promise: str, found: Iterable[Violation]) -> Outcome:
+        """Count the violations of `found` and keep the first `LISTED`."""
         rest = iter(found)
         kept = tuple(islice(rest, LISTED))
         return cls(name, promise, len(kept) + sum(1 for _ in rest), kept)
 
     def still(self, later: Outcome) -> Outcome:
-        """The violations that a second look found again."""
+        """Return the violations of this outcome that a later outcome has too."""
         again = {violation.what for violation in later.violations}
         kept = tuple(violation for violation in self.violations if violation.what in again)
         return Outcome(self.name, self.promise, len(kept), kept)
@@ -42,7 +43,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that is no violation: what a crash or a deletion under way may leave. names: the first few."""
+    """A finding that is no violation: something that a crash or a deletion under way may leave. `names` holds the first few."""
 
     name: str
     text: str
@@ -52,7 +53,8 @@ class Note:
 
 @dataclass(frozen=True)
 class Report:
-    """seconds: by part (quick_check or integrity_check, foreign_keys, rows, files, contents)."""
+    """The results of all checks. `seconds` gives the time of each part: quick_check or integrity_check, foreign_keys, rows,
+    files, contents."""
 
     deep: bool
     outcomes: tuple[Outcome, ...]

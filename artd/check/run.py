@@ -1,7 +1,7 @@
-"""All checks in order: SQLite's own, the rows of one snapshot, the files, and with `deep` every content.
+"""Runs all checks in order: SQLite's own, the rows of one snapshot, the files, and with `deep` all contents.
 
-Owner of: nothing. Invariants: rows and the list of files come from one read transaction; beside a running daemon a file
-that is missed is looked for in a second snapshot, because retention deletes files after the rows said so.
+Invariants: rows and the list of files come from one read transaction. Beside a running daemon a file problem counts only if a
+second snapshot has it too, because retention deletes files after their rows changed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ INVARIANTS = (*WORK, *STEPS, *SERVING)
 
 
 def check(root: Path, *, deep: bool = False, live: bool = False, database: Path | None = None) -> Report:
-    """Look at a data folder or a backup. live: a daemon may be changing it; database: when it has another name.
+    """Check a data folder or a backup. `live` says that a daemon may be changing it; `database` is the path of the database if
+    its name is not the usual one.
 
-    Errors: migrate.SchemaMismatch when the database is another version's; sqlite3.DatabaseError when there is none.
+    Raises migrate.SchemaMismatch for a database of another version, and sqlite3.DatabaseError if there is none.
     """
     data = DataDir(root, root)
     with closing(open_readonly(database or root / DATABASE)) as c:
         c.create_function("checkpoint_dir", 5, data.checkpoint, deterministic=True)
-        look = _Look(data, c, deep)
-        return look.report(live)
+        look = _Check(data, c, deep)
+        return look.run(live)
 
 
-class _Look:
-    """One look at one folder."""
+class _Check:
+    """One check of one folder."""
 
     def __init__(self, data: DataDir, c: sqlite3.Connection, deep: bool) -> None:
         self._data = data
@@ -47,14 +48,14 @@ class _Look:
         self._deep = deep
         self._seconds: dict[str, float] = {}
 
-    def report(self, live: bool) -> Report:
-        with self._timed("integrity_check" if self._deep else "quick_check"):
+    def run(self, live: bool) -> Report:
+        with self._measure("integrity_check" if self._deep else "quick_check"):
             outcomes = [shape.sound(self._c, self._deep)]
         try:
             require_known(self._c)
-            found, notes = self._all()
+            found, notes = self._check_all()
             if live and any(outcome.count for outcome in found[1]):
-                again, notes = self._all()
+                again, notes = self._check_all()
                 found = (again[0], [a.still(b) for a, b in zip(found[1], again[1], strict=True)])
             outcomes += [*found[0], *found[1]]
         except sqlite3.DatabaseError as error:
@@ -62,8 +63,8 @@ class _Look:
             notes = ()
         return Report(self._deep, tuple(outcomes), notes, self._seconds)
 
-    def _all(self) -> tuple[tuple[list[Outcome], list[Outcome]], tuple[Note, ...]]:
-        """(outcomes of rows, of files), and notes."""
+    def _check_all(self) -> tuple[tuple[list[Outcome], list[Outcome]], tuple[Note, ...]]:
+        """Return (outcomes of rows, outcomes of files), and the notes."""
         c = self._c
         c.execute("BEGIN")
         try:
@@ -72,20 +73,20 @@ class _Look:
             listed = listing.read(c)
         finally:
             c.execute("COMMIT")
-        with self._timed("files"):
+        with self._measure("files"):
             found = files.found_blobs(self._data)
             outcomes = self._files(listed, found)
             notes = files.notes(self._data, listed, found)
         if self._deep:
-            with self._timed("contents"):
+            with self._measure("contents"):
                 outcomes += self._contents()
         return (rows, outcomes), notes
 
     def _rows(self) -> list[Outcome]:
         c = self._c
-        with self._timed("foreign_keys"):
+        with self._measure("foreign_keys"):
             outcomes = [shape.foreign_keys(c)]
-        with self._timed("rows"):
+        with self._measure("rows"):
             outcomes += [shape.schema(c), shape.runs(c), *(invariant.violations(c) for invariant in INVARIANTS)]
         return outcomes
 
@@ -116,7 +117,7 @@ class _Look:
         ]  # fmt: skip
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _measure(self, part: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield

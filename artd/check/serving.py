@@ -1,6 +1,6 @@
-"""What holds of pushes and of what is served: only committed checkpoints, each under its own name.
+"""Promises about pushes and served checkpoints: engines serve only committed checkpoints, each under its own name.
 
-Owner of: nothing. See `invariant` for how a query is read.
+`invariant` says how to read a query.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Is it artd's database at all: SQLite's own checks, the schema, and the documents that every reader decodes.
+"""Checks that a file is artd's database: SQLite's own checks, the schema, and the documents that every reader decodes.
 
-Owner of: nothing. Invariants: what the schema itself enforces (CHECK, UNIQUE, NOT NULL) is not asked again elsewhere:
-SQLite's check proves that the rows obey it, `schema` that it is there.
+Invariants: no other check repeats what the schema enforces (CHECK, UNIQUE, NOT NULL). SQLite's check proves that the rows obey
+these constraints, and `schema` that the constraints exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OBJECTS = "SELECT type || ' ' || name, sql FROM sqlite_schema WHERE name NOT LIK
 
 
 def sound(c: sqlite3.Connection, deep: bool) -> Outcome:
-    """SQLite's quick_check, or with `deep` its integrity_check, which compares every index with its table."""
+    """Run SQLite's quick_check, or with `deep` its integrity_check, which compares every index with its table."""
     pragma = "integrity_check" if deep else "quick_check"
     return Outcome.of(f"sqlite.{pragma}", "SQLite finds the file sound", _sound(c, pragma))
 
@@ -63,7 +63,13 @@ def _schema(c: sqlite3.Connection) -> Iterator[Violation]:
     found = {row[0]: row[1] for row in c.execute(OBJECTS)}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            what = "is missing" if name not in found else "is not of artd" if name not in expected else "is another one"
+            what = (
+                "is missing"
+                if name not in found
+                else "is unknown to artd"
+                if name not in expected
+                else "is defined differently"
+            )
             yield Violation(name, what)
 
 

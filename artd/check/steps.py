@@ -1,7 +1,7 @@
-"""What holds of runs, jobs, attempts and checkpoints: a step exists exactly when its checkpoint is committed, and steps
-form one chain.
+"""Promises about runs, jobs, attempts and checkpoints: a step exists exactly when its checkpoint is committed, and steps form
+one chain.
 
-Owner of: nothing. See `invariant` for how a query is read; `checkpoint_dir` is a function that `run` adds to SQL.
+`invariant` says how to read a query. `run` adds the function `checkpoint_dir` to SQL.
 """
 
 from __future__ import annotations

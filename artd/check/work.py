@@ -1,6 +1,6 @@
-"""What holds of trajectories, groups, batches and the gateway's ledger: nothing is lost, nothing is trained twice.
+"""Promises about trajectories, groups, batches and the gateway's ledger: nothing is lost, and nothing is trained twice.
 
-Owner of: nothing. See `invariant` for how a query is read.
+`invariant` says how to read a query.
 """
 
 from __future__ import annotations

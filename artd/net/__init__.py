@@ -1,1 +1,1 @@
-"""The daemon's sockets: messages in and out, clients of other machines, and how much of all of it at a time."""
+"""The daemon's sockets: they send and receive messages, admit clients of other machines, and limit how much is under way."""

@@ -1,8 +1,8 @@
-"""File descriptors: how many this process may open, how many it keeps for itself, and when a client must wait.
+"""Limits file descriptors: how many the process may open, how many it reserves for itself, and when a client must wait.
 
 Owner of: the process's soft limit, and the thread that watches the sockets for clients. Invariants: libzmq aborts the process
-when accept() on a Unix socket says EMFILE, so an endpoint is shut before the descriptors are used up; what is shut loses no
-connection that it has; it is opened again as soon as there is room.
+when accept() on a Unix socket fails with EMFILE, so this module shuts an endpoint before the process runs out of descriptors.
+A shut endpoint keeps its connections, and opens again as soon as enough descriptors are free.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 log = logging.getLogger(__name__)
 NEEDED = 256
-"""With fewer there is no room for clients beside the daemon's own files, workers and database."""
+"""With a lower limit there is no room for clients beside the daemon's own files, workers and database."""
 AMPLE = 4096
-"""With fewer than this, some thousand rollout processes do not find room."""
+"""With a lower limit, about a thousand rollout processes may not find room."""
 SCARCE = (errno.EMFILE, errno.ENFILE)
 LOOK_MS = 50
 SAY_S = 10.0
@@ -35,17 +35,17 @@ class TooFew(Exception):
 
 
 def is_scarce(error: BaseException | None) -> bool:
-    """Whether an error says that there are no descriptors left, which passes."""
+    """Return whether an error says that no descriptors are left, which is a passing state."""
     return isinstance(error, OSError) and error.errno in SCARCE
 
 
 def raise_limit() -> int:
-    """Raise the soft limit of open files to the hard one. Returns the limit that holds now. Errors: TooFew."""
+    """Raise the soft limit of open files to the hard one. Returns the limit that holds now. Raises TooFew if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    except (OSError, ValueError) as error:  # a hard limit above fs.nr_open, say
+    except (OSError, ValueError) as error:  # for example a hard limit above fs.nr_open
         log.warning("the limit of open files stays at %d: %s", soft, error)
     if soft < NEEDED:
         raise TooFew(
@@ -56,7 +56,7 @@ def raise_limit() -> int:
 
 
 def in_use(limit: int) -> int:
-    """Descriptors that this process has open; `limit` when there is none left to count them with."""
+    """Return the number of open descriptors of this process, or `limit` when none is left to count them with."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1
     except OSError as error:
@@ -66,19 +66,22 @@ def in_use(limit: int) -> int:
 
 
 def reserve(limit: int) -> int:
-    """Descriptors that clients do not get: for files and workers, and for those that connect before the watch has looked, which are
-    some hundreds when a crowd comes at once."""
+    """Return how many descriptors clients do not get.
+
+    The process needs them for files and workers, and for clients that connect before the watch looks: some hundreds when a
+    crowd connects at once.
+    """
     return min(3 * limit // 4, 320 + limit // 8, 4096)
 
 
 class Door(Protocol):
-    """The way to a listening socket. Both calls are idempotent and may come from any thread."""
+    """Lets new connections into a listening socket. Both calls are idempotent and may come from any thread."""
 
     def shut(self) -> None:
-        """Nobody further gets in."""
+        """Let no further connection in."""
 
     def open(self) -> None:
-        """As before `shut`."""
+        """Let connections in again."""
 
 
 @dataclass(eq=False)
@@ -91,7 +94,7 @@ class _Watched:
 
 
 class Watch:
-    """Shuts doors while the process has too few descriptors left. limit: what `raise_limit` returned."""
+    """Shuts doors while the process has too few descriptors left. `limit` is the result of `raise_limit`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -101,8 +104,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="artd-descriptors", daemon=True)
 
     def add(self, door: Door, monitor: zmq.Socket[bytes], share: float) -> None:
-        """Before `start`. monitor: of the listening socket, with EVENTS. share: of the room for clients, how much may be taken
-        when this door shuts; one that strangers reach has less than 1."""
+        """Watch a door. Call it before `start`.
+
+        `monitor` is the monitor of the listening socket, with EVENTS. The door shuts when clients use `share` of the descriptors
+        for clients; a door that strangers reach has a share below 1.
+        """
         free = self._limit - reserve(self._limit) - in_use(self._limit)
         high = in_use(self._limit) + int(share * free)
         self._doors.append(_Watched(door, monitor, high, high - max(8, free // 16)))
@@ -111,7 +117,7 @@ class Watch:
         self._thread.start()
 
     def join(self) -> None:
-        """The sockets have stopped their monitors: wait for the thread, which then ends."""
+        """Wait for the thread to end. Call it after the sockets have stopped their monitors."""
         if self._thread.is_alive():
             self._thread.join(5.0)
 
@@ -128,7 +134,7 @@ class Watch:
             self._judge(left, recount=waiting)
 
     def _read(self, watched: _Watched) -> bool:
-        """Count what was accepted; False when the monitor has ended."""
+        """Count accepted connections. Returns False when the monitor has ended."""
         try:
             while watched.monitor.poll(0):
                 event = recv_monitor_message(watched.monitor)["event"]
@@ -136,7 +142,7 @@ class Watch:
                     break
                 self._used += event == zmq.EVENT_ACCEPTED
                 if self._used >= watched.high and not watched.shut:
-                    return True  # not a moment to lose: the rest is read when the door is shut
+                    return True  # shut the door first, then read the remaining events
             else:
                 return True
         except zmq.ContextTerminated:
@@ -146,7 +152,7 @@ class Watch:
 
     def _judge(self, doors: list[_Watched], recount: bool) -> None:
         if recount or any(self._used >= watched.high for watched in doors):
-            self._used = in_use(self._limit)  # those that have left are told by nothing else
+            self._used = in_use(self._limit)  # no event reports a connection that ended
         for watched in doors:
             if not watched.shut and self._used >= watched.high:
                 watched.door.shut()
@@ -161,7 +167,7 @@ class Watch:
             return
         self._said = time.monotonic()
         log.warning(
-            "%d of %d files are open: further clients wait until some have left. Next: fewer clients, or a higher hard limit of "
-            "open files (`artd doctor` shows it)",
+            "%d of %d files are open: further clients wait until others disconnect. Next: run fewer clients, or raise the hard "
+            "limit of open files (`artd doctor` shows it)",
             self._used, self._limit,
         )  # fmt: skip

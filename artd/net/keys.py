@@ -1,8 +1,8 @@
-"""CURVE keys: the daemon's own pair, and the clients of other machines that may connect.
+"""Manages CURVE keys: the daemon's own pair, and the public keys of clients on other machines that may connect.
 
-Owner of: `DATA/keys`: `server.key_secret` and `clients/NAME.key`, in ZeroMQ's certificate format. Invariants: a secret is
-0600 from its first byte on; a client's secret is never kept here; every change is durable before it is told, and counts
-for the next connection at once (nothing is cached).
+Owner of: `DATA/keys`: `server.key_secret` and `clients/NAME.key`, in ZeroMQ's certificate format. Invariants: a secret has mode
+0600 from its first byte on. artd never stores a client's secret here. Every change is durable before its command reports it,
+and applies to the next connection at once (nothing is cached).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CERTIFICATE = (
 
 
 class BadKey(Exception):
-    """A key that cannot be added or removed: the text says why, and what to do."""
+    """A key cannot be read, added or removed; the text says why, and what to do."""
 
 
 class NoKey(BadKey):
-    """There is none of this name."""
+    """No key has this name."""
 
 
 class Keys:
@@ -42,20 +42,24 @@ class Keys:
         self._clients = data / KEYS / "clients"
 
     def server(self) -> tuple[str, str]:
-        """(public, secret) of the daemon; made at the first call."""
+        """Return the daemon's (public, secret) key; generate it at the first call."""
         if not self._server.exists():
             fs.make_dir(self._server.parent)
-            _write(self._server, "server", *_pair())
+            _write(self._server, "server", *_generate_pair())
         return read_pair(self._server)
 
     def allowed(self, public: bytes) -> bool:
-        """Whether a client with this public key may connect. A damaged file allows nobody, and keeps nobody else out.
-        Errors: OSError, see `name`."""
+        """Return whether a client with this public key may connect. A damaged file allows nobody and affects no other key.
+
+        Raises OSError like `name`.
+        """
         return bool(self.name(public))
 
     def name(self, public: bytes) -> str:
-        """The name under which a public key is allowed, "" when it is not. Errors: OSError when a file could not be read and
-        no other one holds the key."""
+        """Return the name under which a public key is allowed, "" if it is not allowed.
+
+        Raises OSError when a file could not be read and no other one holds the key.
+        """
         failed: OSError | None = None
         for path in self._files():
             try:
@@ -69,7 +73,7 @@ class Keys:
         return ""
 
     def is_removed(self, name: str) -> bool:
-        """Whether it is certain that there is no key of this name."""
+        """Return whether certainly no key of this name exists."""
         try:
             (self._clients / f"{name}.key").stat()
         except OSError as error:
@@ -77,37 +81,37 @@ class Keys:
         return False
 
     def clients(self) -> dict[str, str]:
-        """Public keys by name. Errors: BadKey, OSError."""
+        """Return the public keys by name. Raises BadKey, OSError."""
         return {path.stem: _load(path)[0].decode() for path in self._files()}
 
     def _names(self) -> set[str]:
         return {path.stem for path in self._files()}
 
     def _files(self) -> list[Path]:
-        """Errors: OSError, which `Path.glob` would pass over."""
+        """List the files of client keys. Raises OSError, which `Path.glob` would hide."""
         try:
             return sorted(self._clients / name for name in os.listdir(self._clients) if name.endswith(".key"))
         except FileNotFoundError:
             return []
 
     def create(self, name: str, out: Path) -> None:
-        """A new pair: its public half is allowed here, the client's file `out` holds both. Errors: BadKey, OSError."""
+        """Generate a pair, write both halves to the client's file `out`, and allow the public half. Raises BadKey, OSError."""
         self._check_new(name)
         if out.exists():
-            raise BadKey(f"{out} exists: give another --out, or remove it")
-        public, secret = _pair()
+            raise BadKey(f"{out} exists: name another file with --out, or remove it")
+        public, secret = _generate_pair()
         _write(out, name, public, secret)
         self._allow(name, public)
 
     def allow(self, name: str, public: str) -> None:
-        """Allow a key whose secret only its owner knows. Errors: BadKey."""
+        """Allow a public key whose secret only its owner knows. Raises BadKey."""
         self._check_new(name)
         if not _is_key(public):
-            raise BadKey(f"{public!r} is no public CURVE key: 40 characters of Z85 are")
+            raise BadKey(f"invalid public CURVE key {public!r}: use 40 characters of Z85")
         self._allow(name, public)
 
     def remove(self, name: str) -> None:
-        """No new connection with this key. Errors: NoKey."""
+        """Remove a key, so that no new connection can use it. Raises NoKey."""
         if name not in self._names():
             raise NoKey(f"there is no key {name!r}")
         (self._clients / f"{name}.key").unlink()
@@ -115,9 +119,11 @@ class Keys:
 
     def _check_new(self, name: str) -> None:
         if not NAME.fullmatch(name):
-            raise BadKey(f"key name {name!r}: 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit")
+            raise BadKey(
+                f"invalid key name {name!r}: use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+            )
         if name in self._names():
-            raise BadKey(f"there is a key {name!r} already; `artctl key remove {name}` takes it back")
+            raise BadKey(f"a key {name!r} exists already: use another name, or `artctl key remove {name}`")
 
     def _allow(self, name: str, public: str) -> None:
         fs.make_dir(self._clients)
@@ -125,9 +131,10 @@ class Keys:
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
-    """Errors: BadKey for a file that is missing or damaged, OSError for one that could not be read."""
+    """Return the (public, secret or None) key in a file. Raises BadKey for a missing or damaged file, OSError if it could not
+    be read."""
     try:
-        path.stat()  # pyzmq takes every failure of it for a missing file
+        path.stat()  # pyzmq reports any failure of stat as a missing file
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError, IndexError) as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
@@ -136,14 +143,14 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def read_pair(path: Path) -> tuple[str, str]:
-    """(public, secret) of a certificate file. Errors: BadKey, OSError."""
+    """Return the (public, secret) key in a certificate file. Raises BadKey, OSError."""
     public, secret = _load(path)
     if secret is None:
-        raise BadKey(f"{path} holds a public key only")
+        raise BadKey(f"{path} holds a public key only: use the file that `artctl key add --out` wrote")
     return public.decode(), secret.decode()
 
 
-def _pair() -> tuple[str, str]:
+def _generate_pair() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 

@@ -1,8 +1,8 @@
-"""Clients on other machines: TCP, encrypted and authenticated by CURVE, for allow-listed keys only.
+"""Serves clients on other machines by TCP, encrypted and authenticated by CURVE, for allow-listed keys only.
 
-Owner of: nothing on disk (`keys` is). Invariants: there is no TCP endpoint without CURVE; a key counts from the moment that
-it is allowed to a second after it is removed, for connections made between, too; whatever happens in the look-up of a key, the
-next one is looked up; an answer goes to the socket that its question came from.
+Invariants: there is no TCP endpoint without CURVE. A key is valid from the moment that it is allowed until one second after it
+is removed; the removal applies to open connections too. A failed look-up of one key never prevents the look-up of the next.
+An answer goes to the socket that its request came from.
 """
 
 from __future__ import annotations
@@ -32,28 +32,30 @@ from .under_way import UnderWay
 log = logging.getLogger(__name__)
 MARK = b"tcp:"
 WAITING = 8
-"""Messages of one client that ZeroMQ holds while none is read; they are not among the bytes under way."""
+"""Messages of one client that ZeroMQ queues while the daemon reads none; `UnderWay` does not count their bytes."""
 HANDSHAKE_MS = 3000
-"""Who has not shown an allowed key by then is disconnected: until it has, a connection is a stranger's."""
+"""The daemon disconnects a client that has not shown an allowed key by then."""
 PEERS = 4096
 LOOK_S = 1.0
-"""A key that was removed counts for no longer than this."""
+"""A removed key stays valid for no longer than this."""
 HEARTBEAT_MS, SILENT_MS = 15_000, 45_000
 KEEPALIVE_S = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 15, zmq.TCP_KEEPALIVE_CNT: 4}
-ATTACH_FILTER, DETACH_FILTER = 26, 27  # SO_*, of <asm-generic/socket.h>
+ATTACH_FILTER, DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of <asm-generic/socket.h>
 DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)  # BPF: return 0
-""" A classic BPF program for a socket. On a listening one it drops every SYN, so that who connects tries again."""
+"""A classic BPF program for a socket. On a listening socket it drops every SYN, so that the client tries again later."""
 Ask = Callable[[bytes, api.Request, list[bytes], int], None]
-"""peer, request, bulk, bytes of the header that the request came in."""
+"""A handler of (peer, request, bulk, bytes of the request's header)."""
 
 
 class CannotListen(Exception):
-    """A TCP address cannot be had; the text names the setting."""
+    """The daemon cannot listen at a TCP address; the text names the setting."""
 
 
 class Curve:
-    """An endpoint of `wire.Router` on TCP. address: such as `tcp://0.0.0.0:7440`. It is shut by a filter of the kernel, since ZeroMQ
-    drops every connection when it unbinds."""
+    """An endpoint of `router.Router` on TCP. `address` is for example `tcp://0.0.0.0:7440`.
+
+    A filter in the kernel shuts it, because ZeroMQ drops every connection when it unbinds.
+    """
 
     share = 0.75
 
@@ -62,11 +64,11 @@ class Curve:
         self._keys = keys
         self._authenticator: Authenticator | None = None
         self._listener: sockets.socket | None = None
-        self._names: dict[str, tuple[str, float]] = {}  # by key, of those that had connected
+        self._names: dict[str, tuple[str, float]] = {}  # by key of a client: its name, and until when that is valid
         self._peers: dict[bytes, str] = {}
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Errors: CannotListen, BadKey."""
+        """Start the authenticator, and bind the socket with CURVE. Raises CannotListen, BadKey."""
         public, secret = self._keys.server()
         self._authenticator = Authenticator(socket.context)
         self._authenticator.configure_curve_callback("*", self)
@@ -86,7 +88,7 @@ class Curve:
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def run(self) -> None:
-        """Answer the questions for keys, until cancelled."""
+        """Answer ZeroMQ's questions about keys until cancelled."""
         assert self._authenticator is not None
         questions = self._authenticator.zap_socket
         poller = zmq.asyncio.Poller()
@@ -97,30 +99,30 @@ class Curve:
             try:
                 await self._authenticator.handle_zap_message(question)
             except Exception:
-                log.exception("a client was refused: the question for its key could not be answered")
-                with contextlib.suppress(zmq.ZMQError):  # it had answered before it failed
+                log.exception("refused a client: the look-up of its key failed")
+                with contextlib.suppress(zmq.ZMQError):  # the authenticator answered before it failed
                     questions.send_multipart([b"1.0", question[1], b"500", b"the daemon failed", b"", b""])
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """The authenticator's question: may this public key connect?"""
+        """Return whether this public key may connect. The authenticator calls this."""
         try:
             allowed = self._keys.allowed(key)
-        except Exception as error:  # no descriptor left, a disk that does not answer: the next question is another one
-            log.error("key %s was refused: the allowed keys cannot be read: %s", key.decode(errors="replace"), error)
+        except Exception as error:  # for example no descriptor is left; the next look-up may succeed
+            log.error("refused key %s: cannot read the allowed keys: %s", key.decode(errors="replace"), error)
             return False
         if not allowed:
-            log.warning("a client with key %s was refused; `artctl key add` allows one", key.decode(errors="replace"))
+            log.warning("refused a client with key %s; `artctl key add` allows one", key.decode(errors="replace"))
         return allowed
 
     def admit(self, peer: bytes, key: str) -> bool:
-        """Whether the key of a connection is still allowed; looked up once a second."""
+        """Return whether the key of a connection is still allowed. It looks the key up once a second."""
         now = time.monotonic()
         name, until = self._names.get(key, ("", 0.0))
         if now >= until:
             try:
                 name = self._keys.name(key.encode())
             except OSError as error:
-                log.error("the allowed keys cannot be read, so what was allowed stays so: %s", error)
+                log.error("cannot read the allowed keys, so connected clients stay allowed: %s", error)
                 name = "" if self._keys.is_removed(name) else name
             self._names[key] = (name, now + LOOK_S)
         if len(self._peers) >= PEERS and peer not in self._peers:
@@ -129,12 +131,12 @@ class Curve:
         return bool(name)
 
     def who(self, peer: bytes) -> str:
-        """The name of the key by which a peer has connected."""
+        """Return the name of the key by which a peer connected, "" for an unknown peer."""
         return self._peers.get(peer, "")
 
-    # ---- the way in ---------------------------------------------------------------------------------------------------
+    # ---- door ---------------------------------------------------------------------------------------------------------
 
-    def listens(self, descriptor: int) -> None:
+    def set_listener(self, descriptor: int) -> None:
         self._listener = sockets.socket(fileno=os.dup(descriptor))
 
     def shut(self) -> None:
@@ -144,7 +146,7 @@ class Curve:
         try:
             self._listener.setsockopt(sockets.SOL_SOCKET, ATTACH_FILTER, pointer)
         except OSError as error:
-            log.error("%s stays open to further connections: %s", self.address, error)
+            log.error("cannot shut %s, so it stays open to further connections: %s", self.address, error)
 
     def open(self) -> None:
         assert self._listener is not None
@@ -161,7 +163,7 @@ class Curve:
 
 
 class ClientWire:
-    """Every socket for clients: the Unix socket `local`, and TCP at `bind` unless that is empty."""
+    """All sockets for clients: the Unix socket `local`, and TCP at `bind` unless that is empty."""
 
     def __init__(
         self, local: Local, bind: str, keys: Keys, max_message: int, ask: Ask, refuse: Refuse,
@@ -190,20 +192,20 @@ class ClientWire:
 
     @property
     def endpoint(self) -> str:
-        """Of the Unix socket."""
+        """The address of the Unix socket."""
         return self._local.endpoint
 
     def bind(self, files: int) -> None:
-        """files: how many this process may have open. Errors: CannotListen, keys.BadKey."""
+        """Bind all sockets. `files` is the limit of open files of this process. Raises CannotListen, keys.BadKey."""
         self._watch = Watch(files)
         for router in self._routers:
             router.bind(self._watch)
         self._watch.start()
         if self._remote is not None:
-            log.info("clients of other machines: %s", self._remote.endpoint)
+            log.info("listening for clients of other machines at %s", self._remote.endpoint)
 
     def bind_again(self) -> None:
-        """Of the Unix socket, see wire.Router; a port cannot be removed."""
+        """Bind the Unix socket again, see `Router.bind_again`. Nobody can remove a TCP port."""
         self._local.bind_again()
 
     async def run(self) -> None:
@@ -215,13 +217,13 @@ class ClientWire:
                 group.start_soon(self._curve.run)
 
     def who(self, peer: bytes) -> str:
-        """`key NAME` for a client of another machine, "" for one of this machine; peer: as `ask` got it."""
+        """Return `key NAME` for a client of another machine, "" for one of this machine. `peer` is as `ask` got it."""
         if self._curve is None or not peer.startswith(MARK):
             return ""
         return f"key {self._curve.who(peer[len(MARK) :])}"
 
     def send(self, peer: bytes, message: object, bulk: Sequence[bytes] = ()) -> bool:
-        """See wire.Router.send; peer: as `ask` got it."""
+        """Send a message, see `Router.send`. `peer` is as `ask` got it."""
         if peer.startswith(MARK):
             return self._remote is not None and self._remote.send(peer[len(MARK) :], message, bulk)
         return self._local.send(peer, message, bulk)

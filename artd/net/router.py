@@ -1,9 +1,9 @@
-"""ZeroMQ ROUTER sockets: messages in, messages out, and who is still there.
+"""Sends and receives messages on ZeroMQ ROUTER sockets, and knows which peers are connected.
 
-Owner of: one ROUTER per socket and the list of its peers. Invariants: everything that arrived is read without waiting for more news (the
-descriptor is edge-triggered, so it is looked at again after every send); a peer that is gone is an answer (False), never a
-silent drop (ROUTER_MANDATORY); on a `Local` endpoint only this user's processes may connect; an endpoint that is shut keeps the
-connections it has.
+Owner of: one ROUTER per socket and the list of its peers. Invariants: it reads everything that arrived without waiting for
+another event (the descriptor is edge-triggered, so it is checked again after every send). A send to a peer that is gone returns
+False and is never dropped silently (ROUTER_MANDATORY). Only this user's processes may connect to a `Local` endpoint. A shut
+endpoint keeps its connections.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ log = logging.getLogger(__name__)
 In = TypeVar("In")
 DRAIN = 256
 LISTENERS = 8
-"""A socket whose file was removed so often gives up the oldest listener, and who came by it has to connect again."""
+"""The most listeners of one socket. When its file is removed more often, the oldest listener goes, and the clients that came
+through it must connect again."""
 BACKLOG = 64
-"""Those that wait here are let in after an endpoint was shut."""
+"""Connections that wait in the kernel; ZeroMQ still accepts these after an endpoint is shut."""
 HANDSHAKE_MS = 10_000
-"""A process of this machine that connects and says nothing is not kept longer."""
+"""The router disconnects a process of this machine that connects and sends nothing for so long."""
 NOBLOCK = int(zmq.NOBLOCK)  # plain numbers: an enum's `|` costs more than sending a frame
 POLLIN = int(zmq.POLLIN)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -46,32 +47,35 @@ Refuse = Callable[[bytes, list[bytes], WireError], None]
 
 
 class NotAllowed(WireError):
-    """A message of somebody who may not send any, or no longer."""
+    """The sender of a message may not send any, or no longer."""
 
 
 class OverLimit(WireError):
-    """A message with more bytes, all frames together, than one may have."""
+    """All frames of a message together have more bytes than the limit."""
 
 
 class Endpoint(Door, Protocol):
-    """Where a ROUTER listens, and who may connect. address: for ZeroMQ; share: see descriptors.Watch.add."""
+    """The address where a ROUTER listens, and the rule for who may connect. `address` is in ZeroMQ's form; `share` is that of
+    descriptors.Watch.add."""
 
     address: str
     share: float
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Set what guards the endpoint, then bind. Errors: zmq.ZMQError."""
+        """Set the options that guard the endpoint, then bind. Raises zmq.ZMQError."""
 
-    def listens(self, descriptor: int) -> None:
-        """This is the listening socket, which is ZeroMQ's."""
+    def set_listener(self, descriptor: int) -> None:
+        """Take the descriptor of the listening socket, which ZeroMQ owns."""
 
     def close(self) -> None:
-        """The socket is closed: take back what `listen` made."""
+        """Undo what `listen` made. Call it after the socket is closed."""
 
 
 class Local:
-    """A Unix socket for processes of this user: 0600 in a 0700 folder, and the kernel's word for the peer's uid. It is shut by
-    another name: what is connected stays so, which it would not when ZeroMQ unbinds."""
+    """A Unix socket for processes of this user: mode 0600 in a folder of mode 0700, and the kernel tells the peer's uid.
+
+    Renaming its file shuts it: connections stay open, which they would not if ZeroMQ unbound it.
+    """
 
     share = 1.0
 
@@ -85,9 +89,12 @@ class Local:
         self._moving = threading.Lock()
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """The data folder's lock guarantees that no other daemon holds this path. Bound under a name of its own and renamed: libzmq
-        may remove the file of a name when it closes its listener. An older listener stays: unbinding it would end every
-        connection that came by it."""
+        """Bind the socket under a new name, then rename it to its path, because libzmq may remove the file of a bound name when
+        it closes that listener.
+
+        The data folder's lock guarantees that no other daemon uses this path. An older listener stays, because unbinding it
+        would end every connection that came through it.
+        """
         socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._times += 1
@@ -102,10 +109,10 @@ class Local:
             self._inode = fresh.stat().st_ino
             fresh.replace(self._place())
             if not self._shut:
-                self._away().unlink(missing_ok=True)  # of a daemon that was killed
+                self._away().unlink(missing_ok=True)  # a killed daemon may have left one
 
-    def lost(self) -> bool:
-        """Whether somebody has removed or replaced the file, so that nobody new can connect."""
+    def is_lost(self) -> bool:
+        """Return whether somebody removed or replaced the file, so that no new client can connect."""
         with self._moving:
             try:
                 return self._place().lstat().st_ino != self._inode
@@ -113,12 +120,12 @@ class Local:
                 return True
 
     def move(self, path: Path) -> None:
-        """The next `listen` is there."""
+        """Let the next `listen` use `path`."""
         with self._moving:
             self.address, self._path = f"ipc://{path}", path
 
-    def listens(self, descriptor: int) -> None:
-        """Nothing is needed of it."""
+    def set_listener(self, descriptor: int) -> None:
+        """Do nothing: renaming the file shuts this endpoint."""
 
     def shut(self) -> None:
         self._set_shut(True)
@@ -129,11 +136,11 @@ class Local:
     def _set_shut(self, shut: bool) -> None:
         with self._moving:
             before, self._shut = self._place(), shut
-            with contextlib.suppress(OSError):  # somebody removed it: `lost` sees that
+            with contextlib.suppress(OSError):  # somebody removed it: `is_lost` sees that
                 before.rename(self._place())
 
     def _place(self) -> Path:
-        """Where the socket's file is: nobody finds that of a socket that is shut."""
+        """Return the path of the socket's file; a shut socket has one that clients do not know."""
         return self._away() if self._shut else self._path
 
     def _away(self) -> Path:
@@ -145,10 +152,13 @@ class Local:
 
 
 class Router(Generic[In]):
-    """One bound ROUTER. `handler(peer, message, bulk)` is called in the loop for every message, `refuse(peer, frames,
-    error)` for what cannot be decoded or is too large (then without its bulk); neither may block. max_message: bytes, all frames of
-    one message together; under_way: while it is full nothing is read; waiting: messages of one peer that ZeroMQ holds meanwhile; admit(peer, key): whether the
-    key by which the peer has connected is still allowed."""
+    """One bound ROUTER.
+
+    The event loop calls `handler(peer, message, bulk)` for every message, and `refuse(peer, frames, error)` for one that cannot
+    be decoded or is too large (then without its bulk); neither may block. `max_message` is in bytes, for all frames of one
+    message together. The router reads nothing while `under_way` is full; `waiting` is the number of messages of one peer that
+    ZeroMQ queues meanwhile. `admit(peer, key)` returns whether the key by which the peer connected is still allowed.
+    """
 
     def __init__(
         self, at: Endpoint, codec: Codec[In], max_message: int, handler: Callable[[bytes, In, list[bytes]], None],
@@ -168,16 +178,16 @@ class Router(Generic[In]):
         # The I/O thread must not push the loop off its core at every message (on two cores that halved the rate).
         self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self.undecodable = 0
-        self.header = 0  # bytes of the header of the message that the handler has
+        self.header = 0  # bytes of the header of the message that the handler is working on
         self._key = ""
 
     def bind_again(self) -> None:
-        """Listen where `at` is now, and there alone; who is connected stays so. Errors: OSError, zmq.ZMQError."""
+        """Listen at the present address of `at`, and keep all connections. Raises OSError, zmq.ZMQError."""
         self._at.listen(self._socket)
         self.endpoint = self._at.address
 
     def bind(self, watch: Watch | None = None) -> None:
-        """Bind the socket. watch: who shuts the endpoint when descriptors get scarce. Errors: zmq.ZMQError."""
+        """Bind the socket. `watch` shuts the endpoint when descriptors get scarce. Raises zmq.ZMQError."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -185,13 +195,13 @@ class Router(Generic[In]):
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.SNDHWM, 10_000)
         socket.setsockopt(zmq.RCVHWM, self._waiting)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message)  # of one frame; `_receive` looks at the sum
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message)  # ZeroMQ limits one frame; `_receive` limits the sum
         monitor = socket.get_monitor_socket(EVENTS) if watch is not None else None
         self._at.listen(socket)
         if watch is not None and monitor is not None:
-            self._at.listens(int(recv_monitor_message(monitor)["value"]))  # the first event: it listens
+            self._at.set_listener(int(recv_monitor_message(monitor)["value"]))  # the first event is LISTENING
             watch.add(self._at, monitor, self._at.share)
-        self.endpoint = self._at.address  # a port 0 has become one
+        self.endpoint = self._at.address  # the kernel has chosen a port in place of 0
         self._socket: zmq.Socket[bytes] = socket
         self._news = asyncio.Event()
         self._news.set()
@@ -213,12 +223,15 @@ class Router(Generic[In]):
                     break
                 self._take(frames, size)
             else:
-                self._news.set()  # perhaps there is more
+                self._news.set()  # there may be more messages
             await anyio.lowlevel.checkpoint()
 
     def _receive(self) -> tuple[list[bytes], int]:
-        """The frames of one message, and its bytes: of one that is too large the first three frames alone (peer, magic, header).
-        Not recv_multipart, which asks the socket after each frame for more, at twice the cost."""
+        """Receive one message. Returns its frames and its size in bytes; of a message that is too large only the first three
+        frames (peer, magic, header).
+
+        recv_multipart would cost twice as much, because it asks the socket after each frame whether there is another.
+        """
         receive = self._socket.recv
         frame = receive(NOBLOCK, copy=False)
         frames, size = [frame.bytes], 0
@@ -234,14 +247,14 @@ class Router(Generic[In]):
         peer = frames[0]
         try:
             if self._admit is not None and not self._admit(peer, self._key):
-                raise NotAllowed("this client's key was removed; `artctl key add` allows one")
+                raise NotAllowed("the key of this client was removed; `artctl key add` allows one")
             if size > self._max_message:
                 del frames[3:]
-                raise OverLimit(f"the message has {size} bytes, the daemon takes {self._max_message}")
+                raise OverLimit(f"the message has {size} bytes, the daemon accepts at most {self._max_message}")
             message, bulk = self._codec.decode(frames[1:])
         except WireError as error:
             self.undecodable += 1
-            log.warning("%s sent a message that cannot be taken: %s", peer.decode(errors="replace"), error)
+            log.warning("refused a message from %s: %s", peer.decode(errors="replace"), error)
             if self._refuse is not None:
                 self._refuse(peer, frames[1:], error)
             return
@@ -249,7 +262,7 @@ class Router(Generic[In]):
         self._handler(peer, message, bulk)
 
     def send(self, peer: bytes, message: object, bulk: Sequence[bytes] = ()) -> bool:
-        """Whether the message was handed to the peer's queue; False when the peer is gone or does not read."""
+        """Put a message into the peer's queue. Returns False if the peer is gone or does not read."""
         frames = self._codec.encode(message, bulk)
         last = frames.pop()
         try:
@@ -262,7 +275,7 @@ class Router(Generic[In]):
                 raise
             return False
         finally:
-            # The descriptor tells of changes only, and a send eats the news of what has arrived meanwhile.
+            # The descriptor is edge-triggered, and a send consumes the edge of messages that arrived meanwhile.
             if not self._looking:
                 self._looking = True
                 self._loop.call_soon(self._look)
@@ -282,14 +295,14 @@ class Router(Generic[In]):
 
 
 class Peers(Protocol):
-    """Whatever reaches peers: a Router, or a test's own wire."""
+    """Sends messages to peers: a Router, or a test's own wire."""
 
     def send(self, peer: bytes, message: object, bulk: Sequence[bytes] = ()) -> bool:
-        """See Router.send."""
+        """Send a message, see `Router.send`."""
 
 
 class WorkerWire:
-    """Sends to workers by name; which peer a name is, `register` says (its Hello was accepted)."""
+    """Sends messages to workers by name. `register` ties a name to a peer after the daemon accepted its Hello."""
 
     def __init__(self, router: Peers) -> None:
         self.router = router
@@ -297,7 +310,7 @@ class WorkerWire:
         self._runs: dict[str, int | None] = {}
 
     def register(self, name: str, spawn: int, peer: bytes, run: int | None) -> None:
-        """run: the one that its Welcome named."""
+        """Tie a worker's name to a peer. `run` is the run that its Welcome named."""
         self._peers[name] = (peer, spawn)
         self._runs[name] = run
 
@@ -306,23 +319,23 @@ class WorkerWire:
             del self._peers[name]
 
     def spawn(self, name: str) -> int | None:
-        """Which process of this worker is connected, or None."""
+        """Return the spawn number of the connected process of this worker, None if none is connected."""
         known = self._peers.get(name)
         return known[1] if known else None
 
     def run(self, name: str) -> int | None:
-        """The run that the connected process works for: it was told of no other."""
+        """Return the run that the connected process works for; the daemon told it of no other."""
         return self._runs[name] if name in self._peers else None
 
     def who(self, peer: bytes) -> tuple[str, int] | None:
-        """(name, spawn) of a registered peer."""
+        """Return (name, spawn) of a registered peer, None for another one."""
         return next(((name, spawn) for name, (known, spawn) in self._peers.items() if known == peer), None)
 
     def answer(self, peer: bytes, message: w.ToWorker) -> bool:
-        """As `send`, to a process that is not, or no longer, registered."""
+        """Send a message to a process that is not, or no longer, registered; see `send`."""
         return self.router.send(peer, message)
 
     def send(self, name: str, message: w.ToWorker, bulk: Sequence[bytes] = ()) -> bool:
-        """Whether the message was handed over; False when the worker is not connected."""
+        """Send a message to a worker by name. Returns False if it is not connected or does not read."""
         known = self._peers.get(name)
         return known is not None and self.router.send(known[0], message, bulk)

@@ -1,7 +1,7 @@
-"""The two Unix sockets of a daemon, and the runtime folder that they lie in: made again when somebody has removed them.
+"""Makes the two Unix sockets of a daemon and their runtime folder again when somebody has removed them.
 
-Owner of: the runtime folder once the daemon serves. Invariants: what is connected stays connected; where the folder cannot be made
-at its old place (the end of a login took `$XDG_RUNTIME_DIR` away) it is made where a new daemon would make it.
+Owner of: the runtime folder while the daemon serves. Invariants: connections stay open. If the folder cannot be made at its old
+place (the end of a login removed `$XDG_RUNTIME_DIR`), it is made where a new daemon would make it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Bound(Protocol):
     """A router on one of the sockets."""
 
     def bind_again(self) -> None:
-        """See wire.Router."""
+        """Listen again, see `Router.bind_again`."""
 
 
 class Sockets:
-    """data: `runtime` of it follows when the folder moves."""
+    """The sockets of one data folder. It updates `data.runtime` when the runtime folder moves."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
@@ -37,16 +37,16 @@ class Sockets:
         self.clients = Local(paths.socket_path(data.runtime, paths.CLIENT_SOCKET))
 
     def watch(self, *bound: Bound) -> None:
-        """They listen now."""
+        """Watch these routers. Call it when they listen."""
         self._bound = bound
 
     def forget(self) -> None:
-        """They are about to close."""
+        """Stop watching. Call it before the routers close."""
         self._bound = ()
 
     def mend(self) -> bool:
-        """Make again what was removed; whether anything was, and is there again."""
-        if not self._bound or not (self.workers.lost() or self.clients.lost()):
+        """Make removed sockets again. Returns whether a socket was missing and now exists again."""
+        if not self._bound or not (self.workers.is_lost() or self.clients.is_lost()):
             return False
         try:
             self._data.runtime = runtime = paths.runtime_dir(self._data.root)
@@ -56,9 +56,9 @@ class Sockets:
                 bound.bind_again()
         except (OSError, zmq.ZMQError) as error:
             if str(error) != self._failed:
-                log.error("the sockets in %s are gone and cannot be made again: %s", self._data.runtime, error)
+                log.error("the sockets in %s are gone, and artd cannot make them again: %s", self._data.runtime, error)
             self._failed = str(error)
             return False
         self._failed = ""
-        log.warning("the sockets of artd were gone: they are in %s again", runtime)
+        log.warning("the sockets of artd were gone: artd made them again in %s", runtime)
         return True

@@ -1,7 +1,7 @@
-"""Bytes under way: what clients and the gateway have sent and the daemon has not answered yet.
+"""Counts bytes under way: messages that clients and the gateway have sent and the daemon has not answered yet.
 
-Owner of: their sum. Invariants: above the limit no further message of a client is read, so that the sender is held back and not
-the daemon's memory filled; one message always fits.
+Owner of: their sum. Invariants: above the limit the daemon reads no further message of a client, so that the sender waits and
+the daemon's memory does not fill. One message always fits.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import asyncio
 
 LIMIT = 256 << 20
 SHARE = 8
-"""One client may have this part of the limit under way, or one message."""
+"""One client may have `limit // SHARE` bytes under way, or one message."""
 
 
 class UnderWay:
-    """limit: bytes. `take` what arrived, `give` it back with the answer; both in the event loop."""
+    """A counter with a limit in bytes. `take` adds a message that arrived, `give` subtracts it with its answer. The event loop
+    calls both."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
@@ -24,7 +25,7 @@ class UnderWay:
 
     @property
     def window(self) -> int:
-        """Bytes that one client should have under way at most."""
+        """The most bytes that one client should have under way."""
         return self.limit // SHARE
 
     @property

@@ -143,7 +143,7 @@ class Collector:
                 await self._store.write(lambda c: resume_retention(c, self._store.clock.now_ms()))
             done = Collected(stopped=await self._store.write(lambda c: get_meta(c, STOPPED)))
             self._blobs.forget_old_puts()
-            trash = await anyio.to_thread.run_sync(self._blobs.trashed)
+            trash = await anyio.to_thread.run_sync(self._blobs.list_trash)
             done.add("freed", "file", (size for _, size in trash))
             if dry:
                 await self._count(done)

@@ -1,21 +1,21 @@
-"""Content-addressed files: `blobs/ab/<sha256>`, and `blobs/.trash`, where those go that nothing refers to.
+"""Stores content-addressed files in `blobs/ab/<sha256>`, and files without references in `blobs/.trash`.
 
-Owner of: the `blobs` folder. Invariants: file first, row second: only a committed `blob` row proves a file, so
-without one the file is written again in full; a name holds exactly the bytes it is the sha256 of.
+Owner of: the `blobs` folder. Invariants: the file comes first, its row second: only a committed `blob` row proves a file, so
+artd writes a file without a row again in full. The bytes of a file always have the sha256 that its name says.
 
-Why a row never points to a file that was collected, whatever is put at the same time:
+A row never points to a collected file, even when a put and a collection run at the same time:
 
-- Rows go first. A `blob` row that nothing refers to is deleted in one transaction (foreign keys refuse any other), and only after
-  its COMMIT may the file be renamed to the trash. A crash in between leaves a file without a row, which is no damage.
-- Rows are inserted and files are renamed in the writer's thread alone, so neither can come between the other's look and
-  its act: `trash` looks for the row right before it renames, and whoever inserts a row asks `missing` for the file right
-  before (it is asked to send or pack again if the file has gone).
-- A put whose row has not come yet is left alone for `GRACE_S`, so that in practice nobody has to do anything again.
-- A put never reads: it writes a new file and renames it over whatever is there, and its fsync of the folder makes an earlier
+- The row goes first. One transaction deletes a `blob` row without references (foreign keys refuse any other), and only after
+  its COMMIT does the collection rename the file to the trash. A crash in between leaves a file without a row, which is no damage.
+- Only the writer's thread inserts rows and renames files, so neither can happen between the other's check and its
+  action: `trash` looks for the row right before it renames, and the function that inserts a row calls `missing` right before
+  (if the file is missing, the sender must send it again, or packing must pack again).
+- The collection leaves a put without a row alone for `GRACE_S`, so that in practice nobody has to repeat a put.
+- A put never reads: it writes a new file and renames it over the old one, and its fsync of the folder makes an earlier
   rename to the trash durable too, so the order survives a power loss. The renames and unlinks of the collection need
-  no fsync: if they are lost, the file is collected again.
-- A file in the trash is nobody's name any more. It is unlinked by a later pass than the one that put it there, for those who
-  learnt its name from a row just before it went and open it now.
+  no fsync: after a power loss that undoes them, the next pass collects the file again.
+- No row names a file in the trash. The pass after the one that moved it there unlinks it, so that a reader that learnt its name
+  from a row just before the deletion can still open it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from . import fs
 
 TRASH = ".trash"
 _NAME = re.compile(r"(?P<folder>[0-9a-f]{2})/\.?(?P<sha>(?P=folder)[0-9a-f]{62})(\.\d+-\d+\.tmp)?")
-"""Names that artd alone makes."""
+"""The names of files that artd wrote; the collection leaves every other file alone."""
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 GRACE_S = 600.0
 
 
 def place(sha: str) -> str:
-    """Where a blob lies, relative to the folder of blobs."""
+    """Return the path of a blob, relative to the folder of blobs."""
     return f"{sha[:2]}/{sha}"
 
 
 class Blobs:
-    """Blocking calls; run them off the event loop. One object serves all of a process, because it knows what is being put.
-    monotonic: seconds; born: time of this boot in seconds since the epoch, None for now."""
+    """The blob files of one data folder. Its calls block: run them off the event loop.
+
+    A process needs exactly one object, because the object remembers the puts whose rows are still to come.
+    `monotonic` returns seconds. `born` is the time of this boot in seconds since the epoch; None means now.
+    """
 
     def __init__(self, root: Path, monotonic: Callable[[], float] = time.monotonic, born: float | None = None) -> None:
         self.root = root
@@ -59,7 +62,7 @@ class Blobs:
         return self.root / place(sha)
 
     def put(self, data: bytes) -> str:
-        """Write `data` durably; returns its sha256 in hex. The row comes after."""
+        """Write `data` durably. The caller inserts the row afterwards. Returns the sha256 in hex."""
         sha = hashlib.sha256(data).hexdigest()
         self._put_at[sha] = self._monotonic()
         target = self.path(sha)
@@ -68,7 +71,7 @@ class Blobs:
         return sha
 
     def adopt(self, source: Path) -> tuple[str, int]:
-        """Take over a file that somebody else wrote: hash and fsync it here, then rename. Returns (sha, bytes)."""
+        """Take over a file that another process wrote: hash it, fsync it, then rename it. Returns (sha256 in hex, bytes)."""
         sha, size = hash_file(source)
         self._put_at[sha] = self._monotonic()
         fs.fsync_file(source)
@@ -76,47 +79,50 @@ class Blobs:
         return sha, size
 
     def missing(self, shas: Iterable[str]) -> list[str]:
-        """Those whose file is not there. Called in the writer, before their rows are inserted."""
+        """Return the shas without a file. The writer's thread calls this right before it inserts their rows."""
         return [sha for sha in shas if not self.path(sha).exists()]
 
-    # ---- what the collection does -----------------------------------------------------------------------------------------
+    # ---- collection -------------------------------------------------------------------------------------------------------
 
     def folders(self) -> list[str]:
-        """Names of the folders of files, without the trash."""
+        """Return the names of the folders that hold blobs; the trash is not one of them."""
         found = _entries(self.root)
         return sorted(
             entry.name for entry in found if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         )
 
     def files(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """(name below the root, bytes, old) of every file of a folder that bears a name of artd's, those of dead writers too. old:
-        it is from before this boot, or this process put it and no row came; only then may one that no row ever named go."""
+        """Yield (name below the root, bytes, old) of every file in `folder` that artd wrote, temporary files of dead writers too.
+
+        `old` means that the file is from before this boot, or that this process put it and no row came in time. Only an old file
+        may go if no row ever named it.
+        """
         for entry in _entries(self.root / folder):
             name = f"{folder}/{entry.name}"
             try:
                 found = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # a temporary file that has its name now
+                continue  # a writer renamed its temporary file meanwhile
             if _NAME.fullmatch(name) is not None and stat.S_ISREG(found.st_mode):
                 yield name, found.st_size, found.st_mtime < self._born or owner(name) in self._over
 
     def forget_old_puts(self) -> None:
-        """Puts from before the grace are over, with a row or without: the next pass may collect them."""
+        """End the protection of puts that are older than `GRACE_S`: the next pass may collect those without a row."""
         end = self._monotonic() - GRACE_S
         for sha in [sha for sha, at in self._put_at.copy().items() if at <= end]:
             self._put_at.pop(sha, None)
             self._over.add(sha)
 
     def end_pass(self) -> None:
-        """Puts that were over have been looked at: those that are still there have a row."""
+        """Forget the unprotected puts after a pass has looked at them: the files that remain have a row."""
         self._over.clear()
 
     def being_put(self, name: str) -> bool:
-        """Whether a file (or its temporary name) was put so lately that its row may still come."""
+        """Return whether this process put a file (or its temporary file) so recently that its row may still come."""
         return owner(name) in self._put_at
 
     def trash(self, c: sqlite3.Connection, names: Iterable[str]) -> set[str]:
-        """In the writer: move files that have no row out of the way; which."""
+        """Move files without a row to the trash. The writer's thread calls this. Returns the names of the moved files."""
         moved = set()
         fs.make_dir(self.root / TRASH)
         for name in names:
@@ -130,8 +136,8 @@ class Blobs:
             moved.add(name)
         return moved
 
-    def trashed(self) -> list[tuple[Path, int]]:
-        """What lies in the trash, with bytes."""
+    def list_trash(self) -> list[tuple[Path, int]]:
+        """Return (path, bytes) of every file in the trash."""
         found = [
             entry for entry in _entries(self.root / TRASH) if _NAME.fullmatch(f"{owner(entry.name)[:2]}/{entry.name}")
         ]
@@ -139,18 +145,18 @@ class Blobs:
 
 
 def owner(name: str) -> str:
-    """The sha256 that a file below the folder of blobs has or is going to have: `ab/SHA` or `ab/.SHA.PID.tmp`."""
+    """Return the sha256 that the name of a blob's file holds: `ab/SHA` or, for a temporary file, `ab/.SHA.PID-N.tmp`."""
     return name.rpartition("/")[2].lstrip(".").partition(".")[0]
 
 
 def hash_file(path: Path) -> tuple[str, int]:
-    """(sha256 in hex, bytes)."""
+    """Return (sha256 in hex, bytes) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
 
 
 def add_row(connection: sqlite3.Connection, sha: str, size: int, kind: str, now: int) -> None:
-    """The caller has asked `missing` in this transaction."""
+    """Insert the row of a blob. The caller has called `missing` in the same transaction."""
     connection.execute(
         "INSERT INTO blob (sha, bytes, kind, created) VALUES (?, ?, ?, ?) ON CONFLICT (sha) DO NOTHING",
         (sha, size, kind, now),

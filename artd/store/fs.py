@@ -1,9 +1,8 @@
-"""The few file-system calls that durability rests on, in one place.
+"""Makes the file-system calls that durability rests on.
 
-Invariants: a name appears only after its contents are durable; whoever publishes a name fsyncs its folder before a
-row may point to it. After an error of fsync nobody knows what is durable: `on_sync_error` is called, which ends the daemon,
-before anybody can be answered. Only a full disk is no such error: what was being written has no row yet, and is written
-again from the start.
+Invariants: a name appears only after its contents are durable, and its folder is fsynced before a row may point to it.
+After an fsync error nobody knows what is durable, so this module calls `on_sync_error`, which ends the daemon before it can
+answer anybody. A full disk is the exception: the file has no row yet, and artd writes it again from the start.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ PROBE, PROBE_BYTES = ".probe", 64 << 10
 CHUNK_BYTES = 8 << 20
 _serial = itertools.count()
 _left: set[Path] = set()
-"""Folders that nobody needs, and that a full disk keeps."""
+"""Folders that nobody needs, and that a full disk kept `remove_tree` from removing."""
 _later: dict[str, Callable[[], None]] = {}
-"""Writes that found no room, by the name of their file."""
+"""Writes that found no room and wait for `catch_up`, by the name of their file."""
 _durable: set[Path] = set()
-"""Folders whose names this process made durable. One that it finds may have been made by a process that was killed
-before its fsync, so finding it says nothing about the next power loss."""
+"""Folders whose names this process made durable. A folder that it only finds may come from a process that was killed
+before its fsync, and may vanish in a power loss."""
 
 on_sync_error: Callable[[OSError], object] | None = None
-"""Set by the daemon, and by nobody else: for a command the exception is enough."""
+"""Only the daemon sets this; for a command the exception is enough."""
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error says that nothing more can be written, rather than that something is broken."""
+    """Return whether an error says that the disk has no room (or is read-only), rather than that something is broken."""
     return isinstance(error, OSError) and error.errno in FULL
 
 
@@ -62,7 +61,7 @@ fsync_dir = fsync_file
 
 
 def fsync_tree(folder: Path) -> None:
-    """Every file of `folder`, then every folder below it, then itself."""
+    """Fsync every file below `folder`, then every folder below it, then `folder` itself."""
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
             fsync_file(Path(root) / name)
@@ -70,9 +69,11 @@ def fsync_tree(folder: Path) -> None:
 
 
 def write_again(folder: Path) -> None:
-    """Write every file below `folder` again, byte for byte and in place, and fsync it all. After an fsync that failed in another
-    process the kernel keeps pages that are right in memory, wrong on the disk, and clean: no later fsync writes them, and
-    none fails. Only pages that were written again are."""
+    """Write every file below `folder` again, byte for byte and in place, and fsync it all.
+
+    After an fsync failed in another process, the kernel keeps pages that are right in memory, wrong on the disk, and marked
+    clean: no later fsync writes them, and none fails. Writing the same bytes marks the pages dirty again.
+    """
     for root, _, names in os.walk(folder):
         for name in names:
             _write_again(Path(root) / name)
@@ -90,7 +91,7 @@ def _write_again(path: Path) -> None:
 
 
 def make_dir(path: Path) -> None:
-    """Create `path` and its parents, 0700, durably; the name of one that is there already is made durable too."""
+    """Create `path` and its parents durably, with mode 0700. If `path` exists, make its name durable."""
     found = path.is_dir()
     if found and path in _durable:
         return
@@ -100,13 +101,14 @@ def make_dir(path: Path) -> None:
     try:
         fsync_dir(path.parent)
     except PermissionError:
-        if not found:  # else it was made by whoever may write there
+        if not found:  # else another account, which may write there, made the folder
             raise
     _durable.add(path)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Durable and atomic: a new file beside, fsync, rename, fsync of the folder. Threads may write the same one at once."""
+    """Write a file durably and atomically: write a new file beside it, fsync, rename, fsync the folder. Threads may write the
+    same path at once."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_serial)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -124,7 +126,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """The first file of a folder: durable, and never half there under another name. One that is there already is kept."""
+    """Write the first file of a folder durably, without a temporary file beside it. Keep the contents of a file that exists."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
     try:
         if os.fstat(fd).st_size == 0:
@@ -136,7 +138,7 @@ def write_new(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def publish(source: Path, target: Path) -> None:
-    """Rename a durable file or folder to its final name, durably on both sides."""
+    """Rename a durable file or folder to its final name, and fsync both folders."""
     make_dir(target.parent)
     os.rename(source, target)
     reach("publish.renamed")
@@ -145,8 +147,10 @@ def publish(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder that nobody needs, if it is there, whoever else removes it meanwhile. A disk that is too full even for that
-    keeps it until `remove_left`, or until the next start."""
+    """Remove a folder that nobody needs, if it exists; other callers may remove it at the same time.
+
+    On a disk that is too full even for that, the folder stays until `remove_left`, or until the next start.
+    """
     try:
         while path.exists():
             with contextlib.suppress(FileNotFoundError):
@@ -155,41 +159,43 @@ def remove_tree(path: Path) -> None:
         if not is_full(error):
             raise
         if path not in _left:
-            log.warning("%s stays until there is room to remove it: %s", path, error)
+            log.warning("cannot remove %s before the disk has room, artd will try again: %s", path, error)
         _left.add(path)
     else:
         _left.discard(path)
 
 
 def remove_left() -> None:
-    """Try again to remove what a full disk has kept."""
+    """Try again to remove the folders that a full disk kept."""
     for path in _left.copy():
         remove_tree(path)
 
 
 def write_or_later(name: str, write: Callable[[], None]) -> None:
-    """Write a small file that nothing durable rests on; one that finds no room is written by `catch_up`. name: of the file; a
-    newer write of it takes the place of an older one."""
+    """Write a small file that nothing durable rests on. If the disk has no room, `catch_up` writes it later.
+
+    `name` is the file's name: a newer write of the same name replaces an older one.
+    """
     try:
         write()
     except OSError as error:
         if not is_full(error):
             raise
         if name not in _later:
-            log.warning("%s cannot be written before there is room: %s", name, error)
+            log.warning("cannot write %s before the disk has room, artd will try again: %s", name, error)
         _later[name] = write
     else:
         _later.pop(name, None)
 
 
 def catch_up() -> None:
-    """Write what found no room before. Called where `write_or_later` is: in the event loop."""
+    """Write the files that found no room before. Call it where `write_or_later` is called: in the event loop."""
     for name, write in list(_later.items()):
         write_or_later(name, write)
 
 
 def refusal(folder: Path) -> OSError | None:
-    """Why no small file can be written in `folder` for want of space, quota or inodes; None when it can."""
+    """Write and remove a small file in `folder`. Returns the error if it lacks space, quota or inodes, else None."""
     probe = folder / PROBE
     try:
         fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -1,10 +1,10 @@
-"""Migrations: numbered SQL files of `artd_schema.sql`, one transaction each, counted by `PRAGMA user_version`.
+"""Migrates the database: runs numbered SQL files of `artd_schema.sql`, one transaction each, which `PRAGMA user_version` counts.
 
-Owner of: the schema, and the copy of the database that is made before an older one is migrated. Invariants: a database is of
-exactly the first so many scripts (`meta.schema_draft` is their digest), and is changed only after its copy is durable; a
-newer one is refused. `meta.stored_form` is the digest of the Structs in its JSON and msgpack columns; one that this artd does
-not read is refused, too. Until the first release there is one file, 0001, edited in place: a database of another
-draft is refused, not guessed at.
+Owner of: the schema, and the copy of the database that is made before a migration. Invariants: the schema of a database is
+exactly the result of the first `user_version` scripts (`meta.schema_draft` is their digest). A migration changes the database
+only after its copy is durable, and refuses a newer schema. `meta.stored_form` is the digest of the Structs in the JSON and
+msgpack columns; a form that this artd cannot read is refused too. Until the first release there is one script, 0001, which is
+edited in place: a database of another draft is refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ APPLICATION_ID = 0x61727464  # "artd"
 
 
 class SchemaMismatch(Exception):
-    """The database was made by another version of artd."""
+    """Another version of artd made the database."""
 
 
 def scripts() -> Scripts:
-    """(number, SQL) of every migration, in order."""
+    """Return (number, SQL) of every migration, in order."""
     folder = files("artd_schema").joinpath("sql")
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".sql"))
     return [(int(name[:4]), folder.joinpath(name).read_text(encoding="utf-8")) for name in names]
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the schema up to date, after a backup beside the database. Errors: SchemaMismatch; nothing is changed then."""
+    """Bring the schema up to date, after a copy of the database beside it. Raises SchemaMismatch, and changes nothing then."""
     known = scripts()
     found = _version(connection)
     if found == 0:
@@ -57,10 +57,10 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 
 def require_known(connection: sqlite3.Connection) -> None:
-    """Errors: SchemaMismatch unless the database is of this very schema; nothing is changed."""
+    """Check that the database has exactly this artd's schema; change nothing. Raises SchemaMismatch when it has not."""
     known, found = scripts(), _version(connection)
     if found == 0:
-        raise SchemaMismatch("the database holds no schema of artd: give a data folder of artd's with --data-dir")
+        raise SchemaMismatch("the database holds no schema of artd: name a data folder of artd with --data-dir")
     _require_draft(connection, found, known)
     if found < known[-1][0]:
         raise SchemaMismatch(
@@ -70,7 +70,7 @@ def require_known(connection: sqlite3.Connection) -> None:
 
 
 def _require_draft(connection: sqlite3.Connection, found: int, known: Scripts) -> None:
-    """Errors: SchemaMismatch unless the database has exactly the first `found` of the scripts."""
+    """Check that the database has exactly the first `found` scripts. Raises SchemaMismatch when it has not."""
     if found > known[-1][0]:
         raise SchemaMismatch(
             f"the database has schema {found}, this artd knows up to {known[-1][0]}: start the artd that wrote it, or a newer one"
@@ -78,18 +78,18 @@ def _require_draft(connection: sqlite3.Connection, found: int, known: Scripts) -
     stored = connection.execute("SELECT value FROM meta WHERE key = 'schema_draft'").fetchone()
     if stored is None or stored[0] != _draft(_up_to(known, found)):
         raise SchemaMismatch(
-            "the database was made by another unreleased draft of artd (until 1.0 there are no migrations between drafts): "
+            "another unreleased draft of artd made the database (until 1.0 there are no migrations between drafts): "
             "start with an empty --data-dir, or with the artd that made it"
         )
     _require_form(connection)
 
 
 def _require_form(connection: sqlite3.Connection) -> None:
-    """Errors: SchemaMismatch unless this artd reads the Structs that the rows and files hold."""
+    """Check that this artd can read the Structs in the rows and files. Raises SchemaMismatch when it cannot."""
     if _form_of(connection) not in {form(), *READABLE}:
         raise SchemaMismatch(
-            "the specs, trajectories and manifests of this database were written by another version of artd, and this one may not "
-            "read them: start the artd that wrote them, or start with an empty --data-dir"
+            "another version of artd wrote the specs, trajectories and manifests of this database, and this artd cannot read "
+            "them: start the artd that wrote them, or start with an empty --data-dir"
         )
 
 
@@ -99,12 +99,12 @@ def _form_of(connection: sqlite3.Connection) -> str:
 
 
 def backup_path(database: Path, version: int) -> Path:
-    """Where the copy from before the migration of schema `version` lies."""
+    """Return the path of the copy that `migrate` makes of a database of schema `version`."""
     return database.with_name(f"{database.stem}-schema-{version:04d}.db")
 
 
 def _back_up(connection: sqlite3.Connection, version: int) -> None:
-    """Copy the database as it is to `backup_path`, durably and whole or not at all. Errors: SchemaMismatch."""
+    """Copy the database to `backup_path` durably, whole or not at all. Raises SchemaMismatch when it cannot be written."""
     database = Path(connection.execute("PRAGMA database_list").fetchone()[2])
     target = backup_path(database, version)
     partial = target.with_name(f".{target.name}.partial")
@@ -120,19 +120,23 @@ def _back_up(connection: sqlite3.Connection, version: int) -> None:
     except (OSError, sqlite3.Error) as error:
         partial.unlink(missing_ok=True)
         raise SchemaMismatch(
-            f"the database has to be migrated from schema {version}, and its copy {target} cannot be written: {error}; nothing "
+            f"the database needs a migration from schema {version}, and artd cannot write its copy {target}: {error}; nothing "
             "was changed. Next: free space, then artd start"
         ) from None
 
 
 def _step(connection: sqlite3.Connection, number: int, sql: str, draft: str) -> None:
-    """One script in one transaction. A script may rebuild tables: references are checked at its end, not meanwhile. Errors:
-    SchemaMismatch, and everything is as it was."""
+    """Run one script in one transaction, and check references at its end, since it may rebuild tables.
+
+    Raises SchemaMismatch when the script fails; the database is unchanged then.
+    """
     connection.execute("PRAGMA foreign_keys = OFF")
     try:
         connection.executescript(f"BEGIN IMMEDIATE;\n{sql}\n")
         if dangling := connection.execute("PRAGMA foreign_key_check").fetchall():
-            raise sqlite3.IntegrityError(f"{len(dangling)} references to nothing, the first in {dangling[0][0]}")
+            raise sqlite3.IntegrityError(
+                f"{len(dangling)} references point to missing rows, the first one in table {dangling[0][0]}"
+            )
         connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_draft'", (draft,))
         connection.execute(f"PRAGMA user_version = {number}")
         connection.execute("COMMIT")
@@ -140,7 +144,7 @@ def _step(connection: sqlite3.Connection, number: int, sql: str, draft: str) -> 
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise SchemaMismatch(
-            f"migration {number} failed: {error}; the database is as it was. Next: free space if there is none, else report it"
+            f"migration {number} failed: {error}; the database is unchanged. Next: free space if the disk is full, else report it"
         ) from error
     finally:
         connection.execute("PRAGMA foreign_keys = ON")

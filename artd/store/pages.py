@@ -1,8 +1,8 @@
-"""Pages of the tables that grow with a run, by key: clients (`lists`) and the command line (`cli.read`) read through here.
+"""Reads the tables page by page, by key, for clients (`lists`) and the command line (`cli.read`).
 
-Owner of: nothing. Invariants: a page costs what it shows and not what the table holds: each filter is an index whose rows
-come in the order of their ids, several of them are merged, and the rows themselves are looked up by id. Newest first;
-from `after` on, oldest first.
+Invariants: the cost of a page depends on the rows that it shows, never on the size of the table. Each filter is an index
+that gives rows in the order of their ids; one statement merges several such indexes and then looks the rows up by id. A page
+shows the newest rows first; with `after` it shows the oldest first.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ ENTITIES = {
     "pushes": "push",
     "workers": "process",
 }
-"""Whose states the rows of a table have."""
+"""The table whose states a page's rows have."""
 MERGED = 100
-"""Indexes that one statement merges; SQLite takes 500."""
+"""The most indexes that one statement merges; SQLite allows 500."""
 
 Arm = tuple[str, tuple[Any, ...]]
-"""A condition that an index answers in the order of ids, and its values."""
+"""A condition that an index answers in the order of ids, and the condition's values."""
 
 
 class Page(NamedTuple):
-    """What is asked for. run, group: names, "" = all; states: () = all; before, after: ids, exclusive; after: oldest first."""
+    """A request for rows. `run` and `group` are names, "" means all; `states` () means all. `before` and `after` are
+    exclusive ids; with `after` the oldest rows come first."""
 
     what: str
     run: str = ""
@@ -64,38 +65,38 @@ class Page(NamedTuple):
 
     @property
     def bounds(self) -> Arm:
-        """The keys that the page may show."""
+        """The range of ids that the page may show."""
         keys = (("id > ?", self.after), ("id < ?", self.before))
         given = [(sql, key) for sql, key in keys if key is not None]
         return " AND ".join(sql for sql, _ in given), tuple(key for _, key in given)
 
 
 def states_of(what: str) -> tuple[str, ...]:
-    """Every state that a row of this table can have; () for one without states."""
+    """Return every state that a row of this table can have, () for a table without states."""
     return tuple(sorted({state for pair in TRANSITIONS.get(ENTITIES.get(what, ""), ()) for state in pair}))
 
 
 def read(c: sqlite3.Connection, page: Page) -> list[sqlite3.Row]:
-    """The rows of one page, of one snapshot. An unknown run or group has none."""
-    page = page._replace(states=tuple(dict.fromkeys(page.states)))  # arms that overlap would fill a page twice
+    """Return the rows of one page from one snapshot. An unknown run or group has no rows."""
+    page = page._replace(states=tuple(dict.fromkeys(page.states)))  # a repeated state would repeat its rows
     select = f"SELECT * FROM ({QUERIES[page.what]})"
     if page.what in ("runs", "workers"):
-        return _small(c, page, select)
+        return _read_small(c, page, select)
     with snapshot(c):
-        ids = _merged(c, page, _arms(c, page))
+        ids = _merge_ids(c, page, _split_filters(c, page))
         sql = f"{select} WHERE id IN (SELECT value FROM json_each(?)) ORDER BY {page.order}"
         return c.execute(sql, (json.dumps(ids),)).fetchall()
 
 
-def _small(c: sqlite3.Connection, page: Page, select: str) -> list[sqlite3.Row]:
-    """Of a table that a run does not grow. Workers are neither numbered nor of one run."""
+def _read_small(c: sqlite3.Connection, page: Page, select: str) -> list[sqlite3.Row]:
+    """Return the rows of a table that does not grow with a run. Workers have no id and belong to no run."""
     conditions = [_in_states(page.states)] if page.states else []
     if page.what == "workers":
         order = selects.WORKERS_FIRST
     else:
         conditions += [page.bounds, *([("name = ?", (page.run,))] if page.run else [])]
         order = page.order
-    where, values = _all(conditions)
+    where, values = _join_conditions(conditions)
     return c.execute(f"{select} {where} ORDER BY {order} LIMIT ?", (*values, page.limit)).fetchall()
 
 
@@ -103,15 +104,15 @@ def _in_states(states: Sequence[str]) -> Arm:
     return f"state IN ({','.join('?' * len(states))})", tuple(states)
 
 
-def _all(conditions: Iterable[Arm]) -> Arm:
-    """All of them, as a WHERE."""
+def _join_conditions(conditions: Iterable[Arm]) -> Arm:
+    """Return a WHERE clause that requires all conditions, "" for none, and its values."""
     given = [(sql, values) for sql, values in conditions if sql]
     where = "WHERE " + " AND ".join(sql for sql, _ in given) if given else ""
     return where, tuple(itertools.chain.from_iterable(values for _, values in given))
 
 
-def _arms(c: sqlite3.Connection, page: Page) -> list[Arm]:
-    """The filters, each as one look-up in an index; together they are what is asked for."""
+def _split_filters(c: sqlite3.Connection, page: Page) -> list[Arm]:
+    """Split the page's filters into look-ups of one index each; the union of their rows is what the page asks for."""
     if page.what == "events":
         return [("run = ?", (page.run,)) if page.run else ("", ())]
     if not (page.run or page.states or page.group):
@@ -126,12 +127,12 @@ def _arms(c: sqlite3.Connection, page: Page) -> list[Arm]:
     return [("run_id = ? AND state = ?", (run, state)) for run in runs for state in page.states or states_of(page.what)]
 
 
-def _merged(c: sqlite3.Connection, page: Page, arms: list[Arm]) -> list[int]:
-    """The first ids of all arms, in the page's order."""
+def _merge_ids(c: sqlite3.Connection, page: Page, arms: list[Arm]) -> list[int]:
+    """Return the first ids of all arms, in the page's order."""
     table = ENTITIES.get(page.what, "event")
     found: list[int] = []
     for start in range(0, len(arms), MERGED):
-        parts = [_all([arm, page.bounds]) for arm in arms[start : start + MERGED]]
+        parts = [_join_conditions([arm, page.bounds]) for arm in arms[start : start + MERGED]]
         sql = " UNION ALL ".join(f"SELECT id FROM {table} {where}" for where, _ in parts)
         values = itertools.chain.from_iterable(values for _, values in parts)
         found += [row[0] for row in c.execute(f"{sql} ORDER BY {page.order} LIMIT ?", (*values, page.limit))]

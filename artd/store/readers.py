@@ -1,8 +1,8 @@
-"""Read-only connections for what clients ask: each question has a deadline, and none waits for the services' connection.
+"""Answers clients' questions on read-only connections of its own, each question with a deadline.
 
-Owner of: a few threads with a connection each. Invariants: a question ends at its deadline, when nobody waits for its answer
-any more, and when the daemon ends, in the middle of a statement if need be; `hold` lets no new one begin, so that the
-write-ahead log, which no reader may be in the middle of, can begin anew.
+Owner of: a few threads with a connection each. Invariants: no question waits for the services' connection. A question ends at
+its deadline, when nobody waits for its answer any more, and when the daemon stops, in the middle of a statement if need be.
+`hold` makes new questions wait until no reader uses the write-ahead log, because only then can the log start anew.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from .readonly import open_readonly, snapshot
 
 T = TypeVar("T")
 STEPS = 4000
-"""Of SQLite's machine, between two looks at the clock: some 50 us."""
+"""Instructions of SQLite's virtual machine between two looks at the clock, about 50 us."""
 HOLD_S = 6.0
-"""No longer: the reader that is in the way may be another process."""
+"""The longest hold: the reader that is in the way may be another process, which no hold stops."""
 HOLD_AGAIN_S = 60.0
+"""The shortest time from the start of one hold to the start of the next."""
 
 
 class TooSlow(Exception):
-    """A question was ended before its answer was complete."""
+    """A question ended before its answer was complete."""
 
 
 class _Question:
-    """One call. end: monotonic seconds, None = none; left: nobody waits for its answer."""
+    """One call. `end` is its deadline in monotonic seconds, None for none; `left` says that nobody waits for the answer."""
 
     def __init__(self, closed: threading.Event) -> None:
         self._closed = closed
@@ -43,7 +44,7 @@ class _Question:
 
 
 class Readers:
-    """count: questions at the same time; deadline_s: of each, None = none."""
+    """Runs at most `count` questions at the same time, each for at most `deadline_s` seconds (None: no limit)."""
 
     def __init__(self, path: Path, count: int, deadline_s: float | None) -> None:
         self._path = path
@@ -57,9 +58,12 @@ class Readers:
         self._held = float("-inf")
 
     async def run(self, fn: Callable[[sqlite3.Connection], T]) -> T:
-        """What `fn` makes of one snapshot of the rows. Errors: TooSlow, also when the store closes; those of `fn`."""
+        """Call `fn` in a thread, on one snapshot of the rows. Returns its result.
+
+        Raises TooSlow at the deadline and when the store closes, and what `fn` raises.
+        """
         if self._closed.is_set():
-            raise TooSlow("the daemon is stopping")
+            raise TooSlow("the daemon is stopping: ask again after its next start")
         question = _Question(self._closed)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._call, fn, question)
@@ -78,13 +82,13 @@ class Readers:
                 return fn(connection)
         except sqlite3.OperationalError:
             if question.is_over():
-                raise TooSlow("this took too long to read and was ended") from None
+                raise TooSlow("the daemon ended this query because it took too long") from None
             raise
         finally:
             connection.set_progress_handler(None, 0)
 
     def _connection(self) -> sqlite3.Connection:
-        """The calling thread's."""
+        """Return the connection of the calling thread; open it at the first call."""
         if not hasattr(self._mine, "connection"):
             self._mine.connection = open_readonly(self._path, shared=True)
             self._connections.append(self._mine.connection)
@@ -92,7 +96,10 @@ class Readers:
         return found
 
     def hold(self, wanted: bool) -> None:
-        """Whether a new question waits; from any thread. A hold that did not help ends by itself, and is not renewed at once."""
+        """Make new questions wait, or let them go on. Any thread may call this.
+
+        A hold ends by itself after `HOLD_S`, and the next one starts at the earliest `HOLD_AGAIN_S` after it started.
+        """
         now = time.monotonic()
         if not wanted:
             self._held = float("-inf")
@@ -104,7 +111,7 @@ class Readers:
             self._open.set()
 
     async def close(self) -> None:
-        """End what is asked now."""
+        """End the questions under way and close the connections."""
         self._closed.set()
         self._open.set()
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)

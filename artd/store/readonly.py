@@ -1,7 +1,7 @@
-"""A read-only connection to the database, with the daemon up or down.
+"""Opens a read-only connection to the database, while the daemon runs or not.
 
-Owner of: nothing. Invariants: `mode=ro`: no row changes through it; the WAL is read, never folded in: only the writer
-checkpoints.
+Invariants: with `mode=ro` no row changes through the connection. It reads the write-ahead log but never checkpoints it; only
+the writer does.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from pathlib import Path
 
 
 def open_readonly(path: Path, timeout_s: float = 5.0, shared: bool = False) -> sqlite3.Connection:
-    """Open the database of a data folder or a backup. shared: another thread may close it. Errors: sqlite3.DatabaseError when it cannot be read."""
+    """Open the database of a data folder or a backup. With `shared` another thread may close the connection.
+
+    Raises sqlite3.DatabaseError when the database cannot be read.
+    """
     uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
     try:
-        return _opened(uri, timeout_s, shared)
+        return _open(uri, timeout_s, shared)
     except sqlite3.OperationalError:
-        # WAL needs its -shm file; where that can neither be opened nor made, and there is no WAL, nobody writes.
+        # WAL mode needs a -shm file. If SQLite can neither open nor create one and there is no WAL, nobody writes.
         if not path.exists() or Path(f"{path}-wal").exists():
             raise
-        return _opened(f"{uri}&immutable=1", timeout_s, shared)
+        return _open(f"{uri}&immutable=1", timeout_s, shared)
 
 
 @contextmanager
 def snapshot(connection: sqlite3.Connection) -> Iterator[None]:
-    """Every read within sees the same rows; part of a transaction that is open already."""
+    """Let every read of the `with` block see the same rows. If a transaction is open already, join it."""
     if connection.in_transaction:
         yield
         return
@@ -38,7 +41,7 @@ def snapshot(connection: sqlite3.Connection) -> Iterator[None]:
         connection.rollback()
 
 
-def _opened(uri: str, timeout_s: float, shared: bool) -> sqlite3.Connection:
+def _open(uri: str, timeout_s: float, shared: bool) -> sqlite3.Connection:
     connection = sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=not shared)
     try:
         connection.row_factory = sqlite3.Row

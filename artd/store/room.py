@@ -1,8 +1,8 @@
-"""Whether an error of SQLite means that there is no room.
+"""Tells whether an SQLite error means that the disk has no room.
 
-Owner of: when a folder was last seen full. Invariants: SQLite says "full" for ENOSPC in a write alone; a quota, and whatever keeps it from making or
-growing a file, are I/O errors to it, so that a small file decides; an error of fsync is never taken for a full disk, because
-what is durable is unknown then.
+Owner of: the time when each folder was last found full. Invariants: SQLite reports "full" only for ENOSPC in a write. It
+reports an exceeded quota, and a file that it cannot create or grow, as I/O errors; for those this module tries to write a
+small file. An fsync error never counts as a full disk, because after it nobody knows what is durable.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ UNCLEAR = (
     sqlite3.SQLITE_CANTOPEN,
 )  # fmt: skip
 RECENT_S = 2.0
-"""Room may come between the error and the look at it."""
+"""How long a folder counts as full: the disk may get room between the error and the test of it."""
 _full_at: dict[Path, float] = {}
 
 
 def is_full(error: BaseException | None, folder: Path | None) -> bool:
-    """folder: of the database, None to ask only what the error itself says."""
+    """Return whether an error means that the disk has no room. `folder` is the database's folder; with None only the error
+    itself decides."""
     code = getattr(error, "sqlite_errorcode", None)
     if code == sqlite3.SQLITE_FULL:
         return True

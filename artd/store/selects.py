@@ -1,7 +1,7 @@
-"""What of each table is shown: one SELECT a table, for clients (`lists`) and for the command line (`cli.read`).
+"""Holds one SELECT a table: the columns that clients (`lists`) and the command line (`cli.read`) show.
 
-Owner of: nothing. Invariants: a column has the name that it has in the schema; where a row is known by a name, `run` and
-`group` are that name; columns of a joined table carry its name in front; no payloads, no blobs.
+Invariants: a column has its name from the schema, except that `run` and `group` are the names of the run and the group, and
+that a column of a joined table starts with that table's name. No SELECT returns payloads or blobs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 JSON_COLUMNS = frozenset({"metrics", "seconds", "data", "spec"})
 
 NOT_DELETED = "name NOT GLOB '.*'"
-"""What holds of a row of `run` that has not been deleted (`deletion`)."""
+"""The SQL condition for a row of `run` that is not being deleted (`deletion`)."""
 
 RUNS = f"""
 SELECT r.id, r.name, r.state, r.reason, r.step, r.lineage, r.created, r.base_digest, r.spec,

@@ -1,7 +1,7 @@
-"""The store: one SQLite file, one writer thread, read-only connections, and word of every change.
+"""Gives services and clients access to the database: one writer thread, read-only connections, and a signal at each change.
 
-Owner of: `artd.db`. Invariants: every state change goes through `move`, which knows the transition tables; every
-change is told in the `event` table in the same transaction.
+Owner of: `artd.db`. Invariants: every state change goes through `move`, which knows the transition tables. The transaction of
+a change also inserts its row into the table `event`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from .writer import FULL_RETRY_S, HURRIED_TRIES, StoreFull, Writer, connect, fol
 
 T = TypeVar("T")
 WAKE_S = 0.02
+"""The shortest time between two signals of a change."""
 READER_S = 30.0
+"""How long `Store.open` waits for another process to stop reading the database."""
 CLIENTS = 4
-"""Questions of clients at the same time, and how long each may take."""
+"""The most clients' questions at the same time."""
 DEADLINE_S = 5.0
+"""How long one client's question may take."""
 
 
 class Reader(Protocol):
@@ -41,8 +44,8 @@ class Reader(Protocol):
     async def close(self) -> None: ...
 
 
-class Asked(Protocol):
-    """Read-only connections for whole questions: see readers.Readers."""
+class ReaderPool(Protocol):
+    """Read-only connections that run whole questions; see readers.Readers."""
 
     async def run(self, fn: Callable[[sqlite3.Connection], T]) -> T: ...
 
@@ -52,40 +55,45 @@ class Asked(Protocol):
 
 
 async def open_reader(path: Path) -> Reader:
-    """A connection in a thread of its own."""
+    """Open a read-only connection that has a thread of its own."""
     reader = await aiosqlite.connect(f"file:{path}?mode=ro", uri=True)
     reader.row_factory = sqlite3.Row
     await reader.execute("PRAGMA query_only = 1")
     return reader
 
 
-class DatabaseRead(Exception):
-    """Another process reads the database, so that its write-ahead log cannot be folded in."""
+class DatabaseInUse(Exception):
+    """Another process reads the database, so artd cannot fold the write-ahead log into it."""
 
 
 def _fold_whole(connection: sqlite3.Connection, path: Path) -> bool:
-    """Bring the whole log into the database before anything is built on it: where an fsync failed in an older life, the log may
-    be right in the page cache alone. A reader of the newest rows is in nobody's way. False: there is no room for it. Errors:
-    DatabaseRead."""
+    """Fold the whole log into the database before anything builds on it.
+
+    After an fsync failed under an earlier daemon, the log may be right only in the page cache. A reader of the newest rows does
+    not disturb. Returns False when the disk has no room. Raises DatabaseInUse when a process reads older rows for `READER_S`.
+    """
     end = time.monotonic() + READER_S
     while not fold(connection, "TRUNCATE", path.parent) and not fold(connection, "PASSIVE", path.parent):
         if fs.refusal(path.parent):
             return False
         if time.monotonic() > end:
-            raise DatabaseRead(f"another process has been reading {path} for {READER_S:.0f} s. Next: fuser {path}")
+            raise DatabaseInUse(f"another process has been reading {path} for {READER_S:.0f} s. Next: fuser {path}")
     return True
 
 
 class Store:
-    """`await write(fn)` for everything that changes rows, `await read(sql)` for what services look up by a key, `await ask(fn)`
-    for what clients want to see, `await scan(sql)` for what takes long. writer, open_reader, open_readers: tests with
-    simulated time have some without threads."""
+    """The database of a data folder.
+
+    `await write(fn)` changes rows, `await read(sql)` looks rows up by a key for services, `await ask(fn)` answers clients, and
+    `await scan(sql)` runs queries that take long. Tests with simulated time pass a `writer`, `open_reader` and `open_readers`
+    without threads.
+    """
 
     def __init__(
         self, path: Path, clock: Clock, on_fatal: Callable[[BaseException], None],
         writer: Callable[[Path, Callable[[BaseException], None]], Writer] = Writer,
         open_reader: Callable[[Path], Awaitable[Reader]] = open_reader,
-        open_readers: Callable[[Path, int, float | None], Asked] = Readers,
+        open_readers: Callable[[Path, int, float | None], ReaderPool] = Readers,
     ) -> None:  # fmt: skip
         self.path = path
         self.clock = clock
@@ -100,13 +108,13 @@ class Store:
         self._reader: Reader | None = None
 
     async def open(self) -> None:
-        """Create or migrate the file and start the writer. Errors: migrate.SchemaMismatch, origin.ForeignLog, DatabaseRead."""
+        """Create or migrate the file and start the writer. Raises migrate.SchemaMismatch, origin.ForeignLog, DatabaseInUse."""
         origin.require_own_log(self.path)
         connection = connect(self.path)
         try:
-            fs.fsync_dir(self.path.parent)  # no rollback journal comes back beside the log
+            fs.fsync_dir(self.path.parent)  # else a power loss could bring a rollback journal back beside the log
             migrate(connection)
-            if _fold_whole(connection, self.path):  # close does it too, but passes over an error
+            if _fold_whole(connection, self.path):  # closing the connection folds too, but hides an error
                 origin.mark(connection, self.path)
         finally:
             connection.close()
@@ -128,12 +136,14 @@ class Store:
         await asyncio.to_thread(self._writer.stop)
 
     def submit(self, fn: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
-        """Queue `fn` for the writer; the future resolves after COMMIT returned, or with StoreFull."""
+        """Queue `fn` for the writer. The future resolves after COMMIT returned, or raises StoreFull."""
         return self._writer.submit(fn)
 
     async def write(self, fn: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `fn(connection)` in a transaction of the writer, again and again while the disk is full. A cancelled caller's
-        write still happens."""
+        """Run `fn(connection)` in a transaction of the writer, and repeat it while the disk is full. Returns its result.
+
+        The write still happens if its caller is cancelled. Raises StoreFull only while the daemon stops.
+        """
         refused = 0
         while True:
             try:
@@ -146,11 +156,11 @@ class Store:
                 await asyncio.sleep(FULL_RETRY_S)
 
     def hurry(self) -> None:
-        """The daemon ends: a full disk is not waited for any more; if giving up the reserve does not help, it is the end."""
+        """Stop waiting for a full disk, because the daemon stops. If freeing the reserve does not help, a write ends the daemon."""
         self._hurried.set()
 
     def on_full(self, free: Callable[[], None]) -> None:
-        """free: called in the writer's thread when there is no room to commit."""
+        """Let the writer's thread call `free` when the disk has no room for a commit."""
         self._writer.on_full = free
 
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
@@ -158,20 +168,22 @@ class Store:
         return list(await self._reader.execute_fetchall(sql, parameters))
 
     async def ask(self, fn: Callable[[sqlite3.Connection], T]) -> T:
-        """What `fn` reads for a client. Errors: readers.TooSlow."""
+        """Return what `fn` reads for a client. Raises readers.TooSlow."""
         return await self._clients.run(fn)
 
     async def scan(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Rows that take long to find; whoever asks for some waits for nobody but another scan."""
+        """Return rows that take long to find. A scan waits for other scans only."""
         return await self._scans.run(lambda c: c.execute(sql, parameters).fetchall())
 
     def change(self) -> asyncio.Event:
-        """An event that is set at the next commit that changes something; take it *before* reading."""
+        """Return an event that the next commit with a change sets. Take it *before* you read, or you may miss a change."""
         return self._changed
 
     def announce(self) -> None:
-        """Wake whoever waits for a change: at once after a quiet time, else a little later, together with what comes
-        until then (under load, every service would look at the rows after every commit)."""
+        """Set the event of `change`: at once after a quiet time, else `WAKE_S` after the last signal.
+
+        The delay joins several commits into one signal: under load every service would otherwise read rows after every commit.
+        """
         if self._waking is not None:
             return
         loop = asyncio.get_running_loop()
@@ -188,7 +200,7 @@ class Store:
 
     @property
     def commits(self) -> tuple[int, int]:
-        """(commits, writes) so far."""
+        """The numbers of commits and of writes so far."""
         return self._writer.commits, self._writer.writes
 
 
@@ -201,9 +213,10 @@ def move(
     start: str | None = None,
     **columns: Any,
 ) -> None:
-    """Move one row of `entity` to state `target`, from `start` or from any state that may, and set other columns.
+    """Move one row of `entity` to state `target` and set other columns.
 
-    Errors: IllegalTransition when the row was in none of these states.
+    The row must be in `start`, or, with None, in any state that may become `target`.
+    Raises IllegalTransition when it is in another state.
     """
     allowed = sources(entity, target)
     if start is not None:
@@ -225,7 +238,7 @@ def move(
 
 
 def emit(connection: sqlite3.Connection, now: int, run: str, kind: str, ref: object = "", **data: Any) -> None:
-    """Append an event, in the transaction of the change that it tells of."""
+    """Append an event. Call it in the transaction of the change that the event reports."""
     connection.execute(
         "INSERT INTO event (at, run, kind, ref, data) VALUES (?, ?, ?, ?, ?)",
         (now, run, kind, str(ref), msgspec.json.encode(data)),

@@ -1,7 +1,7 @@
-"""The SQLite that this process is linked with, and what is wrong with it.
+"""Knows which SQLite versions have the WAL-reset bug.
 
-Owner of: nothing. Why artd is safe with the WAL-reset bug nevertheless: only the writer's connection ever checkpoints; every
-other one is read-only (tests/daemon/test_wal.py).
+artd is safe even with the bug: only the writer's connection ever checkpoints, and every other connection is read-only
+(tests/daemon/test_wal.py).
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ REMEDY = "a Python linked with SQLite 3.51.3 or later"
 
 
 def wal_reset_bug(version: str) -> bool:
-    """SQLite 3.7.0 to 3.51.2 can lose a commit when a checkpoint resets the WAL under a second connection."""
+    """Return whether an SQLite version can lose a commit when a checkpoint resets the WAL under a second connection."""
     return (3, 7, 0) <= tuple(int(part) for part in version.split(".")[:3]) <= (3, 51, 2)

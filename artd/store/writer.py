@@ -1,9 +1,9 @@
-"""The writer thread: the only read-write connection, with group commit.
+"""Runs all writes in one thread, on the only read-write connection, with group commit.
 
-Owner of: the connection, the WAL's checkpoints. Invariants: a caller hears of a write only after COMMIT returned; an
-error from BEGIN's disk work inside a function fails that function alone; an error from COMMIT means *unknown*, so
-nobody is answered and `on_fatal` ends the daemon: the next boot's reading of the file decides. A full disk alone is no
-such error: `_disown` makes sure of it.
+Owner of: the connection, the WAL's checkpoints. Invariants: a caller gets the answer to a write only after COMMIT returned. An
+error inside a function fails that function alone. After an error of COMMIT nobody knows whether the group is durable, so
+nobody gets an answer and `on_fatal` ends the daemon: the next boot reads the file, and that decides. A full disk is the
+exception: `_disown` makes certain that the group is not durable.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ HURRIED_TRIES = 3
 
 
 class StoreFull(Exception):
-    """The disk (or the page limit) is full; nothing of this write remains."""
+    """The disk (or the page limit) is full; this write changed nothing."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The read-write connection: WAL, synchronous=FULL, only explicit transactions."""
+    """Open the read-write connection: WAL, synchronous=FULL, only explicit transactions."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=512)
     for pragma in (
         "auto_vacuum = INCREMENTAL",
@@ -47,7 +47,7 @@ def connect(path: Path) -> sqlite3.Connection:
         "foreign_keys = ON",
         "busy_timeout = 5000",
         "wal_autocheckpoint = 0",
-        f"journal_size_limit = {CHECKPOINT_BYTES}",  # else a WAL that was large once asks for a checkpoint for ever
+        f"journal_size_limit = {CHECKPOINT_BYTES}",  # else a WAL file that was large once triggers checkpoints for ever
         "cache_size = -16384",
         "temp_store = MEMORY",
         "trusted_schema = OFF",
@@ -59,7 +59,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 class Writer:
-    """Runs functions `fn(connection) -> result` in transactions, many to a commit."""
+    """Runs functions `fn(connection) -> result` in transactions, up to `MAX_GROUP` functions in one commit."""
 
     def __init__(self, path: Path, on_fatal: Callable[[BaseException], None]) -> None:
         self._folder = path.parent
@@ -71,26 +71,26 @@ class Writer:
         self.commits = 0
         self.writes = 0
         self.hurried = threading.Event()
-        """Set when the daemon ends: a full disk gets HURRIED_TRIES more tries and is not waited for."""
+        """The daemon sets this when it stops: a write on a full disk then gets only HURRIED_TRIES tries."""
         self.on_full: Callable[[], None] = lambda: None
-        """Called in the writer's thread when there was no room for a commit: may free some."""
+        """The writer's thread calls this when the disk has no room for a commit; it may free some."""
         self.on_crowded: Callable[[bool], None] = lambda crowded: None
-        """Called in the writer's thread: whether the log is large because somebody is always reading."""
+        """The writer's thread calls this with whether the log is large because readers always use it."""
 
     def start(self, loop: asyncio.AbstractEventLoop, on_commit: Callable[[], None]) -> None:
-        """on_commit is called in the loop after each commit that changed something."""
+        """Start the thread. The event loop calls `on_commit` after each commit that changed something."""
         self._loop = loop
         self._on_commit = on_commit
         self._thread.start()
 
     def submit(self, fn: Write) -> asyncio.Future[Any]:
-        """Queue a write; the future resolves after COMMIT. A cancelled caller's write still happens."""
+        """Queue a write. The future resolves after COMMIT. The write still happens if its caller is cancelled."""
         future: asyncio.Future[Any] = self._loop.create_future()
         self._queue.put((fn, future))
         return future
 
     def stop(self) -> None:
-        """Finish what is queued, truncate the WAL, close."""
+        """Finish the queued writes, truncate the WAL, and close the connection."""
         self.hurried.set()
         self._queue.put(None)
         self._thread.join()
@@ -128,9 +128,9 @@ class Writer:
             results.append((future, result, error))
             if not connection.in_transaction:  # SQLite itself rolled the whole group back
                 if not is_full(error, self._folder):
-                    raise error or sqlite3.OperationalError("the transaction is gone")
+                    raise error or sqlite3.OperationalError("SQLite rolled the transaction back without an error")
                 self._make_room()
-                results = _full(group)
+                results = _refuse_all(group)
                 break
         else:
             reach("writer.commit")
@@ -140,7 +140,7 @@ class Writer:
                 if not is_full(error, self._folder):
                     raise
                 self._disown()
-                results = _full(group)
+                results = _refuse_all(group)
             reach("writer.committed")
         self.commits += 1
         self.writes += len(group)
@@ -148,12 +148,14 @@ class Writer:
 
     def _make_room(self) -> None:
         self.on_full()
-        fold(self._connection, "PASSIVE", self._folder)  # a log that is in the database begins anew, and need not grow
+        fold(self._connection, "PASSIVE", self._folder)  # SQLite reuses the space of a log that is in the database
 
     def _disown(self) -> None:
-        """A COMMIT found no room for its frames, and SQLite took it back. What of it lies in the WAL is overwritten by the next
-        commit, so only after one has succeeded is "no" the answer for certain; until there is room for one, nobody is
-        answered. Errors: sqlite3.OperationalError when the daemon is to end first: then it is unknown.
+        """Make certain that a commit without room never becomes durable: commit something else over it.
+
+        SQLite took the COMMIT back, but some of its frames may be in the WAL. The next commit overwrites them, so only after
+        one has succeeded is it certain that the group was not written; until then nobody gets an answer.
+        Raises sqlite3.OperationalError when the daemon stops before that: then the outcome is unknown.
         """
         refused = 0
         while True:
@@ -197,7 +199,7 @@ class Writer:
             self._on_commit()
 
     def _checkpoint(self) -> None:
-        """Fold a large WAL into the database, when nobody waits or when it is very large."""
+        """Fold a large WAL into the database if no write waits, and a very large one in any case."""
         try:
             size = self._wal.stat().st_size
         except FileNotFoundError:
@@ -210,18 +212,23 @@ class Writer:
 
 
 def fold(connection: sqlite3.Connection, mode: str, folder: Path) -> bool:
-    """Checkpoint the WAL; whether all of it is in the database now. A disk that has no room for it is no error. Errors:
-    sqlite3.OperationalError."""
+    """Checkpoint the WAL. Returns whether all of it is in the database now; False on a full disk.
+
+    Raises sqlite3.OperationalError for any other failure.
+    """
     try:
         busy, frames, folded = connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
     except sqlite3.OperationalError as error:
         if not is_full(error, folder):
             raise
-        log.warning("no room to fold the write-ahead log into the database: free space; artd goes on by itself")
+        log.warning(
+            "the disk has no room to fold the write-ahead log into the database: free space; artd goes on by itself"
+        )
         return False
     return not busy and frames == folded
 
 
-def _full(group: Group) -> list[tuple[asyncio.Future[Any], Any, BaseException | None]]:
+def _refuse_all(group: Group) -> list[tuple[asyncio.Future[Any], Any, BaseException | None]]:
+    """Return StoreFull as the result of every write of a group."""
     error = StoreFull("the disk is full: free space; artd goes on by itself")
     return [(future, None, error) for _, future in group]

@@ -188,7 +188,7 @@ async def test_nothing_is_built_on_a_log_that_is_not_in_the_database(
             await made.write(lambda c: c.execute("INSERT INTO meta (key, value) VALUES ('new', '1')").rowcount)
             connection = connect(tmp_path / DATABASE)
             connection.execute("PRAGMA busy_timeout = 10")
-            with pytest.raises(store.DatabaseRead, match="Next: fuser"):
+            with pytest.raises(store.DatabaseInUse, match="Next: fuser"):
                 store._fold_whole(connection, tmp_path / DATABASE)
             old.execute("COMMIT")
             monkeypatch.setattr(store, "READER_S", 5.0)
@@ -321,7 +321,7 @@ def test_a_death_at_any_moment_of_the_marking_refuses_nothing(
 
         return call
 
-    monkeypatch.setattr(origin, "_tell", dies(origin._tell))
+    monkeypatch.setattr(origin, "_write_marker", dies(origin._write_marker))
     monkeypatch.setattr(origin, "fold", dies(origin.fold))
     try:
         opened(killed)

@@ -185,7 +185,7 @@ def test_a_fresh_volume_is_an_empty_target(
 
     if fails:
         monkeypatch.setattr(
-            "artd.backups.backup._verified" if verb == "backup" else "artd.backups.restore._private", broken
+            "artd.backups.backup._verify" if verb == "backup" else "artd.backups.restore._restrict_modes", broken
         )
     words = ["backup", str(root), "--data-dir", str(data)], ["restore", str(taken), "--data-dir", str(root)]
     assert (artctl(words[0]) if verb == "backup" else artd(words[1])) == fails

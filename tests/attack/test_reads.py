@@ -43,7 +43,7 @@ async def test_a_question_that_takes_for_ever_holds_nobody_up(tmp_path, monkeypa
 
 
 async def test_a_question_that_was_ended_is_answered_busy():
-    answer = _failure(TooSlow("this took too long to read and was ended"))
+    answer = _failure(TooSlow("the daemon ended this query because it took too long"))
     assert answer.code == "busy" and "ask for fewer rows (limit)" in answer.message
 
 

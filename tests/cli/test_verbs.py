@@ -149,14 +149,14 @@ def test_without_shared_memory_an_idle_database_is_read_as_it_is(
 ) -> None:
     made.connection.close()  # the last writer: -wal and -shm are gone
     assert not (made.data / "artd.db-wal").exists()
-    opened = readonly._opened
+    opened = readonly._open
 
     def without_shm(uri: str, timeout_s: float, shared: bool) -> sqlite3.Connection:
         if "immutable" not in uri:
             raise sqlite3.OperationalError("unable to open database file")
         return opened(uri, timeout_s, shared)
 
-    monkeypatch.setattr(readonly, "_opened", without_shm)
+    monkeypatch.setattr(readonly, "_open", without_shm)
     assert artctl("runs")[0] == 0
     (made.data / "artd.db-wal").write_bytes(b"x" * 64)  # somebody may be writing: the file alone is not the truth
     code, _, err = artctl("runs")

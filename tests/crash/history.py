@@ -111,7 +111,7 @@ def _backup(folder: Path) -> str | None:
         report = check(folder, deep=True)
     except (backup.BackupError, sqlite3.DatabaseError, SchemaMismatch) as error:
         return str(error)
-    return None if report.clean else backup.told(report)
+    return None if report.clean else backup.summarise(report)
 
 
 def _staged(c: sqlite3.Connection, data: DataDir) -> Iterator[str]:

@@ -271,7 +271,7 @@ async def test_a_daemon_that_starts_on_a_full_disk_is_reached_when_there_is_room
     with failing(tmp_path, rig, Failure("create", 0, FULL, stays=True, kind="daemon", part=".json")) as shim:
         shim.fail_next()
         rig.start(wait=False)
-        rig.until(lambda: "gateway.json cannot be written before there is room" in rig.log(), "the gateway")
+        rig.until(lambda: "cannot write gateway.json before the disk has room" in rig.log(), "the gateway")
         assert shim.failed >= 2 and rig.state() in ("none", "")
         shim.heal()
         rig.until(lambda: rig.state() == "ready", "the daemon to be reachable")

@@ -190,7 +190,7 @@ def test_what_only_an_older_snapshot_named_is_removed(
 def test_a_lost_file_is_told_and_nothing_is_kept(data: Path, target: Path) -> None:
     (folder,) = rows(data, "SELECT dir FROM checkpoint WHERE run_id = 2 AND step = 1")[0]
     shutil.rmtree(data / str(folder))
-    with pytest.raises(BackupError, match=rf"{folder} is not there.*artd check"):
+    with pytest.raises(BackupError, match=rf"{folder} does not exist.*artd check"):
         backup(data, target, NOW)
     assert list(target.iterdir()) == []
 
@@ -376,7 +376,7 @@ def tensors(folder: Path) -> Path:
 DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "unfinished": ("holds no backup.json", lambda b: (b / INFO).unlink()),
     "info": ("cannot be read", lambda b: (b / INFO).write_text("{}")),
-    "database": ("not the one that was backed up", lambda b: change(b, "UPDATE run SET step = 1 WHERE id = 2")),
+    "database": ("has changed since the backup", lambda b: change(b, "UPDATE run SET step = 1 WHERE id = 2")),
     "no database": ("is missing", lambda b: (b / "artd.db").unlink()),
     "lost blob": ("blob.file", lambda b: next(b.glob("blobs/*/*")).unlink()),
     "spoilt blob": ("blob.file", lambda b: spoil(tensors(b))),

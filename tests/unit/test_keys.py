@@ -34,7 +34,7 @@ def test_a_damaged_key_lets_nobody_in_and_keeps_nobody_out(keys: Keys, tmp_path:
 def test_a_damaged_key_is_named_and_can_be_removed(keys: Keys) -> None:
     with pytest.raises(BadKey, match=r"a\.key holds no key"):
         keys.clients()
-    with pytest.raises(BadKey, match="there is a key 'a' already"):
+    with pytest.raises(BadKey, match="a key 'a' exists already"):
         keys.allow("a", zmq.curve_keypair()[0].decode())
     keys.remove("a")
     assert list(keys.clients()) == ["b"]

@@ -165,7 +165,7 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(old, newer):
     before = rows(database)
     for bad, text in (
         (f"{NEXT} SELECT missing FROM run;", "no such column"),
-        ("DELETE FROM run;", "references to nothing"),
+        ("DELETE FROM run;", "references point to missing rows"),
     ):
         newer(bad)
         with pytest.raises(SchemaMismatch, match=f"migration {number + 1} failed: .*{text}"):

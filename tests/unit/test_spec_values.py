@@ -202,7 +202,7 @@ def test_rows_of_other_structs_are_a_schema_mismatch(tmp_path, monkeypatch):
         migrate(connection)
         kept = stored.form()
         monkeypatch.setattr("artd.store.migrate.form", lambda: "f" * 64)
-        with pytest.raises(SchemaMismatch, match="were written by another version of artd"):
+        with pytest.raises(SchemaMismatch, match="another version of artd wrote"):
             migrate(connection)
         monkeypatch.setattr("artd.store.migrate.READABLE", frozenset({kept}))
         migrate(connection)  # a later artd that reads this one's

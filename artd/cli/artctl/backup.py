@@ -20,7 +20,7 @@ from artd.cli.status import problems
 from artd_schema.paths import DATABASE
 
 if TYPE_CHECKING:
-    from artd.backups.backup import Made
+    from artd.backups.backup import BackupResult
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _make(data: Path, target: Path, link: bool) -> Made:
+def _make(data: Path, target: Path, link: bool) -> BackupResult:
     """Raises CliError."""
     from artd.backups.backup import BackupError, NotEmpty, backup
     from artd.store.migrate import SchemaMismatch
@@ -70,13 +70,13 @@ def _make(data: Path, target: Path, link: bool) -> Made:
         raise CliError(FAILED, f"the backup to {target} failed: {error}", then) from None
 
 
-def _plain(made: Made) -> show.Row:
+def _plain(made: BackupResult) -> show.Row:
     import msgspec
 
     return dict(msgspec.to_builtins(made.info))
 
 
-def _tell(target: Path, made: Made) -> None:
+def _tell(target: Path, made: BackupResult) -> None:
     info, fetched = made.info, made.fetched
     print(target)
     runs = ", ".join(f"{run.name}@{run.step}" if run.step >= 0 else run.name for run in info.runs) or "no run"

@@ -69,7 +69,7 @@ def _alone(data: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], 
     from artd.datadir import folder, lock
     from artd.store.migrate import SchemaMismatch
     from artd.store.origin import ForeignLog
-    from artd.store.store import DatabaseRead
+    from artd.store.store import DatabaseInUse
 
     try:
         retention = config.load(getattr(args, "config", None), str(data)).retention
@@ -85,7 +85,7 @@ def _alone(data: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], 
         raise CliError(FAILED, f"{data} cannot be written: {error}", problems.of_database(error)) from None
     try:
         return _collected(data, retention, args)
-    except (SchemaMismatch, ForeignLog, DatabaseRead) as error:
+    except (SchemaMismatch, ForeignLog, DatabaseInUse) as error:
         raise CliError(FAILED, f"{data}: {error}") from None
     except (sqlite3.Error, OSError) as error:
         raise CliError(FAILED, f"{data}: {error}", problems.of_database(error)) from None

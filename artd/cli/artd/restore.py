@@ -16,7 +16,7 @@ from artd.cli import daemon_probe, show
 from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, CliError, shared
 
 if TYPE_CHECKING:
-    from artd.backups.restore import Restored
+    from artd.backups.restore import RestoreResult
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _make(source: Path, data: Path) -> Restored:
+def _make(source: Path, data: Path) -> RestoreResult:
     """Raises CliError."""
     from artd.backups.backup import BackupError, NotEmpty
     from artd.backups.restore import restore
