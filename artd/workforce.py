@@ -40,6 +40,7 @@ from artd.supervise.worker import ERROR_LINES
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.base import BaseModel
+from artd_schema.engines import DEFAULT, UnknownEngine, engine_kind
 from artd_schema.scratch import sweep
 
 from . import runtimes
@@ -52,7 +53,7 @@ MODULES: dict[str, str] = {
     "engine": "artd_workers.engines",
     "gateway": "artd_workers.gateway",
 }
-RUNTIMES = {"trainer": "megatron", "engine": "vllm"}
+TRAINER_RUNTIME = "megatron"
 START_S = {"trainer": 300.0, "engine": 600.0, "gateway": 60.0}
 KINDS: tuple[w.WorkerKind, ...] = ("gateway", "trainer", "engine")
 Death = Callable[[str, int, bool, str, str], Awaitable[None]]
@@ -97,6 +98,7 @@ class Workforce:
     stopping: bool = False
     _supervising: bool = False
     _base: PinnedBase | None = None
+    _engine: str = DEFAULT
     _downs: dict[str, Words] = field(default_factory=dict)
     _ends: dict[str, Words] = field(default_factory=dict)
 
@@ -143,17 +145,19 @@ class Workforce:
 
     # ---- making a process ---------------------------------------------------------------------------------------------
 
-    def require_runtimes(self) -> None:
-        """Errors: RequestError with the command to type when a runtime is missing."""
-        for name in RUNTIMES:
+    def require_runtimes(self, engine: str) -> None:
+        """engine: its kind. Errors: RequestError with the command to type when a runtime is missing."""
+        for name in ("trainer", "engine"):
             try:
-                self._interpreter(name)
+                self._interpreter(name, engine)
             except runtimes.RuntimeMissing as error:
                 raise RequestError(str(error)) from None
 
     async def _pinned(self, run: int) -> PinnedBase:
         (row,) = await self.store.read("SELECT name, spec, base_manifest FROM run WHERE id = ?", (run,))
-        return PinnedBase(stored_spec(row).model, msgspec.json.decode(row["base_manifest"], type=BaseModel))
+        spec = stored_spec(row)
+        self._engine = spec.engine.kind
+        return PinnedBase(spec.model, msgspec.json.decode(row["base_manifest"], type=BaseModel))
 
     async def _has_base(self, names: Sequence[str]) -> bool:
         """Whether the run's base model is the one that it was made with. Else these workers are stopped until it is again: a
@@ -172,7 +176,7 @@ class Workforce:
 
     async def _has_runtime(self, name: str) -> bool:
         try:
-            self._interpreter(name)
+            self._interpreter(name, self._engine)
         except runtimes.RuntimeMissing as error:
             text = str(error)
             await self._note_missing(name, text)
@@ -182,20 +186,20 @@ class Workforce:
     async def _note_missing(self, name: str, text: str) -> None:
         await self.store.write(lambda c: _note_missing(c, self.store.clock.now_ms(), name, self.boot.number, text))
 
-    def _interpreter(self, kind: str) -> tuple[str, list[str]]:
-        """(python, folders for PYTHONPATH). Errors: RuntimeMissing."""
+    def _interpreter(self, kind: str, engine: str) -> tuple[str, list[str]]:
+        """(python, folders for PYTHONPATH). engine: its kind, whatever the worker. Errors: RuntimeMissing."""
         if kind == "gateway":
             return sys.executable, []
         own: Interpreter = getattr(self.settings.runtimes, kind)
         if own.python:
             return own.python, list(own.pythonpath)
-        found = runtimes.find(RUNTIMES[kind])
+        found = runtimes.find(TRAINER_RUNTIME if kind == "trainer" else _runtime_of(engine))
         return str(found.python), [*found.site_paths, *own.pythonpath]
 
     def _launch(self, kind: w.WorkerKind, spawn: int) -> Launch:
         """Errors: FileNotFoundError when the runtime has gone, or the base model was changed, since it was looked for."""
         try:
-            python, site_paths = self._interpreter(kind)
+            python, site_paths = self._interpreter(kind, self._engine)
             if kind != "gateway" and self._base is not None:
                 self._base.look()
         except (runtimes.RuntimeMissing, Conflict) as error:
@@ -303,7 +307,7 @@ class Workforce:
             return w.Welcome(
                 trainer=w.TrainerConfig(run=run["name"], spec=spec, base_digest=run["base_digest"], base=pinned), **base
             )
-        python, _ = self._interpreter("engine")
+        python, _ = self._interpreter("engine", spec.engine.kind)
         folder = self.data.spawn_dir("engine", message.spawn)
         config = w.EngineConfig(
             run=run["name"], spec=spec, dir=str(folder), log=str(self.data.log("engine-server")), python=python,
@@ -401,3 +405,11 @@ def _note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, text: s
         (name, name, boot, text, now),
     )
     emit(c, now, "", "worker.missing", name, error=text)
+
+
+def _runtime_of(engine: str) -> str:
+    """Return the runtime of an engine's kind. Errors: RuntimeMissing for a run of another artd, whose engines are not in this one."""
+    try:
+        return engine_kind(engine).runtime
+    except UnknownEngine as error:
+        raise runtimes.RuntimeMissing(str(error)) from None

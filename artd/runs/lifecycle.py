@@ -33,8 +33,9 @@ from artd_schema import client_api as api
 from artd_schema.base import BaseModel
 from artd_schema.codec import UNREADABLE, to_json
 from artd_schema.crashpoint import reach
+from artd_schema.engines import UnknownEngine, engine_kind
 from artd_schema.families import SEEDED
-from artd_schema.spec import MAX_SERVED_RANK, RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.spec import RunSpec, first_difference, in_flight_error, layout_error, length_error
 
 from .waits import Waits
 
@@ -44,11 +45,11 @@ TOLD = 16
 
 
 class Runs:
-    """What clients ask about runs. require_runtimes: raises RequestError when trainer or engine cannot run here; routed: names
+    """What clients ask about runs. require_runtimes: raises RequestError when the trainer, or an engine of this kind, cannot run here; routed: names
     (`RUN@STEP`) that the gateway confirmed to route."""
 
     def __init__(
-        self, store: Store, require_runtimes: Callable[[], None], routed: Callable[[], frozenset[str]],
+        self, store: Store, require_runtimes: Callable[[str], None], routed: Callable[[], frozenset[str]],
         models: Fetcher | None = None,
     ) -> None:  # fmt: skip
         self._models = models or Fetcher()
@@ -71,7 +72,7 @@ class Runs:
                 field="name",
             )
         _check_spec(op.spec)
-        model = await self._model(op.spec.model)
+        model = await self._model(op.spec)
         if isinstance(model, str):
             return api.Pending(step=-1, phase="fetch", doing=model)
         spec, base = msgspec.structs.replace(op.spec, model=model.path), model.base
@@ -80,13 +81,14 @@ class Runs:
         reach("run.created")
         return await self.info(op.name, created)
 
-    async def _model(self, model: str) -> Fetched | str:
+    async def _model(self, spec: RunSpec) -> Fetched | str:
         """A model's folder and manifest, or what is being done to have it here. Errors: Invalid, Conflict."""
+        model = spec.model
         if names.parse(model):
-            self._require_runtimes()
+            self._require_runtimes(spec.engine.kind)
             return await self._models.get(model)
         await anyio.to_thread.run_sync(read_config, Path(model))
-        self._require_runtimes()
+        self._require_runtimes(spec.engine.kind)
         return Fetched(model, await anyio.to_thread.run_sync(pin, model))
 
     async def info(self, name: str, created: bool) -> api.RunInfo:
@@ -159,9 +161,13 @@ def _check_spec(spec: RunSpec) -> None:
             "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",
             field="spec.rollout_weights_mode",
         )
-    if spec.rollout_weights_mode == "lora" and spec.lora.rank > MAX_SERVED_RANK:
+    try:
+        engine = engine_kind(spec.engine.kind)
+    except UnknownEngine as unknown:
+        raise Invalid(str(unknown), field="spec.engine.kind") from None
+    if spec.rollout_weights_mode == "lora" and spec.lora.rank > engine.adapter_rank:
         raise Invalid(
-            f"an engine serves adapters of rank {MAX_SERVED_RANK} at most: use a lower one, or rollout_weights_mode='merged'",
+            f"an engine serves adapters of rank {engine.adapter_rank} at most: use a lower one, or rollout_weights_mode='merged'",
             field="spec.lora.rank",
         )
     if error := length_error(spec):

@@ -8,11 +8,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from artd_schema.engines import ENGINES
+
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 HEADROOM = 1.15
 
 # Unpacked bytes of a runtime, seen on Linux x86_64; used for the disk check before anything is fetched.
-NEEDED_BYTES = {"megatron-cpu": 2_000_000_000, "vllm-cpu": 2_300_000_000, "megatron-test-overlay": 30_000_000}
+NEEDED_BYTES = {"megatron-cpu": 2_000_000_000, "megatron-test-overlay": 30_000_000} | {
+    f"{engine.runtime}-{device}": size for engine in ENGINES.values() for device, size in engine.runtime_bytes.items()
+}
 
 _PATTERNS: list[tuple[str, str]] = [
     (

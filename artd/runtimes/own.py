@@ -18,6 +18,7 @@ from typing import Any
 
 from artd.supervise.code import install_code
 from artd.supervise.environment import inherited
+from artd_schema.engines import ENGINES, EngineKind
 
 from . import pip
 from .finding import Finding
@@ -35,7 +36,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True)
 class Own:
-    """worker: trainer or engine; runtime: what it stands in for (megatron or vllm); gpus: those of artd.toml, if any."""
+    """worker: trainer or engine; runtime: what it stands in for (megatron, or an engine's); gpus: those of artd.toml, if any."""
 
     worker: str
     runtime: str
@@ -81,10 +82,11 @@ def _start(own: Own, code: Path, out: Path) -> "subprocess.Popen[bytes] | OSErro
     env = inherited(os.environ) | {"PYTHONPATH": os.pathsep.join([str(code), *own.pythonpath])}
     if own.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own.gpus))
+    kind = [_engine(own).name] if own.worker == "engine" else []
     try:
         with open(f"{out}.json", "wb") as said, open(f"{out}.err", "wb") as words:
             return subprocess.Popen(
-                [own.python, "-m", "artd_workers.probe", own.worker], stdin=subprocess.DEVNULL, stdout=said,
+                [own.python, "-m", "artd_workers.probe", own.worker, *kind], stdin=subprocess.DEVNULL, stdout=said,
                 stderr=words, env=env, cwd=code, start_new_session=True,
             )  # fmt: skip
     except OSError as error:
@@ -143,9 +145,13 @@ def _mend(own: Own, failed: dict[str, str]) -> str:
 
 
 def _by_hand(own: Own) -> str:
-    module = {"trainer": "megatron.core", "engine": "vllm"}[own.worker]
+    module = _engine(own).module if own.worker == "engine" else "megatron.core"
     folders = f"PYTHONPATH={shlex.quote(os.pathsep.join(own.pythonpath))} " if own.pythonpath else ""
     return f"{folders}{own.python} -c 'import torch, {module}'"
+
+
+def _engine(own: Own) -> EngineKind:
+    return next(engine for engine in ENGINES.values() if engine.runtime == own.runtime)
 
 
 def _lacking_gpus(own: Own, said: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 Purpose: what an engine leaves in /dev/shm and /tmp outlives a kill of the engine, of its harness and of the daemon alike, so whoever
 comes next finds it in a record. Owner of: the record's form, one `INODE PATH` a line. Invariants: only a file that bears a name of
-Python's, torch's or vLLM's own scratch, and still is the recorded inode, is removed.
+Python's, torch's or an engine's own scratch, and still is the recorded inode, is removed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-SCRATCH = re.compile(r"/(dev/shm|tmp)/(psm_|sem\.mp-|torch_|vllm_)[^/]*")
+from .engines import ENGINES
+
+_OF_ENGINES = [re.escape(prefix) for engine in ENGINES.values() for prefix in engine.scratch]
+SCRATCH = re.compile(rf"/(dev/shm|tmp)/({'|'.join(['psm_', 'sem[.]mp-', 'torch_', *_OF_ENGINES])})[^/]*")
 
 
 def remove(paths: Iterable[Path]) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .codec import prepare
+from .engines import DEFAULT
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -22,8 +23,8 @@ Clip = Annotated[float, Meta(gt=0, le=1e9)]
 YEAR_S = 366 * 86400.0
 Seconds = Annotated[float, Meta(ge=0, le=YEAR_S)]
 Mode = Literal["merged", "lora"]
-MAX_SERVED_RANK = 512
-"""Of an adapter that vLLM can add to its activations (0.25 to 0.32: the largest of `--max-lora-rank`)."""
+EngineName = Annotated[str, Meta(min_length=1, max_length=64)]
+"""A key of `artd_schema.engines.ENGINES`."""
 Parameters = Literal["lora", "full"]
 InFlight = Literal["drain", "keep", "recompute"]
 
@@ -68,7 +69,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine's own calls, on a CPU. Such a response has several policy epochs.
     """
 
-    kind: Literal["vllm"] = "vllm"
+    kind: EngineName = DEFAULT
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     transfer: Literal["auto", "staged", "in_place", "nccl", "stock"] = "auto"

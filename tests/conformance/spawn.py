@@ -28,11 +28,10 @@ from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import Adapter, EngineError
+from artd_workers.engines.adapter import Adapter, EngineError, model_name
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
-from artd_workers.engines.vllm.command import model_name
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, FakeDaemon
 from tests.process.helpers import session_members

@@ -12,10 +12,10 @@ import pytest
 
 from artd_schema.spec import InFlight
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import VLLM
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
+from artd_workers.engines.vllm.versions import VERSIONS
 from tests.awake import SOON_S
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN
@@ -103,4 +103,4 @@ def test_only_the_last_pause_counts(bench: Bench, adapter: VllmAdapter) -> None:
 
 
 def test_versions_that_keep_requests_were_read_or_run() -> None:
-    assert [row.series for row in VLLM if row.keeps] == ["0.32", "0.25"]
+    assert [row.series for row in VERSIONS if row.keeps] == ["0.32", "0.25"]

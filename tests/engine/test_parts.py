@@ -20,17 +20,19 @@ import pytest
 
 from artd.supervise import procfs
 from artd_schema import scratch
+from artd_schema.engines import engine_kind
 from artd_schema.manifest import Canary, WeightEntry
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import EngineConfig
 from artd_workers.engines import canary, checkpoint
-from artd_workers.engines.adapter import VLLM, EngineError, Fence, capabilities
+from artd_workers.engines.adapter import EngineError, Fence, capabilities
 from artd_workers.engines.gate import FenceError, Gate, Way
 from artd_workers.engines.process import diagnose, process_group
 from artd_workers.engines.vllm import server
 from artd_workers.engines.vllm.adapter import active_adapters
 from artd_workers.engines.vllm.command import command, lora_rank
+from artd_workers.engines.vllm.versions import VERSIONS
 from tests.awake import SOON_S
 from tests.engine import folders
 from tests.process import helpers
@@ -173,10 +175,18 @@ def test_an_empty_canary_proves_nothing() -> None:
 
 
 def test_capability_table() -> None:
-    assert capabilities(VLLM, "0.32.0+cpu").evidence == "run"
-    assert capabilities(VLLM, "0.25.1").evidence == "run"
+    assert capabilities(VERSIONS, "0.32.0+cpu").evidence == "run"
+    assert capabilities(VERSIONS, "0.25.1").evidence == "run"
     with pytest.raises(EngineError, match=r"0\.33\.0 is not in"):
-        capabilities(VLLM, "0.33.0")
+        capabilities(VERSIONS, "0.33.0")
+
+
+def test_doctor_and_adapter_take_the_same_versions() -> None:
+    engine = engine_kind("vllm")
+    assert tuple(row.series for row in VERSIONS) == engine.versions
+    with pytest.raises(EngineError) as refused:
+        capabilities(VERSIONS, "0.33.0")
+    assert str(refused.value) == engine.refusal("0.33.0") and engine.refusal("0.25.1") == ""
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from artd_schema import worker as w
 from artd_schema.direct import OFFER, TABLE, EngineTable, EngineTensor, Obstacle
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import VLLM, EngineError, Fence, capabilities
+from artd_workers.engines.adapter import EngineError, Fence, capabilities
 from artd_workers.engines.push import Pusher, PushError, Stale
 from artd_workers.engines.transfers import table_of, transfers_of
 from artd_workers.engines.vllm import guard
+from artd_workers.engines.vllm.versions import VERSIONS
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN
 
@@ -141,7 +142,7 @@ class Failing:
 
     def __init__(self, route: str, room: bool) -> None:
         self._route, self._room = route, room
-        self.capabilities = capabilities(VLLM, "0.25.1")
+        self.capabilities = capabilities(VERSIONS, "0.25.1")
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

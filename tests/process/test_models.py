@@ -139,7 +139,7 @@ def _until(condition) -> None:
 @pytest.mark.asyncio
 async def test_a_run_takes_a_name_and_is_pinned_to_the_commit_and_the_digests(hub: Hub, tmp_path: Path) -> None:
     async with open_store(tmp_path) as store:
-        runs = Runs(store, lambda: None, EVERY_STEP)
+        runs = Runs(store, lambda _: None, EVERY_STEP)
         create = api.CreateRun(name="r", spec=RunSpec(model="ORG/toy"))
         info = await _made(runs, create)
         assert info.created and info.spec.model == str(folder())

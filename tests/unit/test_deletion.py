@@ -138,7 +138,7 @@ async def test_only_a_finished_run_is_deleted(tmp_path: Path):
 @pytest.mark.asyncio
 async def test_its_name_is_free_at_once_and_nobody_reaches_it_any_more(tmp_path: Path):
     async with open_store(tmp_path) as store:
-        ingest, runs = make_ingest(store, data_dir(tmp_path)), Runs(store, lambda: None, EVERY_STEP)
+        ingest, runs = make_ingest(store, data_dir(tmp_path)), Runs(store, lambda _: None, EVERY_STEP)
         first = await add_run(store)
         await submit(ingest, key="a")
         await store.write(lambda c: set_run_state(c, 0, first, "finished", ""))

@@ -72,7 +72,7 @@ async def test_a_conflict_of_keys_names_group_and_reward(tmp_path):
 
 @pytest.mark.asyncio
 async def test_a_model_that_is_not_there_is_told_before_a_runtime_that_is_not_installed(tmp_path):
-    def missing():
+    def missing(_kind: str):
         raise RequestError("runtime megatron (cpu) is not installed")
 
     async with open_store(tmp_path) as store:

@@ -39,5 +39,5 @@ async def test_creating_such_a_run_names_the_field(tmp_path: Any) -> None:
     spec = RunSpec(model=str(tmp_path), engine=EngineSpec(in_flight="keep", transfer="stock"))
     async with open_store(tmp_path) as store:
         with pytest.raises(Invalid, match="engine.in_flight='keep'") as caught:
-            await Runs(store, lambda: None, EVERY_STEP).create(api.CreateRun(name="r", spec=spec))
+            await Runs(store, lambda _: None, EVERY_STEP).create(api.CreateRun(name="r", spec=spec))
         assert caught.value.field == "spec.engine.in_flight" and await count(store, "run") == 0

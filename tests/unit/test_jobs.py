@@ -234,14 +234,14 @@ async def test_a_finished_run_has_no_job_that_waits_for_ever(tmp_path, waits):
         else:
             await it.dispatch.died(9, ordered=True, error="restart")
         assert (await it.states())[1] == waits
-        await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
+        await Runs(store, lambda _: None, EVERY_STEP).set_state("r", "finished")
         assert await it.states() == ("finished", "cancelled", "abandoned", "discarded", "discarded")
 
 
 async def test_the_job_that_runs_when_its_run_is_finished_ends_with_its_worker(tmp_path):
     async with open_store(tmp_path) as store:
         it = await bench(store, tmp_path)
-        await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
+        await Runs(store, lambda _: None, EVERY_STEP).set_state("r", "finished")
         assert (await it.states())[:2] == ("finished", "running")
         assert isinstance(await it.report(it.orders[-1]), w.Fenced), "a step was committed into a finished run"
         assert await it.states() == ("finished", "cancelled", "abandoned", "discarded", "discarded")
@@ -250,6 +250,6 @@ async def test_the_job_that_runs_when_its_run_is_finished_ends_with_its_worker(t
 async def test_the_first_job_of_a_run_that_is_finished_at_once_is_cancelled(tmp_path):
     async with open_store(tmp_path) as store:
         await add_run(store)
-        await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
+        await Runs(store, lambda _: None, EVERY_STEP).set_state("r", "finished")
         assert await one(store, "SELECT state FROM job") == "cancelled"
         assert await count(store, "event", "kind = 'job.cancelled'") == 1

@@ -72,7 +72,7 @@ async def test_a_file_that_is_away_for_a_moment_costs_nobody_anything(tmp_path, 
         for tries in (1, 2, 3):
             assert not await place.pack()
             assert (await place.meta("packing"))["tries"] == tries
-        answer = await Runs(store, lambda: None, EVERY_STEP).wait(api.WaitStep(run="r", step=1, timeout_s=0))
+        answer = await Runs(store, lambda _: None, EVERY_STEP).wait(api.WaitStep(run="r", step=1, timeout_s=0))
         assert isinstance(answer, api.Pending)
         assert "step 1 cannot be packed: FileNotFoundError" in answer.problem
         assert await count(store, "event", "kind = 'batch.failed'") == 1, "each error is told once, not each try"
@@ -121,7 +121,7 @@ async def test_bytes_that_stay_wrong_pause_the_run_and_discard_nothing(tmp_path,
     async with open_store(tmp_path) as store:
         place = Place(store, tmp_path, monkeypatch)
         await place.fill()
-        runs, file = Runs(store, lambda: None, EVERY_STEP), await place.file("g1-1")
+        runs, file = Runs(store, lambda _: None, EVERY_STEP), await place.file("g1-1")
         good = file.read_bytes()
         for _ in range(2):
             file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -240,7 +240,7 @@ async def test_a_batch_of_one_group_has_no_control_and_pauses_the_run(tmp_path, 
         place = Place(store, tmp_path, monkeypatch)
         await place.fill(1)
         fails_on(monkeypatch, "g0-0")
-        runs = Runs(store, lambda: None, EVERY_STEP)
+        runs = Runs(store, lambda _: None, EVERY_STEP)
         for _ in range(2):
             for _ in range(3):
                 assert await one(store, "SELECT state FROM run") == "active"

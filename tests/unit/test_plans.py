@@ -151,7 +151,7 @@ async def live(store, data):
     await add_run(store)
     await commit_next(store, data)
     await serve(store, 1, data)
-    ingest, runs = make_ingest(store, data), Runs(store, lambda: None, ROUTED)
+    ingest, runs = make_ingest(store, data), Runs(store, lambda _: None, ROUTED)
     dispatch, wire = make_dispatch(store, data), FakeWire(trainer=1, engine=1, gateway=1)
     pusher: Pusher = make_pusher(store, data, wire)
     await exchange(ingest)

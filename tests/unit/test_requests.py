@@ -51,7 +51,7 @@ class Desk:
         self.replies: list[tuple[bytes, api.Reply]] = []
         self.stops: list[float] = []
         self.requests = Requests(
-            store, self.ingest, Runs(store, lambda: None, EVERY_STEP), self.dispatch, lambda *r: self.replies.append(r),
+            store, self.ingest, Runs(store, lambda _: None, EVERY_STEP), self.dispatch, lambda *r: self.replies.append(r),
             self.stops.append, "inst", 1 << 20,
         )  # fmt: skip
 

@@ -187,7 +187,9 @@ async def test_the_engine_gets_the_older_step_from_disk(tmp_path, mode, unloaded
     async with open_store(tmp_path) as store:
         data = await trained(store, tmp_path, rollout_weights_mode=mode)
         await back(store, 2)
-        assert (await Runs(store, lambda: None, EVERY_STEP).info("r", False)).served == (-1 if mode == "merged" else 2)
+        assert (await Runs(store, lambda _: None, EVERY_STEP).info("r", False)).served == (
+            -1 if mode == "merged" else 2
+        )
         await add_worker(store, "trainer")
         wire = FakeWire(trainer=1, engine=1)
         pusher = make_pusher(store, data, wire)
@@ -199,7 +201,7 @@ async def test_the_engine_gets_the_older_step_from_disk(tmp_path, mode, unloaded
         rows = await store.read("SELECT name FROM serving WHERE state = 'live' ORDER BY id")
         assert [row["name"] for row in rows] == ["r@2"]
         assert [m.name for m in wire.of(w.Unload)] == unloaded
-        info = await Runs(store, lambda: None, EVERY_STEP).info("r", False)
+        info = await Runs(store, lambda _: None, EVERY_STEP).info("r", False)
         assert (info.step, info.served, info.lineage) == (2, 2, 1)
 
 
@@ -230,14 +232,14 @@ async def test_an_older_adapter_answers_at_once(tmp_path):
         op = api.WaitStep(run="r", step=2, timeout_s=0.0)
         for confirmed, answer in (({"r@2", "r@3"}, api.Pending), ({"r@2"}, api.StepInfo)):
             routed = frozenset(confirmed)
-            found = await Runs(store, lambda: None, lambda routed=routed: routed).wait(op)
+            found = await Runs(store, lambda _: None, lambda routed=routed: routed).wait(op)
             assert isinstance(found, answer), "the gateway may answer with the left step still"
 
 
 async def test_waiting_looks_at_the_chain(tmp_path):
     async with open_store(tmp_path) as store:
         data = await trained(store, tmp_path)
-        runs = Runs(store, lambda: None, EVERY_STEP)
+        runs = Runs(store, lambda _: None, EVERY_STEP)
 
         async def wait(step: int) -> api.Answer:
             return await runs.wait(api.WaitStep(run="r", step=step, timeout_s=0.0))

@@ -14,7 +14,7 @@ from artd.packing.advantages import group_statistics
 from artd.runs.lifecycle import Runs, set_run_state
 from artd.tables import once
 from artd_schema import client_api as api
-from artd_schema.spec import MAX_SERVED_RANK, EngineSpec, LoraSpec, LossSpec, RunSpec, TrainerSpec
+from artd_schema.spec import EngineSpec, LoraSpec, LossSpec, RunSpec, TrainerSpec
 from tests.awake import SOON_S
 from tests.fakes.rows import (
     EVERY_STEP,
@@ -44,7 +44,7 @@ def model(tmp_path):
 
 def make_runs(store, routed=EVERY_STEP):
     """routed: what the gateway confirmed."""
-    return Runs(store, lambda: None, routed)
+    return Runs(store, lambda _: None, routed)
 
 
 async def test_creating_a_run_queues_its_first_checkpoint(tmp_path, model):
@@ -145,10 +145,18 @@ async def test_groups_of_one_are_refused_as_nothing_could_ever_be_trained(tmp_pa
         assert (await make_runs(store).create(api.CreateRun(name="r", spec=spec))).created
 
 
+async def test_an_engine_that_artd_does_not_have_is_refused(tmp_path, model):
+    async with open_store(tmp_path) as store:
+        spec = RunSpec(model=model, engine=EngineSpec(kind="abacus"))
+        with pytest.raises(Invalid, match="engine.kind='abacus' is no engine of this artd: use 'vllm'") as caught:
+            await make_runs(store).create(api.CreateRun(name="r", spec=spec))
+        assert caught.value.field == "spec.engine.kind" and await count(store, "run") == 0
+
+
 async def test_an_adapter_that_no_engine_can_serve_is_refused(tmp_path, model):
     async with open_store(tmp_path) as store:
         runs = make_runs(store)
-        large = LoraSpec(rank=MAX_SERVED_RANK + 1)
+        large = LoraSpec(rank=513)
         with pytest.raises(
             Invalid, match="of rank 512 at most: use a lower one, or rollout_weights_mode='merged'"
         ) as caught:
@@ -182,7 +190,7 @@ async def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path, mode
 
 
 async def test_without_a_runtime_nothing_is_created(tmp_path, model):
-    def missing():
+    def missing(_kind: str):
         raise Conflict("artd runtime install megatron --cpu")
 
     async with open_store(tmp_path) as store:

@@ -121,7 +121,7 @@ async def test_a_run_whose_spec_cannot_be_read_is_paused_and_everything_else_liv
         await boot(damage)
         (run,) = await store.read("SELECT state, reason FROM run")
         assert run["state"] == "paused" and "the spec of run 'r' cannot be read" in run["reason"]
-        runs, ingest = Runs(store, lambda: None, EVERY_STEP), make_ingest(store, data)
+        runs, ingest = Runs(store, lambda _: None, EVERY_STEP), make_ingest(store, data)
         assert await store.write(active_run) is None
         assert (await store.write(load_table)).engines == ()
         assert await store.write(Retain(store, data)._retire) == []
@@ -181,7 +181,7 @@ async def test_another_run_is_kept_in_order_beside_a_finished_one_whose_spec_is_
         await add_run(store, rollout_weights_mode="lora")
         await commit_next(store, data)
         await serve(store)
-        await Runs(store, lambda: None, EVERY_STEP).set_state("r", "finished")
+        await Runs(store, lambda _: None, EVERY_STEP).set_state("r", "finished")
         await store.write(lambda c: c.execute("UPDATE run SET spec = ?", (damage,)))
         await add_run(store, "other", rollout_weights_mode="lora")
         await store.write(lambda c: c.execute(

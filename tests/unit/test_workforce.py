@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 
 from artd import runtimes
 from artd.config import Gpus, Interpreter, Runtimes, Settings
+from artd.errors import RequestError
 from artd.net.router import WorkerWire
 from artd.runs.lifecycle import set_run_state
 from artd.supervise.postmortem import Status
@@ -19,6 +21,7 @@ from artd.supervise.spec import Info
 from artd.workforce import Boot, Workforce
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
+from artd_schema.engines import ENGINES
 from tests.fakes.rows import add_run, data_dir, one, open_store, settle
 
 pytestmark = pytest.mark.asyncio
@@ -217,3 +220,16 @@ async def test_a_stop_during_boot_starts_nothing_any_more(tmp_path):
             await asyncio.wait_for(made.run(), 10)
         assert [call.kwargs["start"] for call in supervisors.return_value.add.call_args_list] == [False] * 3
         supervisors.return_value.start.assert_not_called()
+
+
+async def test_an_engine_runs_in_the_runtime_of_its_kind(tmp_path, monkeypatch):
+    async with open_store(tmp_path) as store:
+        made, _, _ = make(store, tmp_path)
+        made.settings = Settings()
+        asked = []
+        monkeypatch.setattr(runtimes, "find", lambda name: asked.append(name) or runtimes.Runtime(Path("/p")))
+        monkeypatch.setitem(ENGINES, "toy", replace(ENGINES["vllm"], runtime="abacus"))
+        made.require_runtimes("toy")
+        assert asked == ["megatron", "abacus"]
+        with pytest.raises(RequestError, match="engine.kind='gone' is no engine of this artd: use 'vllm' or 'toy'"):
+            made.require_runtimes("gone")

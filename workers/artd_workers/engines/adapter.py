@@ -16,7 +16,7 @@ from artd_schema.direct import EngineTable
 from artd_schema.manifest import WeightEntry
 from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
-from artd_schema.worker import Transfer
+from artd_schema.worker import EngineConfig, Transfer
 from artd_workers.deadline import Deadline
 
 Routes = Literal["hooks", "field"]
@@ -48,19 +48,6 @@ class Capabilities:
     scale_out_flag: bool
     keeps: bool
     routes: Routes
-
-
-VLLM: tuple[Capabilities, ...] = (
-    Capabilities(
-        "0.32", "run", weight_version=True, abort_route=True, scale_out_flag=True, keeps=True, routes="hooks",
-    ),
-    Capabilities(
-        "0.25", "run", weight_version=False, abort_route=False, scale_out_flag=False, keeps=True, routes="field",
-    ),
-    Capabilities(
-        "0.22", "read", weight_version=False, abort_route=False, scale_out_flag=False, keeps=False, routes="field",
-    ),
-)  # fmt: skip
 
 
 def capabilities(table: Sequence[Capabilities], version: str) -> Capabilities:
@@ -99,12 +86,22 @@ class DiskLoad:
     dtype: str
 
 
+def model_name(config: EngineConfig) -> str:
+    """Return the name of the base weights on the server.
+
+    merged: `RUN`, whatever step its weights are of, so that it is the same across pushes. lora: `RUN@base`, which no client
+    can ask for; clients get `RUN@STEP`, so a slip in routing can never serve the untrained model as the run.
+    """
+    return config.run if config.spec.rollout_weights_mode == "merged" else f"{config.run}@base"
+
+
 class Adapter(Protocol):
     """One engine over its control routes. Every call ends by its deadline; every failure is an EngineError.
 
     A failed call between `begin` and `finish` leaves the weights unknown: the caller must end the engine.
     """
 
+    version: str
     capabilities: Capabilities
 
     def healthy(self, deadline: Deadline) -> bool:

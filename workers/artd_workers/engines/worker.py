@@ -20,18 +20,16 @@ from pathlib import Path
 
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_schema.engines import engine_kind
 from artd_workers.base_files import BaseChanged, BaseFiles
 from artd_workers.daemon_link import Link, LinkClosed
 from artd_workers.deadline import Deadline
 from artd_workers.engines.process import marks, progress
-from artd_workers.engines.vllm import work
-from artd_workers.engines.vllm.adapter import VllmAdapter
-from artd_workers.engines.vllm.command import device_of, installed, model_name
-from artd_workers.engines.vllm.server import Server
 
-from .adapter import EngineError
+from .adapter import Adapter, EngineError, model_name
 from .hold import Hold
 from .push import Pusher, PushError, Stale
+from .registry import engine_of
 from .transfers import table_of, transfers_of
 from .warm import WARM_S, pays, warm
 
@@ -49,7 +47,9 @@ class EngineWorker:
     def __init__(self, link: Link, config: w.EngineConfig) -> None:
         self._link = link
         self._config = config
-        self._server = Server(config)
+        self._kind = engine_kind(config.spec.engine.kind)
+        self._engine = engine_of(config.spec.engine.kind)
+        self._server = self._engine.server(config)
         self._base: BaseFiles | None = None
         self._hold = Hold(link.send)
         self._pusher: Pusher | None = None
@@ -84,15 +84,17 @@ class EngineWorker:
             if self._grace_s is not None:
                 return False
             if deadline.passed:
-                raise EngineError(f"the vLLM server of run {self._config.run} did not answer within {START_S:.0f} s")
-        adapter = VllmAdapter(self._server.socket, Deadline(_CALL_S))
-        log(f"vLLM {adapter.version} serves run {self._config.run} on {self._server.socket}")
+                raise EngineError(
+                    f"the {self._kind.title} server of run {self._config.run} did not answer within {START_S:.0f} s"
+                )
+        adapter = self._engine.adapter(self._server.socket, Deadline(_CALL_S))
+        log(f"{self._kind.title} {adapter.version} serves run {self._config.run} on {self._server.socket}")
         self._capture(adapter)
         spec = self._config.spec
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters",
                               self._link.identity.instance, self._link.identity.spawn, self._hold.wait, log,
                               lambda: marks.found(self._server.scratch))  # fmt: skip
-        table = table_of(adapter, spec, device_of(spec.engine), self._server.folder)
+        table = table_of(adapter, spec, self._engine.device(spec.engine), self._server.folder)
         ways, obstacle = transfers_of(spec, table)
         if obstacle:
             log(f"no direct push: {obstacle}")
@@ -108,18 +110,18 @@ class EngineWorker:
         self._link.send(w.Ready(socket=str(self._server.socket), transfers=ways, obstacle=obstacle))
         return True
 
-    def _capture(self, adapter: VllmAdapter) -> None:
+    def _capture(self, adapter: Adapter) -> None:
         """Have routes captured, when the run wants them, before any request comes."""
         if self._config.routes is None:
             return
-        if adapter.capabilities.routes != installed().routes:
+        if adapter.capabilities.routes != self._engine.installed().routes:
             raise EngineError(
-                f"vLLM {adapter.version} tells routes by {adapter.capabilities.routes}, but was started for another "
+                f"{self._kind.title} {adapter.version} tells routes by {adapter.capabilities.routes}, but was started for another "
                 "version: the interpreter of the engine holds two of them, install its runtime again"
             )
         adapter.capture_routes(self._config.routes, Deadline(_CALL_S))
 
-    def _warm(self, adapter: VllmAdapter, deadline: Deadline) -> bool:
+    def _warm(self, adapter: Adapter, deadline: Deadline) -> bool:
         """Warm the engine up; False when told to exit meanwhile. Raises EngineError when it has died."""
         warming = threading.Thread(target=warm, args=(adapter, deadline, log), name="artd-warm", daemon=True)
         warming.start()
@@ -149,7 +151,7 @@ class EngineWorker:
     def _watch_progress(self) -> None:
         """Body of a thread: end an engine that computes nothing for its requests."""
         why = progress.watch(
-            lambda: work.ask(self._server.socket),
+            lambda: self._engine.work(self._server.socket),
             lambda: self._current is not None,
             self._config.stall_s,
             self._server.ended,

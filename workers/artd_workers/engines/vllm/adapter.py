@@ -23,12 +23,13 @@ from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Transfer
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import VLLM, DiskLoad, EngineError, EngineTimeout, Fence, capabilities
+from artd_workers.engines.adapter import DiskLoad, EngineError, EngineTimeout, Fence, capabilities
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm.weights import stock_dialects
 from artd_workers.transfer.stock import await_id
 
 from . import guard
+from .versions import VERSIONS
 
 _RESET_TRIES, _RESET_PAUSE_S = 20, 0.1
 _SHOWN = 200
@@ -54,7 +55,7 @@ class VllmAdapter:
         if not isinstance(reply, dict) or "version" not in reply:
             raise EngineError(f"GET /version answered {reply!r}: this is no vLLM server")
         self.version = str(reply["version"])
-        self.capabilities = capabilities(VLLM, self.version)
+        self.capabilities = capabilities(VERSIONS, self.version)
 
     def healthy(self, deadline: Deadline) -> bool:
         try:

