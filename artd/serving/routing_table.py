@@ -96,4 +96,5 @@ def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: Run
         served=tuple(w.Served(name=s["name"], run=run["name"], step=s["step"], epoch=s["epoch"]) for s in served),
         hold=sending.fetchone() is not None,
         routes=route_shape(run),
+        kind=spec.engine.kind,
     )

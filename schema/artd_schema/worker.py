@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from .base import BaseModel
+from .engines import DEFAULT
 from .spec import Mode, RunSpec
 from .trajectory import RouteShape, Sampling, Split
 
@@ -208,7 +209,7 @@ class Served(Struct, frozen=True, kw_only=True):
 
 class EngineRoute(Struct, frozen=True, kw_only=True):
     """engine: worker name; socket: Unix socket of the OpenAI server; served: newest last; hold: admit nothing now;
-    routes: the engine captures routed experts in this shape, and the gateway takes them for the ledger."""
+    routes: the engine captures routed experts in this shape, and the gateway takes them for the ledger; kind: as in its spec."""
 
     engine: str
     socket: str
@@ -218,6 +219,7 @@ class EngineRoute(Struct, frozen=True, kw_only=True):
     served: tuple[Served, ...]
     hold: bool = False
     routes: RouteShape | None = None
+    kind: str = DEFAULT
 
 
 class Route(_Message, frozen=True):

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from artd_schema import worker as w
+from artd_workers.engines.vllm.dialect import DIALECT
 from artd_workers.gateway.errors import EngineFailure
 from artd_workers.gateway.request.flow import Flow
 from tests.awake import SOON_S
@@ -115,6 +116,8 @@ async def test_a_failed_generation_ends_the_others_and_leaves_no_cancel_request(
     ended = []
 
     class Client:
+        dialect = DIALECT
+
         async def post(self, path: str, body: dict[str, int], unbounded: bool) -> None:
             try:
                 await asyncio.sleep(0.01 if body["n"] == 1 else 60)

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from artd_schema import worker as w
 from artd_schema.trajectory import RouteShape, Turn
+from artd_workers.engines.vllm import dialect
 from artd_workers.gateway.engine import client as engine_module
 from artd_workers.gateway.engine import experts
 from artd_workers.gateway.request import deliver
@@ -154,7 +155,7 @@ async def test_large_replies_are_read_and_written_away_from_the_event_loop(
             module, name, lambda *given: (threads[name].append(threading.current_thread()), real(*given))[1]
         )
 
-    watch(experts, "read_taken")
+    watch(dialect, "read_taken")
     watch(deliver, "encode_reply")
     await moe(rig)
     small = (await rig.chat(return_token_ids=True, n=2)).json()

@@ -56,12 +56,11 @@ BUGS = (
     ),
     Bug(
         "no-salt-in-lora-mode", "workers/artd_workers/gateway/request/flow.py",
-        """"cache_salt": f"{place.served.epoch}:{request.get('cache_salt') or ''}",""",
-        """"cache_salt": f"{place.served.epoch}:" if place.engine.mode == "merged" else None,""",
+        'str(place.served.epoch)', 'str(place.served.epoch) if place.engine.mode == "merged" else ""',
         "tests/gateway/test_ledger.py::test_in_lora_mode_the_epoch_is_the_adapters", "an adapter of another lineage may come",
     ),
     Bug(
-        "eos-in-the-text", "workers/artd_workers/gateway/request/reply.py",
+        "eos-in-the-text", "workers/artd_workers/engines/vllm/stops.py",
         "    return stop is None or (isinstance", "    return (isinstance",
         "tests/gateway/test_flow.py::test_the_eos_is_no_text_although_special_tokens_are", "assert 'Par\\$' == 'Par'",
     ),

@@ -10,8 +10,9 @@ from artd.packing.routes import AssemblyError
 from artd.packing.sequences import assemble
 from artd_schema.rules import epoch_range
 from artd_schema.trajectory import Sampling
+from artd_workers.engines.vllm.dialect import DIALECT
 from artd_workers.gateway.errors import ApiError, EngineFailure
-from artd_workers.gateway.request.turns import build_turn, effective_sampling, refuse_untrainable
+from artd_workers.gateway.request.turns import build_turn, refuse_untrainable
 from tests.fakes.rows import VOCAB, floats, ids, turn
 
 NAN, INF = float("nan"), float("inf")
@@ -73,9 +74,9 @@ def test_the_gateway_tells_what_ingest_tells():
         "raw": {},
     }
     with pytest.raises(EngineFailure, match=r"logprobs\[0\]: logprob nan is not a finite number <= 0"):
-        build_turn("e", [1], choice, **more)
+        build_turn("e", DIALECT, [1], choice, **more)
     with pytest.raises(EngineFailure, match="prompt_ids: is empty"):
-        build_turn("e", [], {"token_ids": []}, **more)
+        build_turn("e", DIALECT, [], {"token_ids": []}, **more)
 
 
 def test_no_turns():
@@ -112,7 +113,7 @@ UNTRAINABLE = {
 @pytest.mark.parametrize("name", UNTRAINABLE)
 def test_gateway_ingest_and_packer_refuse_the_same_sampling(name):
     params = {name: UNTRAINABLE[name]}
-    bad = turn(sampling=effective_sampling(params))
+    bad = turn(sampling=DIALECT.sampling(params))
     with pytest.raises(InvalidField) as submitted:
         check_turns([bad], VOCAB, True)
     with pytest.raises(AssemblyError) as packed:
@@ -120,7 +121,7 @@ def test_gateway_ingest_and_packer_refuse_the_same_sampling(name):
     assert submitted.value.field == packed.value.where == f"turns[0].sampling.{name}"
     refused = ""
     try:
-        refuse_untrainable(params, bad.sampling, params)
+        refuse_untrainable(DIALECT, params, bad.sampling, params)
     except ApiError as asked:
         refused = asked.param
     assert refused == (name if name != "temperature" else ""), "greedy: it may be an evaluation"
@@ -128,8 +129,8 @@ def test_gateway_ingest_and_packer_refuse_the_same_sampling(name):
 
 def test_gateway_ingest_and_packer_take_the_same_sampling():
     params = {"temperature": 0.7, "top_p": 1, "top_k": -1, "max_tokens": 5, "seed": 1, "stop": ["x"]}
-    good = turn(sampling=effective_sampling(params))
-    refuse_untrainable(params, good.sampling, params)
+    good = turn(sampling=DIALECT.sampling(params))
+    refuse_untrainable(DIALECT, params, good.sampling, params)
     assert check_turns([good], VOCAB, True) == 2 and len(assemble([good])) == 1
     told = UNTRAINABLE.keys() | {"max_tokens", "seed", "stop"}
     assert told == set(Sampling.__struct_fields__), "a new parameter can be trained on or cannot"

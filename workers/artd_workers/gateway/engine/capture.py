@@ -1,23 +1,20 @@
 """What an engine tells of routed experts becomes the routes of a Turn, or an EngineFailure that says what is wrong.
 
 Owner of no state. Two forms come in: the answer of artd's worker extension (MoE layers only, the layout of
-`Turn.routes`), and the stock field of vLLM (all layers, zeros in dense ones). Invariant: rows start at a token of the
+`Turn.routes`), and a field of the engine's reply (all layers, zeros in dense ones). Invariant: rows start at a token of the
 prompt, reach to the last sampled token or end one before it, and hold ids that a router can choose.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import Struct
-
 from artd_schema.route_rules import place_fault
 from artd_schema.routes import BadRoutes, check_routes
 from artd_schema.trajectory import RouteShape
+from artd_workers.gateway.dialect import Dialect, Taken
 from artd_workers.gateway.errors import EngineFailure
 
 from . import npy
@@ -36,7 +33,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice with the generate request that it answers. field: its `routed_experts`, base64 of a .npy file, if any."""
+    """A choice with the generate request that it answers. field: the experts that its reply has, as the engine wrote them, if any."""
 
     request: Json
     choice: Json
@@ -48,23 +45,20 @@ class Choice:
         return f"{self.request['request_id']}#{self.choice['index']}"
 
 
-class Taken(Struct):
-    """What the extension tells of one choice; as `Capture`, with the number of rows."""
-
-    routes: bytes
-    start: int
-    rows: int
-
-
 def captures_of(
-    engine: str, choices: Sequence[Choice], taken: Mapping[str, Taken], shape: RouteShape, needed: bool
+    engine: str,
+    dialect: Dialect,
+    choices: Sequence[Choice],
+    taken: Mapping[str, Taken],
+    shape: RouteShape,
+    needed: bool,
 ) -> list[Capture | None]:
     """The checked routes of each choice; None where there are none. Errors: EngineFailure, also for missing ones that
     are needed."""
     found: list[Capture | None] = []
     for choice in choices:
         try:
-            capture = _capture(choice, taken.get(choice.key), shape)
+            capture = _capture(dialect, choice, taken.get(choice.key), shape)
         except ValueError as error:
             what = f"unusable routed experts for {choice.key}: {error}"
             raise EngineFailure(engine, what, retriable=False) from error
@@ -75,15 +69,16 @@ def captures_of(
     return found
 
 
-def _capture(choice: Choice, taken: Taken | None, shape: RouteShape) -> Capture | None:
+def _capture(dialect: Dialect, choice: Choice, taken: Taken | None, shape: RouteShape) -> Capture | None:
     """Errors: ValueError."""
     if choice.field:
-        start = choice.request["sampling_params"].get("routed_experts_prompt_start", 0)
-        capture = Capture(_moe_layers(choice.field, shape), start)
+        capture = Capture(_moe_layers(dialect.read_field(choice.field), shape), dialect.field_start(choice.request))
     elif taken is not None:
         if len(taken.routes) != taken.rows * shape.row_bytes:
             raise ValueError(f"{len(taken.routes)} bytes for {taken.rows} rows of {shape.row_bytes} bytes")
-        capture = _cut(Capture(taken.routes, taken.start), choice, shape)
+        capture = Capture(taken.routes, taken.start)
+        if dialect.ended_by_text(choice.choice):
+            capture = _cut(capture, choice, shape)
     else:
         return None
     _check(capture, len(choice.request["token_ids"]), len(choice.choice["token_ids"]), shape)
@@ -92,8 +87,6 @@ def _capture(choice: Choice, taken: Taken | None, shape: RouteShape) -> Capture 
 
 def _cut(capture: Capture, choice: Choice, shape: RouteShape) -> Capture:
     """Without rows after the last token: the API server finds a stop string in the text, and the engine went on meanwhile."""
-    if not isinstance(choice.choice.get("stop_reason"), str):
-        return capture
     end = len(choice.request["token_ids"]) + len(choice.choice["token_ids"])
     return Capture(capture.routes[: max(end - capture.start, 0) * shape.row_bytes], capture.start)
 
@@ -109,14 +102,8 @@ def _check(capture: Capture, prompt: int, sampled: int, shape: RouteShape) -> No
         raise ValueError(f"{rows} rows from token {capture.start}: they begin behind the prompt's {prompt} tokens")
 
 
-def _moe_layers(field: Any, shape: RouteShape) -> bytes:
+def _moe_layers(ids: npy.Ids, shape: RouteShape) -> bytes:
     """The MoE layers of an array over all layers, in which dense ones are zero. Errors: ValueError."""
-    if not isinstance(field, str):
-        raise ValueError(f"{type(field).__name__}, where base64 of a .npy file was expected")
-    try:
-        ids = npy.read(base64.b64decode(field, validate=True))
-    except binascii.Error as error:
-        raise ValueError(f"no base64: {error}") from error
     if (ids.topk, ids.width) != (shape.topk, shape.width):
         raise ValueError(f"top {ids.topk} of {ids.width} bytes, where the model has top {shape.topk} of {shape.width}")
     if ids.layers == shape.layers:

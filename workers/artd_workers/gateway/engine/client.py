@@ -15,26 +15,21 @@ import httpx
 import msgspec
 
 from artd_schema.codec import UNREADABLE
+from artd_workers.gateway.dialect import Dialect, dialect_of
 from artd_workers.gateway.errors import ApiError, EngineFailure
 from artd_workers.gateway.limits import Limits
 
 Read = Callable[[bytes], Any]
 IN_THREAD = 1 << 20
 """Bytes of JSON above which they are read and written away from the event loop: some milliseconds' work."""
-FULL = "max_tokens must be at least 1, got 0"
-_OVERFLOW = {
-    "context length": "",
-    FULL: "the prompt fills the model's whole context length: ",
-    "cannot be greater than max_model_len": "more output than the model's context length: ",
-}
-"""What vLLM says of a prompt or answer that does not fit -> what is put before it."""
 
 
 class EngineClient:
-    """Calls to the OpenAI server behind one socket."""
+    """Calls to the OpenAI server behind one socket, and the dialect that it speaks."""
 
-    def __init__(self, name: str, socket: str, limits: Limits) -> None:
+    def __init__(self, name: str, socket: str, limits: Limits, dialect: Dialect) -> None:
         self.name = name
+        self.dialect = dialect
         self.active = 0
         self.retired = False
         self._call_s = limits.call_s
@@ -52,8 +47,8 @@ class EngineClient:
         try:
             response = await self._send(path, body, unbounded)
             if len(response.content) <= IN_THREAD:
-                return _decode(self.name, path, response, read)
-            return await asyncio.to_thread(_decode, self.name, path, response, read)
+                return self._decode(path, response, read)
+            return await asyncio.to_thread(self._decode, path, response, read)
         finally:
             self.active -= 1
             if self.retired:
@@ -73,6 +68,27 @@ class EngineClient:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise EngineFailure(self.name, f"{path} broke off ({what})") from error
 
+    def _decode(self, path: str, response: httpx.Response, read: Read) -> Any:
+        if response.status_code != 200:
+            raise self._error(path, response)
+        try:
+            return read(response.content)
+        except msgspec.ValidationError as error:
+            raise EngineFailure(self.name, f"{path} answered 200 with JSON of another form: {error}") from error
+        except UNREADABLE as error:
+            raise EngineFailure(self.name, f"{path} answered 200 with what is no JSON: {error}") from error
+
+    def _error(self, path: str, response: httpx.Response) -> ApiError | EngineFailure:
+        status = response.status_code
+        message, param = _message(response)
+        if status >= 500 or status in (401, 403, 404):
+            hint = self.dialect.hints.get(status, "")
+            return EngineFailure(self.name, f"{path} answered {status}: {message}{hint}")
+        for telling, lead in self.dialect.overflow.items():
+            if telling in message:
+                return ApiError(400, "context_length_exceeded", lead + message, param=param)
+        return ApiError(400, "invalid_request", message, param=param)
+
 
 class Engines:
     """The clients of every engine in the routing table."""
@@ -81,9 +97,10 @@ class Engines:
         self._limits = limits
         self._clients: dict[str, EngineClient] = {}
 
-    def client(self, name: str, socket: str) -> EngineClient:
+    def client(self, name: str, socket: str, kind: str) -> EngineClient:
+        """Return the client of this socket, for an engine of this kind."""
         if socket not in self._clients:
-            self._clients[socket] = EngineClient(name, socket, self._limits)
+            self._clients[socket] = EngineClient(name, socket, self._limits, dialect_of(kind))
         return self._clients[socket]
 
     async def keep(self, sockets: set[str]) -> None:
@@ -92,32 +109,6 @@ class Engines:
             client = self._clients.pop(socket)
             client.retired = True
             await client.close_if_idle()
-
-
-def _decode(engine: str, path: str, response: httpx.Response, read: Read) -> Any:
-    if response.status_code != 200:
-        raise _error(engine, path, response)
-    try:
-        return read(response.content)
-    except msgspec.ValidationError as error:
-        raise EngineFailure(engine, f"{path} answered 200 with JSON of another form: {error}") from error
-    except UNREADABLE as error:
-        raise EngineFailure(engine, f"{path} answered 200 with what is no JSON: {error}") from error
-
-
-def _error(engine: str, path: str, response: httpx.Response) -> ApiError | EngineFailure:
-    status = response.status_code
-    message, param = _message(response)
-    if status == 404:
-        return EngineFailure(engine, f"{path} answered 404: {message}")
-    if status == 403:
-        return EngineFailure(engine, f"{path} answered 403: {message} (was it started with --enable-scale-out?)")
-    if status >= 500 or status == 401:
-        return EngineFailure(engine, f"{path} answered {status}: {message}")
-    for telling, lead in _OVERFLOW.items():
-        if telling in message:
-            return ApiError(400, "context_length_exceeded", lead + message, param=param)
-    return ApiError(400, "invalid_request", message, param=param)
 
 
 def _message(response: httpx.Response) -> tuple[str, str | None]:

@@ -12,31 +12,18 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from artd_schema.trajectory import RouteShape
+from artd_workers.gateway.dialect import Taken
 from artd_workers.gateway.errors import ApiError, EngineFailure
 from artd_workers.gateway.limits import Limits
 
-from .capture import Capture, Choice, Taken, captures_of
+from .capture import Capture, Choice, captures_of
 from .client import EngineClient
 
 log = logging.getLogger("artd.gateway")
 Json = dict[str, Any]
-FIELD = "routed_experts"
-PATH = "/collective_rpc"
 _IN_THREAD = 1 << 18
 """Bytes of routes from which on they are checked away from the event loop: about a millisecond's work."""
-
-
-class _Reply(msgspec.Struct):
-    """Of `/collective_rpc`: one result for each worker of the engine, all alike."""
-
-    results: list[dict[str, msgspec.Raw]]
-
-
-_reply = msgspec.json.Decoder(_Reply)
-_choice = msgspec.json.Decoder(Taken)
 
 
 class Experts:
@@ -58,7 +45,7 @@ class Experts:
         else asked for. None where there are none: always without a shape, and where they are not needed.
         Errors: EngineFailure."""
         choices = [
-            Choice(request, choice, choice.pop(FIELD, None))
+            Choice(request, choice, client.dialect.take_field(choice))
             for request, reply in zip(requests, replies, strict=True)
             for choice in reply["choices"]
         ]
@@ -67,8 +54,8 @@ class Experts:
         taken = {} if all(choice.field for choice in choices) else await self._ask(client, requests, needed)
         size = sum(len(found.routes) for found in taken.values()) + sum(len(choice.field or "") for choice in choices)
         if size < _IN_THREAD:
-            return captures_of(client.name, choices, taken, shape, needed)
-        return await asyncio.to_thread(captures_of, client.name, choices, taken, shape, needed)
+            return captures_of(client.name, client.dialect, choices, taken, shape, needed)
+        return await asyncio.to_thread(captures_of, client.name, client.dialect, choices, taken, shape, needed)
 
     @contextlib.contextmanager
     def dropped_on_error(
@@ -87,9 +74,7 @@ class Experts:
 
     async def _ask(self, client: EngineClient, requests: Sequence[Json], needed: bool) -> dict[str, Taken]:
         try:
-            taken: dict[str, Taken] = await client.post(
-                PATH, self._call("artd_take_routes", _ids(requests)), read=read_taken
-            )
+            return await client.dialect.take_experts(client, _ids(requests), self._limits.call_s)
         except (EngineFailure, ApiError) as error:
             if needed:
                 raise EngineFailure(
@@ -97,23 +82,12 @@ class Experts:
                 ) from error
             log.warning("engine %s: its routed experts cannot be had: %s", client.name, error)
             return {}
-        return taken
 
     async def _drop(self, client: EngineClient, ids: list[str]) -> None:
         try:
-            await client.post(PATH, self._call("artd_drop_routes", ids))
+            await client.dialect.drop_experts(client, ids, self._limits.call_s)
         except Exception as error:  # the engine may be gone, and its client closed; then so are the routes
             log.info("engine %s: routed experts of %s were not dropped: %s", client.name, ", ".join(ids), error)
-
-    def _call(self, method: str, ids: list[str]) -> Json:
-        return {"method": method, "args": [], "kwargs": {"request_ids": ids}, "timeout": self._limits.call_s}
-
-
-def read_taken(content: bytes) -> dict[str, Taken]:
-    """The reply to `artd_take_routes`. Choice by choice: msgspec keeps the GIL for the whole of a call, and the event loop
-    is to run in between when this is done in a thread. Errors: those of codec.UNREADABLE."""
-    results = _reply.decode(content).results
-    return {key: _choice.decode(raw) for key, raw in results[0].items()} if results else {}
 
 
 def _ids(requests: Sequence[Json]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Arrays of expert ids in numpy's file format, as vLLM's `routed_experts` has them, without numpy. Owner of no state.
+"""Arrays of expert ids in numpy's file format, without numpy. Owner of no state.
 
 Invariant: only what routes need is read: C order, u1 or little-endian u2, three axes.
 """

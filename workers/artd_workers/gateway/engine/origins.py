@@ -1,6 +1,6 @@
 """Which weights sampled each token of a response, and computed its entry in the cache, where the reply does not say it.
 
-Purpose: an engine that stamps no replies (vLLM before 0.32) says nothing of weights, and none says what a push did to the
+Purpose: an engine that stamps no replies says nothing of weights, and none says what a push did to the
 cache of a request that was in flight. artd's worker extension knows both, and is asked only for responses that a push may
 have come across: the engine is held, or there is a newer table, since the request was placed. The gateway confirms a hold
 before the engine is paused, so none is missed. Owner of no state.
@@ -13,35 +13,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from artd_workers.gateway.dialect import Dialect, Labels, Origin
 from artd_workers.gateway.errors import ApiError, EngineFailure
 
 from .client import EngineClient
 
 log = logging.getLogger("artd.gateway")
 Json = dict[str, Any]
-Labels = tuple[tuple[int, str], ...]
-PATH = "/collective_rpc"
-
-
-class Origin(msgspec.Struct, frozen=True):
-    """Runs (first sampled token, label of weights) of one choice: of who sampled, and of the cache. Both empty: unknown."""
-
-    policy: Labels = ()
-    cache: Labels = ()
-
-
 UNKNOWN = Origin()
-
-
-class _Reply(msgspec.Struct):
-    """Of `/collective_rpc`: one result for each worker of the engine, all alike."""
-
-    results: list[dict[str, Origin]]
-
-
-_reply = msgspec.json.Decoder(_Reply)
 
 
 async def ask(
@@ -54,37 +33,38 @@ async def ask(
         for request, reply in zip(requests, replies, strict=True)
         for choice in reply["choices"]
     ]
-    unclear = {key for key, choice in choices if _versions(choice) > 1 or (across and not _versions(choice))}
+    unclear = {
+        key
+        for key, choice in choices
+        if _versions(client.dialect, choice) > 1 or (across and not _versions(client.dialect, choice))
+    }
     if not unclear:
         return [None] * len(choices)
     told = await _take(client, sorted(unclear))
-    return [_origin(client.name, key, choice, told, needed) if key in unclear else None for key, choice in choices]
+    return [_origin(client, key, choice, told, needed) if key in unclear else None for key, choice in choices]
 
 
-def _origin(engine: str, key: str, choice: Json, told: dict[str, Origin], needed: bool) -> Origin:
+def _origin(client: EngineClient, key: str, choice: Json, told: dict[str, Origin], needed: bool) -> Origin:
     count = len(choice["token_ids"])
     found = told.get(key, UNKNOWN)
     if found == UNKNOWN:
-        if needed and not _versions(choice):
+        if needed and not _versions(client.dialect, choice):
             what = f"does not know which weights sampled {key} while they were replaced, and without that the response"
-            raise EngineFailure(engine, f"{what} cannot be trained on: ask again", retriable=False)
+            raise EngineFailure(client.name, f"{what} cannot be trained on: ask again", retriable=False)
         return UNKNOWN
     for runs in (found.policy, found.cache):
         starts = [start for start, _ in runs]
         if starts[:1] != [0] or any(later <= start for start, later in zip(starts, starts[1:], strict=False)):
-            raise EngineFailure(engine, f"told of {key} that its weights were {runs}", retriable=False)
+            raise EngineFailure(client.name, f"told of {key} that its weights were {runs}", retriable=False)
     return Origin(_within(found.policy, count), _within(found.cache, count))
 
 
 async def _take(client: EngineClient, keys: list[str]) -> dict[str, Origin]:
-    """No read deadline: the worker answers when the push under way is over, and the harness watches that."""
-    body = {"method": "artd_take_sampled", "args": [], "kwargs": {"choices": keys}}
     try:
-        reply = await client.post(PATH, body, unbounded=True, read=_reply.decode)
+        return await client.dialect.sampled(client, keys)
     except (EngineFailure, ApiError) as error:
         log.warning("engine %s: who sampled %s cannot be had: %s", client.name, ", ".join(keys), error)
         return {}
-    return reply.results[0] if reply.results else {}
 
 
 def _within(runs: Labels, count: int) -> Labels:
@@ -92,6 +72,6 @@ def _within(runs: Labels, count: int) -> Labels:
     return tuple((start, label) for start, label in runs if start < count)
 
 
-def _versions(choice: Json) -> int:
+def _versions(dialect: Dialect, choice: Json) -> int:
     """How many weights the reply itself names."""
-    return len({span["version"] for span in choice.get("weight_versions") or () if span["end"] > span["start"]})
+    return len({span.version for span in dialect.spans(choice)})

@@ -8,50 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from artd_schema.crashpoint import reach
-from artd_schema.trajectory import Split, Turn
+from artd_schema.trajectory import Turn
 from artd_schema.worker import Exchange, Served
+from artd_workers.gateway.dialect import Labels, Origin
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import IN_THREAD
-from artd_workers.gateway.engine.origins import Labels, Origin
 from artd_workers.gateway.errors import EngineFailure, aborted
 from artd_workers.gateway.ledger import Ledger
 from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
 
 from . import reply, turns
-from .kinds import Kind
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checked request. response_id is fresh for every attempt: an engine may still hold the last one's."""
-
-    kind: Kind
-    body: Json
-    split: Split
-    response_id: str
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What came out of an engine; requests and replies have one element a prompt, captures and origins one a choice, `shown` is
-    the derendered response."""
-
-    job: Job
-    place: Place
-    requests: list[Json]
-    replies: list[Json]
-    captures: list[Capture | None]
-    origins: list[Origin | None]
-    shown: Json
-    seconds: float
+from .request import Generated, Json
 
 
 @dataclass(frozen=True)
@@ -84,11 +56,11 @@ async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits)
     choices: list[Json] = []
     for sample in samples:
         shown = made.shown["choices"][sample.index]
-        shown = reply.finish_choice(job.kind, shown, sample.choice, sample.params, sample.index)
+        shown = reply.finish_choice(made.dialect, job.kind, shown, sample.choice, sample.params, sample.index)
         columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
         if with_ids:
-            logprobs = turns.logprobs_of(engine, sample.choice)
-            reply.add_ids(job.kind, shown, sample.request, sample.choice, logprobs)
+            logprobs = turns.logprobs_of(engine, made.dialect, sample.choice)
+            reply.add_ids(made.dialect, job.kind, shown, sample.request, sample.choice, logprobs)
             if sample.capture is not None and made.place.engine.routes is not None:
                 reply.add_experts(job.kind, shown, sample.capture, made.place.engine.routes)
         choices.append(shown)
@@ -125,7 +97,7 @@ def _choices(made: Generated) -> list[tuple[int, Json, Json, Json]]:
 async def _sample(
     made: Generated, table: Table, limits: Limits, index: int, request: Json, answer: Json, choice: Json
 ) -> _Sample:
-    served, epochs, cache = await _trace(made.place, choice, made.origins[index], table, limits)
+    served, epochs, cache = await _trace(made, choice, made.origins[index], table, limits)
     return _Sample(index, request, answer, choice, made.captures[index], served, epochs, cache)
 
 
@@ -142,9 +114,10 @@ def _head(made: Generated, samples: list[_Sample], model: str) -> Json:
 def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
     return turns.build_turn(
         made.place.engine.engine,
+        made.dialect,
         sample.request["token_ids"],
         sample.choice,
-        sampling=turns.effective_sampling(sample.params),
+        sampling=made.dialect.sampling(sample.params),
         epochs=sample.epochs,
         cache=sample.cache,
         capture=sample.capture,
@@ -155,7 +128,7 @@ def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
 
 
 async def _trace(
-    place: Place, choice: Json, origin: Origin | None, table: Table, limits: Limits
+    made: Generated, choice: Json, origin: Origin | None, table: Table, limits: Limits
 ) -> tuple[Served, turns.Epochs, turns.Epochs]:
     """The weights that a choice came from: (the newest of them, policy epochs and cache epochs over its tokens).
 
@@ -163,9 +136,10 @@ async def _trace(
     worker told; without either it is what the route said on entry, as no push came across. Before the first push the engine
     has a label of its own, which stands for that too.
     """
+    place = made.place
     if place.engine.mode == "lora":
         return place.served, *_whole(place.served)
-    spans = tuple((span.start, span.version) for span in turns.spans_of(place.engine.engine, choice))
+    spans = tuple((span.start, span.version) for span in turns.spans_of(place.engine.engine, made.dialect, choice))
     if not spans and origin is None:
         return place.served, *_whole(place.served)
     policy = await _named(place, spans or (origin.policy if origin else ()), table, limits)

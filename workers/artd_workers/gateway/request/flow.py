@@ -10,6 +10,7 @@ import asyncio
 import time
 
 from artd_schema.trajectory import Split
+from artd_workers.gateway.dialect import Origin
 from artd_workers.gateway.engine import origins
 from artd_workers.gateway.engine.client import EngineClient, Engines
 from artd_workers.gateway.engine.experts import Experts
@@ -18,9 +19,10 @@ from artd_workers.gateway.ledger import Ledger, refuse_too_large
 from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
 
-from . import reply, turns
-from .deliver import Generated, Job, Json, deliver
+from . import turns
+from .deliver import deliver
 from .kinds import Kind
+from .request import Generated, Job, Json
 from .sense import refuse_senseless
 
 
@@ -64,7 +66,7 @@ class Flow:
         start = time.monotonic()
         try:
             client = self._client(place)
-            requests = [self._request(job, place, request, i) for i, request in enumerate(requests)]
+            requests = [self._request(client, job, place, request, i) for i, request in enumerate(requests)]
             with self._experts.dropped_on_error(client, place.engine.routes, requests):
                 replies = await self._gather(client, requests)
                 seconds = time.monotonic() - start
@@ -75,44 +77,39 @@ class Flow:
             shown = await self._derender(job, client, upstream, requests, replies)
         finally:
             self._table.leave(place)
-        return Generated(job, place, requests, replies, captures, told, shown, seconds)
+        return Generated(job, place, client.dialect, requests, replies, captures, told, shown, seconds)
 
     async def _render(self, job: Job, place: Place) -> tuple[Json, list[Json]]:
         # By the base model's name: an adapter may be unloaded as soon as its last token is out.
         refuse_senseless(job.body)
         upstream = job.kind.upstream_body(job.body, place.engine.base_model)
         client = self._client(place)
-        requests = job.kind.rendered(client.name, await client.post(job.kind.path + "/render", upstream))
+        dialect = client.dialect
+        requests = await dialect.render(client, job.kind, upstream)
         for request in requests:
             count, limit = len(request["token_ids"]), place.engine.max_model_len
             if count >= limit:
                 message = f"the prompt has {count} tokens, the model's context length is {limit}: shorten it"
                 raise ApiError(400, "context_length_exceeded", message)
-            sampling = turns.effective_sampling(request["sampling_params"])  # refused before the engine works for it
+            sampling = dialect.sampling(request["sampling_params"])  # refused before the engine works for it
             if job.split == "train":
-                turns.refuse_untrainable(request["sampling_params"], sampling, job.body)
+                turns.refuse_untrainable(dialect, request["sampling_params"], sampling, job.body)
         shape = place.engine.routes if job.split == "train" else None
         refuse_too_large(job.body, requests, shape, place.engine.max_model_len, self._limits)
         return upstream, requests
 
-    def _request(self, job: Job, place: Place, request: Json, index: int) -> Json:
-        """A generate request: our id, logprobs always, and a prefix cache of its own per policy epoch. The name does not
-        keep old entries apart: merged weights change under one, and after a rollback an adapter of another lineage has the name
-        of an old one, by which alone vLLM before 0.32 keys its cache."""
-        params = request["sampling_params"]
-        return request | {
-            "model": place.upstream,
-            "request_id": f"{job.response_id}-{index}",
-            "sampling_params": turns.OMITTED | params | {"logprobs": params.get("logprobs") or 0},
-            "cache_salt": f"{place.served.epoch}:{request.get('cache_salt') or ''}",
-            "stream": False,
-        }
+    def _request(self, client: EngineClient, job: Job, place: Place, request: Json, index: int) -> Json:
+        """A generate request: our id, and a prefix cache of its own per policy epoch. The name does not keep old entries apart: merged
+        weights change under one, and after a rollback an adapter of another lineage has the name of an old one, by which alone some
+        engines key their cache."""
+        name, salt = f"{job.response_id}-{index}", str(place.served.epoch)
+        return client.dialect.to_generate(request, model=place.upstream, request_id=name, salt=salt)
 
     async def _gather(self, client: EngineClient, requests: list[Json]) -> list[Json]:
         """All prompts at once; the first failure cancels the others, and is raised when they have ended."""
         # No asyncio.TaskGroup: before Python 3.13 one that fails leaves a cancel request on this task, which the
         # asyncio.timeout of 3.11.2 then takes for the client's going.
-        calls = [asyncio.create_task(client.post("/inference/v1/generate", r, unbounded=True)) for r in requests]
+        calls = [asyncio.create_task(client.dialect.generate(client, request)) for request in requests]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -138,7 +135,7 @@ class Flow:
 
     async def _origins(
         self, client: EngineClient, place: Place, requests: list[Json], replies: list[Json], needed: bool
-    ) -> list[origins.Origin | None]:
+    ) -> list[Origin | None]:
         if place.engine.mode == "lora":
             return [None] * sum(len(answer["choices"]) for answer in replies)
         # Looked at when the replies are there: if nothing was held until then, no push came across them.
@@ -147,14 +144,11 @@ class Flow:
     async def _derender(
         self, job: Job, client: EngineClient, upstream: Json, requests: list[Json], replies: list[Json]
     ) -> Json:
-        asked = job.kind.wants_logprobs(job.body)
-        views = [
-            reply.for_derender(answer, request["sampling_params"], job.response_id, logprobs=asked)
-            for request, answer in zip(requests, replies, strict=True)
-        ]
-        prompts = [request["token_ids"] for request in requests]
         try:
-            shown = await client.post(job.kind.path + "/derender", job.kind.derender_body(upstream, views, prompts))
+            shown = await client.dialect.derender(
+                client, job.kind, upstream, requests, replies,
+                response_id=job.response_id, logprobs=job.kind.wants_logprobs(job.body),
+            )  # fmt: skip
         except EngineFailure as failure:
             failure.retriable = False
             raise
@@ -166,7 +160,7 @@ class Flow:
         return shown
 
     def _client(self, place: Place) -> EngineClient:
-        return self._engines.client(place.engine.engine, place.engine.socket)
+        return self._engines.client(place.engine.engine, place.engine.socket, place.engine.kind)
 
 
 class _Retry(Exception):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from artd_workers.gateway.errors import EngineFailure, invalid
+from artd_workers.gateway.errors import invalid
 
 _OURS = ("return_token_ids", "stream", "stream_options", "request_id")
 """Body fields that the gateway answers for itself."""
@@ -41,26 +40,6 @@ class Kind:
     def upstream_body(self, body: dict[str, Any], model: str) -> dict[str, Any]:
         """The client's body as the engine shall see it."""
         return {name: value for name, value in body.items() if name not in _OURS} | {"model": model}
-
-    def rendered(self, engine: str, reply: Any) -> list[dict[str, Any]]:
-        """The generate requests that a render reply holds: one per prompt. Errors: EngineFailure."""
-        requests = [reply] if self.chat else reply
-        if not isinstance(requests, list) or not requests:
-            raise EngineFailure(engine, f"{self.path}/render answered {type(reply).__name__}, not generate requests")
-        for request in requests:
-            if not isinstance(request, dict) or not request.get("token_ids") or "sampling_params" not in request:
-                raise EngineFailure(engine, f"{self.path}/render answered without token_ids and sampling_params")
-        return requests
-
-    def derender_body(
-        self, upstream: dict[str, Any], generated: Sequence[dict[str, Any]], prompts: Sequence[list[int]]
-    ) -> dict[str, Any]:
-        counts = [len(prompt) for prompt in prompts]
-        if self.chat:
-            return {"model": upstream["model"], "generate_response": generated[0], "prompt_tokens": counts[0],
-                    "prompt_token_ids": prompts[0], "chat_request": upstream}  # fmt: skip
-        return {"model": upstream["model"], "generate_responses": list(generated), "prompt_tokens": counts,
-                "prompt_token_ids": list(prompts), "completion_request": upstream}  # fmt: skip
 
     def text(self, choice: dict[str, Any]) -> str | None:
         return choice["message"].get("content") if self.chat else choice.get("text")

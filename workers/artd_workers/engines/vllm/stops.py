@@ -1,0 +1,55 @@
+"""How a choice ended, and what of its text the client sees.
+
+vLLM's derender decodes every sampled token, also the ones behind which its own chat endpoint cuts the text: the stop
+string, the stop token and the EOS (which is text where the client asks for `skip_special_tokens: false`). The cut is made
+here, on the text alone; the ledger keeps every sampled token. Owner of: no state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def for_derender(reply: Json, params: Json, response_id: str, *, logprobs: bool) -> Json:
+    """A generate reply as derender shall see it: our id, no stop token, logprobs only if they were asked for."""
+    choices = []
+    for choice in reply["choices"]:
+        tokens = choice["token_ids"]
+        seen = tokens[:-1] if _ends_in_stop_token(choice, params) and len(tokens) > 1 else tokens
+        choices.append(choice | {"token_ids": seen, "logprobs": choice.get("logprobs") if logprobs else None})
+    return reply | {"request_id": response_id, "choices": choices}
+
+
+def cut_text(text: str, choice: Json, params: Json) -> str:
+    """Text of a choice without the stop string or stop token that ended it.
+
+    Generation ends at the first match, so the first occurrence is the one, unless min_tokens made the engine pass some.
+    """
+    if params.get("include_stop_str_in_output") or choice.get("finish_reason") != "stop":
+        return text
+    stop = choice["stop_reason"] if "stop_reason" in choice else _found_stop(text, params)
+    if isinstance(stop, str):
+        at = text.rfind(stop) if params.get("min_tokens") else text.find(stop)
+        return text if at < 0 else text[:at]
+    if _ends_in_stop_token(choice, params) and len(choice["token_ids"]) == 1:
+        return ""
+    return text
+
+
+def _ends_in_stop_token(choice: Json, params: Json) -> bool:
+    if choice.get("finish_reason") != "stop" or params.get("include_stop_str_in_output"):
+        return False
+    if "stop_reason" not in choice:
+        # vLLM before 0.32 does not tell; without stop strings only a token can have ended it.
+        return choice["token_ids"][-1] in (params.get("stop_token_ids") or ()) or not params.get("stop")
+    stop = choice["stop_reason"]
+    return stop is None or (isinstance(stop, int) and choice["token_ids"][-1:] == [stop])  # None: the model's own EOS
+
+
+def _found_stop(text: str, params: Json) -> str | None:
+    """The stop string that comes first in the text of a choice that ended in one, or in a stop token."""
+    stops = params.get("stop") or ()
+    found = [(text.find(stop), stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in text]
+    return min(found)[1] if found else None

@@ -1,0 +1,136 @@
+"""What the gateway asks of an engine, and the dialect of a kind.
+
+Purpose: a request is rendered to tokens, generated, derendered to text, and asked for its experts and for who sampled it; how an engine
+says these things is one class in that engine's folder, named by its entry in `artd_schema.engines`. Owner of: no state.
+Invariants: a dialect imports neither torch nor its engine, for it runs in the daemon's interpreter; a request to generate is a JSON object
+with `token_ids`, `sampling_params` and, once made by `to_generate`, `request_id`; a reply has `choices`, each with `index`, `token_ids` and
+`finish_reason`. What else is in them only the dialect reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from artd_schema.engines import engine_kind
+from artd_schema.trajectory import Sampling
+
+from .engine.npy import Ids
+from .request.kinds import Kind
+
+Json = dict[str, Any]
+Labels = tuple[tuple[int, str], ...]
+Scored = tuple[int | None, float]
+"""A token and its logprob; None: the engine names no token."""
+
+
+class Client(Protocol):
+    """Calls to one engine: `engine.client.EngineClient`."""
+
+    name: str
+
+    async def post(
+        self, path: str, body: Json, *, unbounded: bool = False, read: Callable[[bytes], Any] = msgspec.json.decode
+    ) -> Any:
+        """Return what `read` makes of the reply. Errors: EngineFailure, ApiError."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Sampled tokens [start, end) came from the weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Runs (first sampled token, label of weights) of one choice: of who sampled, and of the cache. Both empty: unknown."""
+
+    policy: Labels = ()
+    cache: Labels = ()
+
+
+class Taken(msgspec.Struct):
+    """The experts of one choice: `rows` rows of `routes` from token `start` of prompt and sampled tokens on, laid out as `Turn.routes`."""
+
+    routes: bytes
+    start: int
+    rows: int
+
+
+class Dialect(Protocol):
+    """How one engine is spoken to: the `DIALECT` of the module that its entry names.
+
+    floor: the logprob that stands for -inf. reshaping: sampling parameters that change the distribution and that `Sampling` has no field
+    for. overflow: what a refusal of a prompt or answer that does not fit says -> what is put before it. hints: what is put behind an
+    error of this status.
+    """
+
+    floor: float
+    reshaping: Sequence[str]
+    overflow: Mapping[str, str]
+    hints: Mapping[int, str]
+
+    async def render(self, client: Client, kind: Kind, body: Json) -> list[Json]:
+        """Return the requests to generate for a client's body, one for each prompt. Errors: EngineFailure, ApiError."""
+
+    def sampling(self, params: Json) -> Sampling:
+        """Return the parameters that the engine samples with. params: `sampling_params` as rendered. Errors: ApiError 400."""
+
+    def to_generate(self, request: Json, *, model: str, request_id: str, salt: str) -> Json:
+        """Return the request as it is sent: by this model, under this id, with logprobs always, and with a prefix cache that is shared
+        only under the same salt."""
+
+    async def generate(self, client: Client, request: Json) -> Any:
+        """Return the engine's reply, whose form is checked by who asks. Errors: EngineFailure, ApiError."""
+
+    async def derender(
+        self, client: Client, kind: Kind, body: Json, requests: Sequence[Json], replies: Sequence[Json],
+        *, response_id: str, logprobs: bool,
+    ) -> Any:  # fmt: skip
+        """Return the OpenAI response to a client's body, made of all replies. Errors: EngineFailure, ApiError."""
+
+    def cut_text(self, text: str, choice: Json, params: Json) -> str:
+        """Return the text of a derendered choice without the stop string or stop token that ended it."""
+
+    def ended_by_text(self, choice: Json) -> bool:
+        """Return whether a stop string ended the choice, which the engine may have found after sampling more tokens."""
+
+    def logprobs(self, choice: Json) -> list[Scored]:
+        """Return the sampled tokens with their logprobs."""
+
+    def alternatives(self, choice: Json) -> list[list[Scored]]:
+        """Return for each sampled token those that were asked for beside it, itself among them."""
+
+    def spans(self, choice: Json) -> list[Span]:
+        """Return which weights sampled which tokens, in order; [] where the reply does not say it."""
+
+    async def sampled(self, client: Client, keys: Sequence[str]) -> dict[str, Origin]:
+        """Return who sampled these choices (`REQUEST_ID#INDEX`), without those that the engine does not know. It may wait for a push.
+        Errors: EngineFailure, ApiError."""
+
+    def take_field(self, choice: Json) -> Any:
+        """Remove the routed experts from a choice and return them as the engine gave them, None where it gave none."""
+
+    def field_start(self, request: Json) -> int:
+        """Return the token at which the rows of such a field begin."""
+
+    def read_field(self, field: Any) -> Ids:
+        """Return the experts of a field, of all layers, zeros in dense ones. Any thread. Errors: ValueError."""
+
+    async def take_experts(self, client: Client, ids: Sequence[str], timeout_s: float) -> dict[str, Taken]:
+        """Return the experts of every choice of these requests, by `REQUEST_ID#INDEX`; the engine forgets them. Errors: EngineFailure, ApiError."""
+
+    async def drop_experts(self, client: Client, ids: Sequence[str], timeout_s: float) -> None:
+        """Have the engine forget the experts of these requests. Errors: EngineFailure, ApiError."""
+
+
+def dialect_of(kind: str) -> Dialect:
+    """Return the dialect of `EngineSpec.kind`. Raises UnknownEngine."""
+    found: Dialect = importlib.import_module(engine_kind(kind).dialect).DIALECT
+    return found

@@ -1,0 +1,41 @@
+"""One completion request, and what an engine made of it. Owner of no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from artd_schema.trajectory import Split
+from artd_workers.gateway.dialect import Dialect, Origin
+from artd_workers.gateway.engine.capture import Capture
+from artd_workers.gateway.routing import Place
+
+from .kinds import Kind
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request. response_id is fresh for every attempt: an engine may still hold the last one's."""
+
+    kind: Kind
+    body: Json
+    split: Split
+    response_id: str
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came out of an engine; requests and replies have one element a prompt, captures and origins one a choice, `shown` is
+    the derendered response."""
+
+    job: Job
+    place: Place
+    dialect: Dialect
+    requests: list[Json]
+    replies: list[Json]
+    captures: list[Capture | None]
+    origins: list[Origin | None]
+    shown: Json
+    seconds: float
