@@ -64,7 +64,7 @@ _PLAIN = _shape(Sampling())
 
 
 HEAT = (0.01, 100.0)
-"""Temperatures of samples that can be trained on: vLLM samples at 0.01 what is asked for below, and far above nothing but noise
+"""Temperatures of samples that can be trained on: engines sample at 0.01 what is asked for below, and far above nothing but noise
 comes."""
 
 

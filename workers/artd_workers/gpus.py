@@ -1,4 +1,4 @@
-"""Whether NVIDIA's driver shows this process a GPU: asked without torch, which takes seconds to import, or vLLM, which takes a minute.
+"""Whether NVIDIA's driver shows this process a GPU: asked without torch, which takes seconds to import, or an engine, which takes a minute.
 
 Purpose: a run that wants a GPU ends at once where there is none (`refusal`). Owner of: no state. Invariants: the driver is asked in a
 process of its own, `python -I -S gpus.py`, so that nothing of CUDA is settled in the worker's, and a driver that crashes or hangs

@@ -56,7 +56,7 @@ class Gate:
             raise FenceError(f"push {fence.push} fence {fence.fence} has no open update here")
 
     def require_open(self, way: Way = "calls") -> None:
-        """Raise FenceError unless an update is open: for calls that cannot carry a fence (vLLM's own)."""
+        """Raise FenceError unless an update is open: for calls that cannot carry a fence (the engine's own)."""
         if self._open != way:
             raise FenceError("no update is open here")
 

@@ -102,7 +102,7 @@ def _decode(text: str) -> Any:
 
 
 def _message(text: str) -> str:
-    """The server's error message, out of the envelopes that vLLM and FastAPI put round it."""
+    """The server's error message, out of the envelopes that engine and FastAPI put round it."""
     value = _decode(text)
     if isinstance(value, dict):
         value = value.get("error", value.get("detail", value))

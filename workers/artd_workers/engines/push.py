@@ -275,8 +275,8 @@ class Pusher:
         return agreement
 
     def _drop(self, name: str, deadline: Deadline) -> None:
-        """Have the server forget the name. The folder stays: a request in flight may need it once more, as vLLM reads an
-        adapter again that it has put out of its slots meanwhile."""
+        """Have the server forget the name. The folder stays: a request in flight may need it once more, as engines read an
+        adapter again that they have put out of their slots meanwhile."""
         self._adapter.unload_adapter(name, deadline)
         with self._lock:
             adopted = self._loaded.pop(name)

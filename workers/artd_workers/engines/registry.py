@@ -23,7 +23,8 @@ Device = Literal["cpu", "cuda"]
 
 
 class Server(Protocol):
-    """One spawn of an engine's server: `vllm.server.Server` says what each member promises. lost: why it was ended though it lived."""
+    """One spawn of an engine's server. folder: `EngineConfig.dir`; scratch: its TMPDIR; ended: set once it has ended; lost: why it was
+    ended though it lived, "" if it was not."""
 
     folder: Path
     socket: Path

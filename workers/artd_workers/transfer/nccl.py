@@ -1,6 +1,6 @@
 """NCCL by ctypes, as one rank of a communicator that torch knows nothing of.
 
-Purpose: torch's own NCCL group cannot join ranks that were not made by torch (vLLM's transfer calls make such ranks), and does
+Purpose: torch's own NCCL group cannot join ranks that were not made by torch (an engine's transfer calls make such ranks), and does
 not end when it is aborted. The library is the one that torch has loaded. Owner of: one communicator.
 Invariants: the communicator is non-blocking, so each call comes back and its end is waited for here; after `abort`, every call
 and every wait raises, whatever the other side does.

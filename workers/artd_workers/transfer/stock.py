@@ -18,7 +18,7 @@ from artd_schema.manifest import WeightEntry
 from .atomic_file import write_whole
 
 CHUNK_BYTES = 256 << 20
-"""A chunk ends with the first tensor that makes it larger than this: vLLM's rule, from the size that it is told."""
+"""A chunk ends with the first tensor that makes it larger than this: the engine's rule, from the size that it is told."""
 ID_BYTES = 128
 TRAINER, ENGINE, WORLD = 0, 1, 2
 """Ranks, and how many there are: the engine is one process."""
@@ -35,7 +35,7 @@ def size_of(entry: WeightEntry) -> int:
 
 
 def chunks(table: Sequence[WeightEntry], limit: int = CHUNK_BYTES) -> list[list[WeightEntry]]:
-    """The table cut as vLLM cuts it. Every chunk has a row; a tensor of more than `limit` bytes ends its chunk."""
+    """The table cut as the engine cuts it. Every chunk has a row; a tensor of more than `limit` bytes ends its chunk."""
     cut: list[list[WeightEntry]] = []
     room = -1
     for entry in table:

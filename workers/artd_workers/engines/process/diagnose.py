@@ -44,7 +44,7 @@ def tail(log: Path, offset: int = 0, lines: int = TAIL_LINES) -> str:
 def first_error(log: Path, offset: int = 0) -> str:
     """The first exception named in a log at byte `offset` or later, such as `RuntimeError: no`; "" when there is none.
 
-    The last lines of a dying vLLM are its API server's, three processes away from the cause.
+    The last lines of a dying server may be its API server's, three processes away from the cause.
     """
     try:
         with log.open("rb") as file:

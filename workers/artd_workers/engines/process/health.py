@@ -1,6 +1,6 @@
 """Whether a server that lives still has its engine: it is asked again and again.
 
-Purpose: vLLM's API server outlives its engine, and never ends while it owes somebody an answer that only the engine could give.
+Purpose: an API server may outlive its engine, and never end while it owes somebody an answer that only the engine could give.
 Owner of: no state. Invariants: what counts is a server that says no, or has nobody to say it, several times in a row; one that
 is busy or stopped says nothing, and is waited for.
 """

@@ -3,7 +3,7 @@
 Purpose: end a server that does not end itself, and leave nothing of it in /dev/shm or /tmp.
 Owner of: no state. Invariants: only processes of the caller's own session are ever signalled (a group number that was
 recycled elsewhere is in another session); a file is scratch only if it lies directly in /dev/shm or /tmp under a name that
-Python's, torch's or vLLM's own scratch has, is this user's and newer than the server: logs, models and checkpoints, which a
+Python's, torch's or an engine's own scratch has, is this user's and newer than the server: logs, models and checkpoints, which a
 server holds open too, never are.
 """
 

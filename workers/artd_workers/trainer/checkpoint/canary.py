@@ -34,7 +34,7 @@ ROUTED_MEAN, ROUTED_MAX = 0.2, 4.0
 COARSE, FINE = 3.0, 8.0
 """How many times what `rounding.otherwise` makes of the canary an engine may be off; deep or sharp models amplify rounding.
 COARSE: of a trainer that rounds to bf16 itself, where one nudge lets all that follows round otherwise (36 layers of Qwen3-8B with
-random weights on an H200: it made a mean of 0.053, and vLLM was 0.044 to 0.058 off). FINE: of an fp32 trainer, where nothing but
+random weights on an H200: it made a mean of 0.053, and the engine was 0.044 to 0.058 off). FINE: of an fp32 trainer, where nothing but
 the nudges shows (Hugging Face's models in bf16 were 1.5 to 3.5 times as far off; in fp32, 3 to 24 layers with weights of std 0.02
 to 0.25, 0.9 to 3.6 times in the mean and up to 4.8 times in the largest)."""
 TIE = 2.0

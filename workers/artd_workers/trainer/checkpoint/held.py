@@ -1,7 +1,7 @@
 """An adapter as an engine has to hold it: its tensors in the engine's dtype, alpha / rank in B, each by its checksum.
 
 Purpose: what `weights.json` lists for the engine to be compared with, where its kernels read the adapter. Owner of: no state.
-Invariants: the arithmetic is vLLM's (`lora_weights.py`, 0.25 and 0.32): a tensor is cast first, then B is multiplied in that dtype.
+Invariants: the arithmetic is the engine's (its own test compares them): a tensor is cast first, then B is multiplied in that dtype.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def shapes_of(codec: Codec, weights: Mapping[str, Tensor]) -> dict[str, tuple[in
 
 
 def adapter_config(base: str, codec: Codec, rank: int, alpha: int) -> dict[str, Any]:
-    """`adapter_config.json` for PEFT and vLLM.
+    """`adapter_config.json` for PEFT and the engine.
 
     With transformers 5, PEFT takes gate, up and down for the fused experts' and leaves them out of dense layers between sparse
     ones (seen: 0.21). There the weights themselves are named (`target_parameters`), which PEFT wraps in the same way.

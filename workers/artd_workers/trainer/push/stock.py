@@ -48,7 +48,7 @@ class Sender:
             unique_id = self._library.unique_id()
             leave_id(self._rendezvous, unique_id)
             self._communicator.join(unique_id, WORLD)
-            warm = torch.zeros(1, device=self._queue.device)  # vLLM's side sums one number before anything else
+            warm = torch.zeros(1, device=self._queue.device)  # the engine's side sums one number before anything else
             self._communicator.all_reduce(warm.data_ptr(), self._queue.handle)
             self._wait("ncclAllReduce")
         self.joined = True
