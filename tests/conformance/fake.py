@@ -1,4 +1,4 @@
-"""The scripted server as a `Kind`: no model, no torch, a second a spawn. Owner of: the folder of its checkpoints."""
+"""The scripted server as a `Kind`, an engine from outside the package (`abacus`): no model, no torch, a second a spawn. Owner of: the folder of its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from artd_schema.direct import OFFER
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Adapter
 from artd_workers.transfer.stock import ID_BYTES, leave_id
 from tests.engine import folders
+from tests.engine.daemon import ROOT
 
+from .abacus.engine import VERSION, VERSIONS, AbacusAdapter
 from .spawn import Flaw, rendezvous
 
 SERVER = Path(folders.__file__).with_name("fake_vllm.py")
@@ -66,6 +70,8 @@ class Fake:
     deadline_s = 2.0
     patience_s = 30.0
     tokens = 300
+    harness = "tests.conformance.abacus"
+    versions = VERSIONS
     workers = False
     ahead = 1
 
@@ -82,20 +88,24 @@ class Fake:
         self.server = str(fake)
         self.script = folder / "script"
         self.say({})
-        self.env = {"FAKE_VLLM": str(self.script)}
+        self.env = {"FAKE_VLLM": str(self.script), "PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}:{ROOT}"}
         direct = {"transfer": way} if way in ("in_place", "staged") else {}
         self.spec = RunSpec(model=str(folder / "model"), rollout_weights_mode=self.mode, lora=LoraSpec(rank=4, alpha=8),
-                            engine=EngineSpec(max_model_len=64, **direct))  # fmt: skip
+                            engine=EngineSpec(kind="abacus", max_model_len=64, **direct))  # fmt: skip
 
     def say(self, script: dict[str, object]) -> None:
         """The script of servers to come."""
         own: dict[str, object] = {
+            "version": VERSION,
             "calls": str(self._folder / "calls"),
             "shm": f"/dev/shm/psm_artd_test_{self._folder.name}",
         }
         if (shape := self.routes) is not None:
             own |= {"shape": [shape.layers, shape.topk, shape.experts]}
         self.script.write_text(json.dumps(own | script))
+
+    def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
+        return AbacusAdapter(socket, deadline, owner)
 
     def checkpoint(self, step: int) -> Path:
         folder = self._folder / f"checkpoint-{step}"

@@ -20,7 +20,6 @@ from artd_schema.trajectory import RouteShape
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, EngineError, Fence
 from artd_workers.engines.vllm import guard
-from artd_workers.engines.vllm.versions import VERSIONS
 from tests.awake import SOON_S
 from tests.engine.daemon import INSTANCE
 
@@ -343,7 +342,7 @@ def versions_that_are_unknown_are_refused(bench: Bench) -> None:
             spawn.adapter()
     with spawn.faults({"/version": {"say": {"release": "0.32.0"}}}), refused("no vLLM server"):
         spawn.adapter()
-    for row in VERSIONS:
+    for row in bench.kind.versions:
         with spawn.faults({"/version": {"say": {"version": f"{row.series}.7+odd"}}}):
             adapter = spawn.adapter()
         assert adapter.capabilities is row

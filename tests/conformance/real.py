@@ -15,6 +15,10 @@ from artd.runtimes import registry
 from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
+from artd_workers.deadline import Deadline
+from artd_workers.engines.adapter import Adapter
+from artd_workers.engines.vllm.adapter import VllmAdapter
+from artd_workers.engines.vllm.versions import VERSIONS
 from tests.engine.real import HERE, serving_tool, tool
 
 from .spawn import Flaw, rendezvous
@@ -77,6 +81,8 @@ class Vllm:
     deadline_s = 12.0
     patience_s = 60.0
     tokens = 1000
+    harness = "artd_workers.engines"
+    versions = VERSIONS
     workers = True
     ahead = 1
 
@@ -94,6 +100,9 @@ class Vllm:
         self.spec = RunSpec(
             model=str(folder / "toy"), rollout_weights_mode=mode, lora=LoraSpec(rank=4, alpha=8), engine=engine
         )
+
+    def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
+        return VllmAdapter(socket, deadline, owner)
 
     def checkpoint(self, step: int) -> Path:
         return self._toys / f"{self._prefix}{step}"

@@ -28,10 +28,9 @@ from artd_schema.manifest import CheckpointManifest
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import Adapter, EngineError, model_name
+from artd_workers.engines.adapter import Adapter, Capabilities, EngineError, model_name
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
-from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, FakeDaemon
 from tests.process.helpers import session_members
@@ -59,7 +58,7 @@ class Kind(Protocol):
     """One engine. python: the harness's interpreter; server: the program that the harness starts as the engine's
     interpreter; ways: of a live push (keys of `pushes.CALLS`); deadline_s: of a push that is to hang; patience_s: for what has to
     succeed; tokens: a request makes them in about a second; ahead: spawns that are started beside the one that is tried;
-    workers: whether its other processes do the work, which else only have to live; env: of the harness."""
+    harness: the module that runs as the harness; versions: what the engine's can do; workers: whether its other processes do the work, which else only have to live; env: of the harness."""
 
     python: str
     server: str
@@ -72,6 +71,11 @@ class Kind(Protocol):
     workers: bool
     ahead: int
     env: dict[str, str]
+    harness: str
+    versions: Sequence[Capabilities]
+
+    def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
+        """An adapter to this server, whose own routes are called as this owner."""
 
     def checkpoint(self, step: int) -> Path:
         """Folder of a committed checkpoint, the same for every call. Steps 0, 1, 2 and 3 differ by far more than a
@@ -103,7 +107,7 @@ class Spawn:
         config = w.EngineConfig(run="toy", spec=kind.spec, dir=str(root / "e"), log=str(root / "engine.log"),
                                 python=str(python), routes=kind.routes)  # fmt: skip
         tags = {"ARTD_RELAY": str(relay), CRASH_DIR: str(root)}
-        made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number))
+        made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number, kind.harness))
         answer = made.daemon.expect((w.Ready, w.Down), 600.0)
         made.socket = answer.socket if isinstance(answer, w.Ready) else ""
         leave_a_cpu(one.pid for one in made._engine())
@@ -132,7 +136,7 @@ class Spawn:
 
     def adapter(self, deadline_s: float = 20.0, owner: str = "") -> Adapter:
         """An adapter of its own to the server, through the relay. owner: in place of this spawn's."""
-        return VllmAdapter(Path(self.socket), Deadline(deadline_s), owner or guard.owner(INSTANCE, self.number))
+        return self.kind.adapter(Path(self.socket), Deadline(deadline_s), owner or guard.owner(INSTANCE, self.number))
 
     def end(self) -> None:
         """End what is left of it."""

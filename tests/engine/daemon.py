@@ -24,7 +24,7 @@ INSTANCE, SPAWN = "test-instance", 7
 
 
 class FakeDaemon:
-    """Starts `python -m artd_workers.engines` and talks to it. Use as a context manager: it leaves no process. holds: whether
+    """Starts `python -m artd_workers.engines`, or another `harness`, and talks to it. Use as a context manager: it leaves no process. holds: whether
     it says `Proceed` to a push that wants to pause; it does so while it hears."""
 
     def __init__(
@@ -33,6 +33,7 @@ class FakeDaemon:
         python: str = sys.executable,
         env: dict[str, str] | None = None,
         spawn: int = SPAWN,
+        harness: str = "artd_workers.engines",
     ) -> None:
         self.config = config
         self.received: list[w.FromWorker] = []
@@ -48,7 +49,7 @@ class FakeDaemon:
                 "ARTD_WORKER": "engine-toy", "SPT_NOENV": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
                 "PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}"}  # fmt: skip
         self.process = subprocess.Popen(
-            [python, "-m", "artd_workers.engines"], env=os.environ | tags | (env or {}), start_new_session=True
+            [python, "-m", harness], env=os.environ | tags | (env or {}), start_new_session=True
         )
 
     def __enter__(self) -> FakeDaemon:

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from artd_schema.trajectory import RouteShape
+from artd_workers.gateway.engine import npy
 from tests.fakes.routes import rows_of
 
 Json = dict[str, Any]
@@ -68,6 +69,11 @@ class FakeEngine:
     experts in this shape; damage: a function that changes what is told of a choice's (or the reply's edit does). says: a
     function of the model's name that gives text and weight version instead."""
 
+    kind = "vllm"
+    without_model: tuple[str, ...] = ("/collective_rpc",)
+    field = False
+    """Whether its replies hold the experts, of all layers."""
+
     def __init__(self, socket: str, *, base_model: str = "tiny", max_model_len: int = 100) -> None:
         self.socket = socket
         self.base_model = base_model
@@ -95,6 +101,10 @@ class FakeEngine:
     def bodies(self, suffix: str) -> list[Any]:
         return [body for path, body in self.calls if path.endswith(suffix)]
 
+    def salts(self) -> list[str]:
+        """What separates the prefix caches of the requests so far."""
+        return [body["cache_salt"] for body in self.bodies("/generate")]
+
     def replace(self, path: str, answer: Any) -> None:
         """Answer calls of a path by another coroutine function of (request, body)."""
         self._answers[path] = answer
@@ -117,7 +127,7 @@ class FakeEngine:
             for suffix, (status, content) in self.fail.items():
                 if path.endswith(suffix):
                     return content if isinstance(content, Response) else JSONResponse(content, status_code=status)
-            if body.get("model") not in self.models and path != "/collective_rpc":
+            if body.get("model") not in self.models and path not in self.without_model:
                 return _error(404, f"The model `{body['model']}` does not exist.")
             result = await self._answers[path](request, body)
             return result if isinstance(result, Response) else JSONResponse(result)
@@ -172,6 +182,11 @@ class FakeEngine:
             self.texts, self.versions = [text], [(version, 1.0)]
         choices = [self._choice(body, index) for index in range(body["sampling_params"]["n"])]
         self._capture(body, [len(body["token_ids"]) + len(choice["token_ids"]) - 1 for choice in choices])
+        if self.field and self.routes is not None:
+            for choice in choices:
+                rows = self.captured.pop(f"{body['request_id']}#{choice['index']}")["routes"]
+                shape = (len(rows) // self.routes.row_bytes, self.routes.layers, self.routes.topk, self.routes.width)
+                choice["routed_experts"] = base64.b64encode(npy.write(npy.Ids(*shape, rows))).decode()
         total = sum(len(choice["token_ids"]) for choice in choices)
         count = len(body["token_ids"])
         reply = {"request_id": "generate-tokens-" + body["request_id"], "model": body["model"], "created": 1,

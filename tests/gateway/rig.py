@@ -85,8 +85,8 @@ class Rig:
         headers = {"authorization": f"Bearer {token}".encode()}
         return httpx.AsyncClient(base_url=self.url, headers=headers, trust_env=False, timeout=2 * SOON_S)
 
-    async def engine(self, name: str = "e0", **options: Any) -> FakeEngine:
-        engine = FakeEngine(str(self._folder / name), **options)
+    async def engine(self, name: str = "e0", make: type[FakeEngine] = FakeEngine, **options: Any) -> FakeEngine:
+        engine = make(str(self._folder / name), **options)
         await self._stack.enter_async_context(engine.server.running())
         return engine
 
@@ -110,14 +110,14 @@ def served(step: int, epoch: int, run: str = "pol") -> w.Served:
 def merged(engine: FakeEngine, step: int, epoch: int, *, name: str = "e0", hold: bool = False) -> w.EngineRoute:
     return w.EngineRoute(engine=name, socket=engine.socket, mode="merged", base_model=engine.base_model,
                          max_model_len=engine.max_model_len, served=(served(step, epoch),), hold=hold,
-                         routes=engine.routes)  # fmt: skip
+                         routes=engine.routes, kind=engine.kind)  # fmt: skip
 
 
 def lora(engine: FakeEngine, *steps: tuple[int, int], name: str = "e0") -> w.EngineRoute:
     engine.models |= {f"pol@{step}" for step, _ in steps}
     return w.EngineRoute(engine=name, socket=engine.socket, mode="lora", base_model=engine.base_model,
                          max_model_len=engine.max_model_len, served=tuple(served(*s) for s in steps),
-                         routes=engine.routes)  # fmt: skip
+                         routes=engine.routes, kind=engine.kind)  # fmt: skip
 
 
 def ints(column: bytes) -> list[int]:

@@ -65,6 +65,17 @@ BUGS = (
         "tests/gateway/test_flow.py::test_the_eos_is_no_text_although_special_tokens_are", "assert 'Par\\$' == 'Par'",
     ),
     Bug(
+        "one-dialect-for-all", "workers/artd_workers/gateway/engine/client.py",
+        "dialect_of(kind)", 'dialect_of("vllm")',
+        "tests/conformance/test_gateway.py::test_a_dialect[abacus-a_chat_is_rendered_generated_and_derendered]",
+        "KeyError: 'choices'",
+    ),
+    Bug(
+        "engine-kind-is-not-read", "workers/artd_workers/engines/worker.py",
+        "engine_of(config.spec.engine.kind)", 'engine_of("vllm")',
+        "tests/conformance/test_fake.py::test_merged[is_healthy]", "7.1.4 is not in artd's capability table",
+    ),
+    Bug(
         "seed-file-exported", "workers/artd_workers/trainer/tools/export.py",
         '".index.json", SEEDED)', '".index.json")',
         "tests/trainer/test_export.py::test_an_export_of_a_drawn_base_is_no_drawn_base", "holds both seeded.json and weights",

@@ -45,6 +45,8 @@ class VllmAdapter:
     """See `base.Adapter`. socket: the server's Unix socket; the server must be healthy when this is made. owner: what it calls
     vLLM's own routes as (see `guard`; none: as this process's spawn)."""
 
+    versions = VERSIONS
+
     def __init__(self, socket: Path, deadline: Deadline, owner: str | None = None) -> None:
         self._socket = str(socket)
         self._headers = {guard.HEADER: guard.own() if owner is None else owner}
@@ -55,7 +57,11 @@ class VllmAdapter:
         if not isinstance(reply, dict) or "version" not in reply:
             raise EngineError(f"GET /version answered {reply!r}: this is no vLLM server")
         self.version = str(reply["version"])
-        self.capabilities = capabilities(VERSIONS, self.version)
+        self.capabilities = capabilities(self.versions, self.version)
+
+    def transfer_calls(self) -> stock_dialects.Dialect:
+        """Return how this version's own transfer calls are made. Raises EngineError for one that was not read."""
+        return stock_dialects.dialect(self.version)
 
     def healthy(self, deadline: Deadline) -> bool:
         try:
@@ -99,7 +105,7 @@ class VllmAdapter:
     def receive(
         self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline, transfer: Transfer = "gloo"
     ) -> dict[str, float]:
-        dialect = stock_dialects.dialect(self.version)
+        dialect = self.transfer_calls()
         if transfer == "stock":
             self._rpc("artd_expect", {"fence": fence.as_json(), "table": rows(table)}, deadline)
             body = stock_dialects.update_body(dialect, table)
@@ -233,7 +239,7 @@ class VllmAdapter:
         self._call("POST", "/pause", query=query, deadline=deadline)
 
     def _join_stock(self, rendezvous: Path, deadline: Deadline) -> None:
-        dialect = stock_dialects.dialect(self.version)
+        dialect = self.transfer_calls()
         try:
             unique_id = await_id(rendezvous, deadline.left)
         except (TimeoutError, ValueError) as error:

@@ -59,6 +59,10 @@ class Server:
         self._log_offset = 0
         self._ooms = 0
 
+    def command(self) -> list[str]:
+        """Return the argument list of the server."""
+        return command(self.config, self.socket)
+
     def spawn(self) -> None:
         """Start the server; returns at once. Raises EngineError when the folder or the interpreter cannot be used, or there is not the
         GPU that the run wants: the server itself would take a minute to say so, at every start."""
@@ -72,7 +76,7 @@ class Server:
             "-m",
             "artd_workers.engines.process.launch",
             str(os.getpid()),
-            *command(self.config, self.socket),
+            *self.command(),
         ]
         try:
             with open(self.log, "ab", opener=_private) as log:
