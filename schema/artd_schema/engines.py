@@ -1,7 +1,7 @@
 """Inference engines that artd can run, by `EngineSpec.kind`.
 
 Purpose: what daemon, command line and gateway must know of an engine whose code they never import. One entry per engine; the code is one
-folder of `artd_workers.engines`. Owner of: no state. Imports only the standard library: `artd_workers.probe` reads it in any interpreter, older ones included.
+folder of `artd_workers.engines`. Imports only the standard library: `artd_workers.probe` reads it in any interpreter, older ones included.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class AbacusDialect:
     def spans(self, choice: Json) -> list[Span]:
         return [Span(label, start, end) for start, end, label in choice["bead"]["weights"]]
 
-    async def sampled(self, client: Client, keys: Sequence[str]) -> dict[str, Origin]:
+    async def trace(self, client: Client, keys: Sequence[str]) -> dict[str, Origin]:
         told = await client.post("/abacus/who", {"keys": list(keys)}, unbounded=True)
         return {key: msgspec.convert({"policy": drew, "cache": kept}, Origin) for key, (drew, kept) in told.items()}
 

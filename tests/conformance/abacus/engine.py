@@ -43,7 +43,7 @@ class Abacus:
     def adapter(self, socket: Path, deadline: Deadline) -> AbacusAdapter:
         return AbacusAdapter(socket, deadline)
 
-    def installed(self) -> Capabilities:
+    def read_version(self) -> Capabilities:
         return VERSIONS[0]
 
     def device(self, spec: EngineSpec) -> Device:

@@ -1,7 +1,6 @@
 """What the harness asks of an engine beside its adapter, and the engine of a kind.
 
 Purpose: the harness names no engine. `ENGINES` of `artd_schema.engines` names the module of each, which is imported when it is asked for.
-Owner of: no state.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from artd_schema.engines import engine_kind
 from artd_schema.spec import EngineSpec
 from artd_schema.worker import EngineConfig
 from artd_workers.deadline import Deadline
+from artd_workers.engines.process.progress import Work
 
 from .adapter import Adapter, Capabilities
-from .process.progress import Work
 
 Device = Literal["cpu", "cuda"]
 
@@ -63,7 +62,7 @@ class Engine(Protocol):
     def adapter(self, socket: Path, deadline: Deadline) -> Adapter:
         """Return an adapter to a healthy server. Raises EngineError, also for a version that artd does not drive."""
 
-    def installed(self) -> Capabilities:
+    def read_version(self) -> Capabilities:
         """Return what the version that `server` starts can do. Raises EngineError."""
 
     def device(self, spec: EngineSpec) -> Device:

@@ -114,7 +114,7 @@ class EngineWorker:
         """Have routes captured, when the run wants them, before any request comes."""
         if self._config.routes is None:
             return
-        if adapter.capabilities.routes != self._engine.installed().routes:
+        if adapter.capabilities.routes != self._engine.read_version().routes:
             raise EngineError(
                 f"{self._kind.title} {adapter.version} tells routes by {adapter.capabilities.routes}, but was started for another "
                 "version: the interpreter of the engine holds two of them, install its runtime again"

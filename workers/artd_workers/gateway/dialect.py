@@ -1,7 +1,7 @@
 """What the gateway asks of an engine, and the dialect of a kind.
 
 Purpose: a request is rendered to tokens, generated, derendered to text, and asked for its experts and for who sampled it; how an engine
-says these things is one class in that engine's folder, named by its entry in `artd_schema.engines`. Owner of: no state.
+says these things is one class in that engine's folder, named by its entry in `artd_schema.engines`.
 Invariants: a dialect imports neither torch nor its engine, for it runs in the daemon's interpreter; a request to generate is a JSON object
 with `token_ids`, `sampling_params` and, once made by `to_generate`, `request_id`; a reply has `choices`, each with `index`, `token_ids` and
 `finish_reason`. What else is in them only the dialect reads.
@@ -18,9 +18,8 @@ import msgspec
 
 from artd_schema.engines import engine_kind
 from artd_schema.trajectory import Sampling
-
-from .engine.npy import Ids
-from .request.kinds import Kind
+from artd_workers.gateway.engine.npy import Ids
+from artd_workers.gateway.request.kinds import Kind
 
 Json = dict[str, Any]
 Labels = tuple[tuple[int, str], ...]
@@ -36,7 +35,7 @@ class Client(Protocol):
     async def post(
         self, path: str, body: Json, *, unbounded: bool = False, read: Callable[[bytes], Any] = msgspec.json.decode
     ) -> Any:
-        """Return what `read` makes of the reply. Errors: EngineFailure, ApiError."""
+        """Return what `read` makes of the reply. Raises EngineFailure, ApiError."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +76,23 @@ class Dialect(Protocol):
     hints: Mapping[int, str]
 
     async def render(self, client: Client, kind: Kind, body: Json) -> list[Json]:
-        """Return the requests to generate for a client's body, one for each prompt. Errors: EngineFailure, ApiError."""
+        """Return the requests to generate for a client's body, one for each prompt. Raises EngineFailure, ApiError."""
 
     def sampling(self, params: Json) -> Sampling:
-        """Return the parameters that the engine samples with. params: `sampling_params` as rendered. Errors: ApiError 400."""
+        """Return the parameters that the engine samples with. params: `sampling_params` as rendered. Raises ApiError 400."""
 
     def to_generate(self, request: Json, *, model: str, request_id: str, salt: str) -> Json:
         """Return the request as it is sent: by this model, under this id, with logprobs always, and with a prefix cache that is shared
         only under the same salt."""
 
     async def generate(self, client: Client, request: Json) -> Any:
-        """Return the engine's reply, whose form is checked by who asks. Errors: EngineFailure, ApiError."""
+        """Return the engine's reply, whose form is checked by who asks. Raises EngineFailure, ApiError."""
 
     async def derender(
         self, client: Client, kind: Kind, body: Json, requests: Sequence[Json], replies: Sequence[Json],
         *, response_id: str, logprobs: bool,
     ) -> Any:  # fmt: skip
-        """Return the OpenAI response to a client's body, made of all replies. Errors: EngineFailure, ApiError."""
+        """Return the OpenAI response to a client's body, made of all replies. Raises EngineFailure, ApiError."""
 
     def cut_text(self, text: str, choice: Json, params: Json) -> str:
         """Return the text of a derendered choice without the stop string or stop token that ended it."""
@@ -110,9 +109,9 @@ class Dialect(Protocol):
     def spans(self, choice: Json) -> list[Span]:
         """Return which weights sampled which tokens, in order; [] where the reply does not say it."""
 
-    async def sampled(self, client: Client, keys: Sequence[str]) -> dict[str, Origin]:
+    async def trace(self, client: Client, keys: Sequence[str]) -> dict[str, Origin]:
         """Return who sampled these choices (`REQUEST_ID#INDEX`), without those that the engine does not know. It may wait for a push.
-        Errors: EngineFailure, ApiError."""
+        Raises EngineFailure, ApiError."""
 
     def take_field(self, choice: Json) -> Any:
         """Remove the routed experts from a choice and return them as the engine gave them, None where it gave none."""
@@ -121,13 +120,13 @@ class Dialect(Protocol):
         """Return the token at which the rows of such a field begin."""
 
     def read_field(self, field: Any) -> Ids:
-        """Return the experts of a field, of all layers, zeros in dense ones. Any thread. Errors: ValueError."""
+        """Return the experts of a field, of all layers, zeros in dense ones. Any thread. Raises ValueError."""
 
     async def take_experts(self, client: Client, ids: Sequence[str], timeout_s: float) -> dict[str, Taken]:
-        """Return the experts of every choice of these requests, by `REQUEST_ID#INDEX`; the engine forgets them. Errors: EngineFailure, ApiError."""
+        """Return the experts of every choice of these requests, by `REQUEST_ID#INDEX`; the engine forgets them. Raises EngineFailure, ApiError."""
 
     async def drop_experts(self, client: Client, ids: Sequence[str], timeout_s: float) -> None:
-        """Have the engine forget the experts of these requests. Errors: EngineFailure, ApiError."""
+        """Have the engine forget the experts of these requests. Raises EngineFailure, ApiError."""
 
 
 def dialect_of(kind: str) -> Dialect:

@@ -1,6 +1,6 @@
 """vLLM's HTTP as the gateway speaks it: render, generate and derender of its scale-out server, and artd's extension by /collective_rpc.
 
-Runs in the gateway, without torch or vLLM: see `gateway.dialect`. Owner of: no state.
+Runs in the gateway, without torch or vLLM: see `gateway.dialect`.
 """
 
 from __future__ import annotations
@@ -102,16 +102,16 @@ class VllmDialect:
         return isinstance(choice.get("stop_reason"), str)
 
     def logprobs(self, choice: Json) -> list[Scored]:
-        return [_scored(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
+        return [_score(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
 
     def alternatives(self, choice: Json) -> list[list[Scored]]:
-        return [[_scored(one) for one in entry.get("top_logprobs") or ()] for entry in choice["logprobs"]["content"]]
+        return [[_score(one) for one in entry.get("top_logprobs") or ()] for entry in choice["logprobs"]["content"]]
 
     def spans(self, choice: Json) -> list[Span]:
         told = choice.get("weight_versions") or ()
         return [Span(one["version"], one["start"], one["end"]) for one in told if one["end"] > one["start"]]
 
-    async def sampled(self, client: Client, keys: Sequence[str]) -> dict[str, Origin]:
+    async def trace(self, client: Client, keys: Sequence[str]) -> dict[str, Origin]:
         # No read deadline: the worker answers when the push under way is over, and the harness watches that.
         body = _call("artd_take_sampled", {"choices": list(keys)})
         told: dict[str, Origin] = await client.post(_RPC, body, unbounded=True, read=_reader(Origin))
@@ -144,7 +144,7 @@ class VllmDialect:
 DIALECT: Dialect = VllmDialect()
 
 
-def _scored(entry: Json) -> Scored:
+def _score(entry: Json) -> Scored:
     return _token_of(entry), entry["logprob"]
 
 
@@ -176,7 +176,7 @@ def _call(method: str, arguments: Json, timeout_s: float | None = None) -> Json:
 
 def _reader(form: type) -> Callable[[bytes], dict[str, Any]]:
     """Return a reader of a reply whose results have this form. Choice by choice: msgspec keeps the GIL for the whole of a call, and the
-    event loop is to run in between when this is done in a thread. The reader's errors: those of codec.UNREADABLE."""
+    event loop is to run in between when this is done in a thread. The reader raises those of codec.UNREADABLE."""
     one: msgspec.json.Decoder[Any] = msgspec.json.Decoder(form)
 
     def read(content: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""vLLM as an engine: the parts of this folder that the harness uses, in one place. Owner of: no state."""
+"""vLLM as an engine: the parts of this folder that the harness uses, in one place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Vllm:
     def adapter(self, socket: Path, deadline: Deadline) -> VllmAdapter:
         return VllmAdapter(socket, deadline)
 
-    def installed(self) -> Capabilities:
+    def read_version(self) -> Capabilities:
         return installed()
 
     def device(self, spec: EngineSpec) -> Device:

@@ -2,7 +2,7 @@
 
 vLLM's derender decodes every sampled token, also the ones behind which its own chat endpoint cuts the text: the stop
 string, the stop token and the EOS (which is text where the client asks for `skip_special_tokens: false`). The cut is made
-here, on the text alone; the ledger keeps every sampled token. Owner of: no state.
+here, on the text alone; the ledger keeps every sampled token.
 """
 
 from __future__ import annotations

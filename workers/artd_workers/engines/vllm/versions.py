@@ -1,6 +1,6 @@
 """What each version of vLLM can do, as rows of a table: no code asks for a version.
 
-Owner of: no state. The series are those of the engine's entry in `artd_schema.engines`, which a test compares.
+The series are those of the engine's entry in `artd_schema.engines`, which a test compares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays of expert ids in numpy's file format, without numpy. Owner of no state.
+"""Arrays of expert ids in numpy's file format, without numpy.
 
 Invariant: only what routes need is read: C order, u1 or little-endian u2, three axes.
 """
@@ -26,7 +26,7 @@ class Ids:
 
 
 def read(file: bytes) -> Ids:
-    """Errors: ValueError when this is no array of expert ids."""
+    """Raises ValueError when this is no array of expert ids."""
     if file[:6] != _MAGIC or len(file) < 12 or file[6] not in (1, 2, 3):
         raise ValueError("no .npy file")
     head = 8 + (2 if file[6] == 1 else 4)

@@ -61,7 +61,7 @@ def _origin(client: EngineClient, key: str, choice: Json, told: dict[str, Origin
 
 async def _take(client: EngineClient, keys: list[str]) -> dict[str, Origin]:
     try:
-        return await client.dialect.sampled(client, keys)
+        return await client.dialect.trace(client, keys)
     except (EngineFailure, ApiError) as error:
         log.warning("engine %s: who sampled %s cannot be had: %s", client.name, ", ".join(keys), error)
         return {}

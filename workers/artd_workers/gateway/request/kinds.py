@@ -1,4 +1,4 @@
-"""What differs between chat completions and completions: paths, bodies and the form of a choice. Owner of no state."""
+"""What differs between chat completions and completions: paths, bodies and the form of a choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Kind:
         return f"{self.prefix}-{uuid4().hex}"
 
     def check(self, body: dict[str, Any]) -> None:
-        """Errors: ApiError 400 for what no part of the gateway supports."""
+        """Raises ApiError 400 for what no part of the gateway supports."""
         if not isinstance(body.get("model"), str) or not body["model"]:
             raise invalid("`model` is missing: give a run's name, or RUN@STEP", param="model", code="model_missing")
         if body.get("stream"):

@@ -1,4 +1,4 @@
-"""The reply to the client: what is corrected in what the engine derendered, and what is added to it. Owner of no state."""
+"""The reply to the client: what is corrected in what the engine derendered, and what is added to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One completion request, and what an engine made of it. Owner of no state."""
+"""One completion request, and what an engine made of it."""
 
 from __future__ import annotations
 
