@@ -25,6 +25,7 @@ from artd.store import fs
 from artd.store.store import Store, emit, get_meta, set_meta
 from artd.store.views import unreadable
 from artd.tables.jobs import end_attempt
+from artd.tables.processes import stop_all
 from artd.training import commit as result
 from artd.training.commit import BadResult, Stale
 from artd_schema.crashpoint import reach
@@ -92,10 +93,7 @@ def interrupt(c: sqlite3.Connection, now: int, why: str) -> None:
     for job in c.execute("SELECT * FROM job WHERE state = 'running'").fetchall():
         end_attempt(c, now, job, "killed", f"{why} while it ran")
     forget_engine(c, now, why, counted=False)
-    c.execute(
-        "UPDATE process SET state = 'stopped', pid = NULL, ticks = NULL, session = NULL, address = '', since = ?",
-        (now,),
-    )
+    stop_all(c, now)
 
 
 async def _adopt_finished(store: Store, data: DataDir) -> None:

@@ -37,6 +37,7 @@ from artd.supervise.spec import Info, Launch, Spec
 from artd.supervise.states import State
 from artd.supervise.supervisor import Supervisor
 from artd.supervise.worker import ERROR_LINES
+from artd.tables.processes import note_missing, note_state, number_spawn, set_address
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.base import BaseModel
@@ -234,12 +235,7 @@ class Workforce:
 
     async def next_spawn(self, name: str) -> int:
         def write(c: sqlite3.Connection) -> int:
-            c.execute(
-                "INSERT INTO process (name, kind, state, boot, spawn, since) VALUES (?, ?, 'starting', ?, 1, ?)"
-                " ON CONFLICT (name) DO UPDATE SET spawn = spawn + 1",
-                (name, name, self.boot.number, self.store.clock.now_ms()),
-            )
-            return int(c.execute("SELECT spawn FROM process WHERE name = ?", (name,)).fetchone()[0])
+            return number_spawn(c, self.store.clock.now_ms(), name, self.boot.number)
 
         return await self.store.write(write)
 
@@ -249,16 +245,7 @@ class Workforce:
 
         def write(c: sqlite3.Connection) -> None:
             now = self.store.clock.now_ms()
-            address = ", address = ''" if state != "ready" else ""
-            c.execute(
-                "INSERT INTO process (name, kind, state, boot, since) VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
-                f" state = excluded.state, boot = excluded.boot, since = excluded.since{address}",
-                (name, info.kind, state, self.boot.number, now),
-            )
-            c.execute(
-                "UPDATE process SET boot_id = ?, pid = ?, ticks = ?, session = ?, restarts = ?, error = ?, log = ? WHERE name = ?",
-                (info.boot_id, info.pid, info.ticks, info.session, info.restarts, error, info.log, name),
-            )
+            note_state(c, now, name, self.boot.number, state, info, error)
             emit(c, now, "", f"worker.{state}", name, spawn=info.spawn, pid=info.pid, error=error)
 
         await self.store.write(write)
@@ -320,7 +307,7 @@ class Workforce:
         address = message.socket or message.url
 
         def write(c: sqlite3.Connection) -> None:
-            c.execute("UPDATE process SET address = ? WHERE name = ?", (address, name))
+            set_address(c, name, address)
             if message.obstacle:
                 emit(c, self.store.clock.now_ms(), "", "push.obstacle", name, spawn=spawn, obstacle=message.obstacle)
             if name == "gateway":
@@ -399,11 +386,7 @@ def _note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, text: s
     row = c.execute("SELECT error FROM process WHERE name = ?", (name,)).fetchone()
     if row is not None and row["error"] == text:
         return
-    c.execute(
-        "INSERT INTO process (name, kind, state, boot, error, since) VALUES (?, ?, 'stopped', ?, ?, ?)"
-        " ON CONFLICT (name) DO UPDATE SET error = excluded.error",
-        (name, name, boot, text, now),
-    )
+    note_missing(c, now, name, boot, text)
     emit(c, now, "", "worker.missing", name, error=text)
 
 

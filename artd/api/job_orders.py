@@ -9,9 +9,9 @@ from __future__ import annotations
 import sqlite3
 
 from artd.errors import Conflict, NotFound
-from artd.store.store import emit, move
+from artd.store.store import emit
 from artd.tables import pauses
-from artd.tables.jobs import abandon
+from artd.tables.jobs import abandon, order_cancel, retry_job
 from artd.tables.once import first_time
 
 
@@ -34,7 +34,7 @@ def end_for_good(c: sqlite3.Connection, now: int, job_id: int, discard: bool) ->
             raise Conflict(
                 f"job {job_id} is being {_ended(job)} already: wait for it, then look at artctl job {job_id}"
             )
-        c.execute("UPDATE job SET cancel = 1, discard = ? WHERE id = ?", (int(discard), job_id))
+        order_cancel(c, job_id, discard)
     else:
         abandon(c, now, job, job["run"], discard)
     if not discard:
@@ -52,8 +52,7 @@ def retry(c: sqlite3.Connection, now: int, job_id: int, request: str = "") -> No
         raise Conflict(f"job {job_id} is {_ended(job)}; only a quarantined job can be retried")
     if job["run_state"] == "finished":
         raise Conflict(f"run {job['run']!r} is finished; its jobs cannot be retried")
-    # The fence stays as it is: the next claim's is above every attempt's.
-    move(c, "job", job_id, "queued", start="quarantined", attempts=0, deaths=0, not_before=0)
+    retry_job(c, job_id)
     emit(c, now, job["run"], "job.retried", job_id)
     pauses.lift(c, now, job["run_id"], pauses.of_job(job_id))
 

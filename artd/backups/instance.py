@@ -15,7 +15,10 @@ import uuid
 from pathlib import Path
 
 from artd.recover import interrupt
-from artd.store.store import get_meta, set_meta
+from artd.store.store import delete_meta, get_meta, set_meta
+from artd.tables.jobs import renumber_job
+from artd.tables.processes import leap_spawns
+from artd.tables.runs import leap_epochs, take_epoch
 
 LEAP = 1 << 20
 """Numbers leap by a random amount from LEAP up to twice LEAP, so that two restores of one backup get different numbers too."""
@@ -33,15 +36,12 @@ def renew(c: sqlite3.Connection, now: int, database: Path) -> tuple[str, int]:
     for table in SEQUENCES:
         _leap_sequence(c, table, leap)
     interrupt(c, now, "the backup was taken")
-    c.execute("UPDATE process SET spawn = spawn + ?", (_leap(SPAWN_LEAP),))
-    c.execute("UPDATE run SET next_epoch = next_epoch + ? WHERE state <> 'finished'", (leap,))
+    leap_spawns(c, _leap(SPAWN_LEAP))
+    leap_epochs(c, leap)
     for job, run in c.execute(UNFINISHED).fetchall():
-        c.execute(
-            "UPDATE job SET fence = fence + ?, epoch = (SELECT next_epoch FROM run WHERE id = ?) WHERE id = ?",
-            (leap, run, job),
-        )
-        c.execute("UPDATE run SET next_epoch = next_epoch + 1 WHERE id = ?", (run,))
-    c.executemany("DELETE FROM meta WHERE key = ?", [(key,) for key in FORGOTTEN])
+        renumber_job(c, job, run, leap)
+        take_epoch(c, run)
+    delete_meta(c, *FORGOTTEN)
     set_meta(c, "push_fence", str(int(get_meta(c, "push_fence", "0")) + leap))
     instance, place = uuid.uuid4().hex, os.stat(database)
     set_meta(c, "instance", instance)

@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
-from artd.store.store import emit, get_meta, move, set_meta
+from artd.store.store import emit, get_meta, set_meta
 from artd.tables import pauses
+from artd.tables.groups import mark_discarded
+from artd.tables.trajectories import discard_queued, note_drops
 
 from .child import PackFailure, PackRequest
 
@@ -46,7 +48,7 @@ def settle(c: sqlite3.Connection, now: int, request: PackRequest, groups: Sequen
         if c.execute("SELECT 1 FROM trajectory_group WHERE id = ? AND state = 'sealed'", (group,)).fetchone():
             discard(c, now, group, answer.error)
     own = [(drop.reason, drop.trajectory) for drop in answer.drops]
-    c.executemany("UPDATE trajectory SET reason = ? WHERE id = ? AND state = 'discarded'", own)
+    note_drops(c, own)
     return True
 
 
@@ -68,10 +70,8 @@ def discard(c: sqlite3.Connection, now: int, group: int, reason: str) -> None:
         "SELECT g.name, g.run_id, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.id = ?",
         (group,),
     ).fetchone()
-    move(c, "trajectory_group", group, "discarded", reason=reason)
-    c.execute(
-        "UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ? AND state = 'queued'", (reason, group)
-    )
+    mark_discarded(c, group, reason)
+    discard_queued(c, group, reason)
     emit(c, now, row["run"], "group.discarded", row["name"], reason=reason)
     pauses.lift(c, now, row["run_id"], pauses.of_group(group))
 

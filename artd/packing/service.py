@@ -1,6 +1,6 @@
 """The packer service: sees that a batch is due, has a child pack it, and commits batch and train job together.
 
-Owner of: batch rows until trained, the state `packed` of trajectories. Invariants: files first, rows second; the
+Invariants: files first, rows second; the
 child's word is not enough: its files are hashed again here; a failure is settled by `failures`; one transaction makes {blobs, batch, trajectories and
 groups packed, train job, event}; the replay bundle belongs to its batch from that transaction on.
 """
@@ -22,8 +22,13 @@ from artd.core.decide import Group, batch_to_pack
 from artd.datadir.layout import DataDir
 from artd.store import fs
 from artd.store.blobs import Blobs, add_row
-from artd.store.store import Store, emit, move
+from artd.store.store import Store, emit
 from artd.store.views import active_run, load_run, route_shape, stored_spec
+from artd.tables.batches import insert_batch
+from artd.tables.groups import mark_discarded, mark_packed
+from artd.tables.jobs import insert_train_job
+from artd.tables.runs import end_flush, note_packed
+from artd.tables.trajectories import drop_trajectory, pack_trajectory
 from artd_schema.crashpoint import reach
 from artd_schema.manifest import BatchManifest
 
@@ -99,7 +104,7 @@ class Packer:
             return None, ()
         if not groups:
             if row["flush"] and row["state"] == "active" and not load_run(c, row["id"]).job:
-                c.execute("UPDATE run SET flush = 0 WHERE id = ?", (row["id"],))  # there was nothing to flush
+                end_flush(c, row["id"])
             return None, ()
         spec = stored_spec(row)
         ids: list[int] = []
@@ -242,25 +247,19 @@ class Packer:
             if packed.rows:
                 if reason:
                     reason = f"trained without a part of it: {reason}"
-                move(c, "trajectory", packed.id, "packed", start="queued", batch_id=batch, reason=reason)
+                pack_trajectory(c, packed.id, batch, reason)
             elif c.execute("SELECT 1 FROM trajectory WHERE id = ? AND state = 'queued'", (packed.id,)).fetchone():
-                move(c, "trajectory", packed.id, "discarded", start="queued", reason=reason)
+                drop_trajectory(c, packed.id, reason)
             # Else it was dropped before, from a batch that was cancelled; its reward still counts for its group.
         kept = {packed.group for packed in manifest.trajectories if packed.rows}
         for group in groups:
             if group.id in kept:
-                move(c, "trajectory_group", group.id, "packed", start="sealed")
+                mark_packed(c, group.id)
             else:
-                move(
-                    c, "trajectory_group", group.id, "discarded", start="sealed", reason="no trajectory could be packed"
-                )
+                mark_discarded(c, group.id, "no trajectory could be packed", start="sealed")
         spent, measured = msgspec.json.encode({"pack": seconds}), msgspec.json.encode(manifest.metrics)
-        c.execute(
-            "INSERT INTO job (run_id, kind, step, epoch, batch_id, parent_id, state, metrics, seconds, created)"
-            " VALUES (?, 'train', ?, ?, ?, ?, 'queued', ?, ?, ?)",
-            (run["id"], manifest.step, run["next_epoch"], batch, run["checkpoint_id"], measured, spent, now),
-        )
-        c.execute("UPDATE run SET next_epoch = next_epoch + 1, flush = 0 WHERE id = ?", (run["id"],))
+        insert_train_job(c, now, run, manifest.step, batch, measured, spent)
+        note_packed(c, run["id"])
         emit(
             c, now, manifest.run, "batch.packed", batch, step=manifest.step, rows=result.rows, fill=result.fill,
             trajectories=len(manifest.trajectories), logical_tokens=result.logical_tokens,
@@ -296,7 +295,6 @@ def _insert_batch(
     columns = {
         "run_id": run,
         "step": manifest.step,
-        "state": "packed",
         **shas,
         "covered": result.covered if result.replay else None,
         "trajectories": len(manifest.trajectories),
@@ -304,5 +302,4 @@ def _insert_batch(
         "fill": result.fill,
         "created": now,
     }
-    names = ", ".join(columns)
-    return c.execute(f"INSERT INTO batch ({names}) VALUES (:{', :'.join(columns)})", columns).lastrowid
+    return insert_batch(c, columns)

@@ -17,8 +17,9 @@ import anyio.to_thread
 from artd.datadir.layout import CHECKPOINT, STAGED, DataDir
 from artd.store import fs
 from artd.store.selects import NOT_DELETED
-from artd.store.store import Store, emit, move
+from artd.store.store import Store, emit
 from artd.store.views import stored_spec, unreadable
+from artd.tables.checkpoints import retire_checkpoint
 from artd_schema.crashpoint import reach
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Retain:
                 continue  # how many it keeps, nobody knows
             keep = stored_spec(run).keep_checkpoints
             for row in c.execute(DUE, {"run": run["id"], "keep": keep}).fetchall():
-                move(c, "checkpoint", row["id"], "retired", start="committed")
+                retire_checkpoint(c, row["id"])
                 emit(c, now, run["name"], "checkpoint.retired", row["step"])
                 folders.append(row["dir"])
         return folders

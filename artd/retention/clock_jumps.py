@@ -14,6 +14,9 @@ import anyio
 from artd.clock import Clock
 from artd.core.deadlines import DRIFT_MS, JUMP_MS, LARGE_MS, days, distrust, time_left
 from artd.store.store import Store, emit, get_meta, set_meta
+from artd.tables.groups import set_deadline
+from artd.tables.jobs import delay_job
+from artd.tables.pushes import delay_push
 
 PERIOD_S = 1.0
 LONGEST_DELAY_MS = 300_000  # of a job's back-off, see core.decide
@@ -93,12 +96,12 @@ def shift(c: sqlite3.Connection, before: int, now: int) -> None:
     """Give every stored deadline the time that it had left at `before`, from `now` on."""
     for group in c.execute(GROUPS).fetchall():
         left = time_left(group["deadline"], before, now, group["longest"], group["longest"])
-        c.execute("UPDATE trajectory_group SET deadline = ? WHERE id = ?", (now + left, group["id"]))
-    for table, state in (("job", "queued"), ("push", "prepared")):
+        set_deadline(c, group["id"], now + left)
+    for table, state, delay in (("job", "queued", delay_job), ("push", "prepared", delay_push)):
         delayed = f"SELECT id, not_before FROM {table} WHERE state = ? AND not_before > 0"
         for row in c.execute(delayed, (state,)).fetchall():
             left = time_left(row["not_before"], before, now, LONGEST_DELAY_MS, 0)
-            c.execute(f"UPDATE {table} SET not_before = ? WHERE id = ?", (now + left, row["id"]))
+            delay(c, row["id"], now + left)
 
 
 def stop_retention(c: sqlite3.Connection, now: int, why: str) -> None:

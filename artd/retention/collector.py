@@ -20,8 +20,11 @@ import anyio
 import anyio.to_thread
 
 from artd.config import Retention
-from artd.store.blobs import Blobs, owner
-from artd.store.store import Store, emit, get_meta
+from artd.store.blobs import Blobs, delete_row, owner
+from artd.store.store import Store, delete_events, emit, get_meta
+from artd.tables.batches import expire_batches
+from artd.tables.exchanges import delete_exchanges
+from artd.tables.trajectories import expire_trajectories
 from artd_schema.crashpoint import reach
 
 from .clock_jumps import STOPPED, resume_retention
@@ -57,7 +60,7 @@ class Expiry:
     kind: str
     days: str
     find: str
-    forget: tuple[str, ...]
+    forget: Callable[[sqlite3.Connection, Sequence[tuple[int]]], None]
 
 
 EXPIRIES = (
@@ -69,8 +72,7 @@ EXPIRIES = (
         " OR (g.split = 'eval' AND g.state = 'sealed'))"
         " WHERE t.payload = 'kept' AND (t.state IN ('trained', 'discarded') OR t.split = 'eval') AND t.created < ?"
         " ORDER BY t.created LIMIT ?",
-        ("UPDATE trajectory SET payload = 'expired', blob = NULL WHERE id = ?",
-         "UPDATE trajectory_data SET body = NULL, metadata = NULL WHERE trajectory_id = ?"),
+        expire_trajectories,
     ),
     Expiry(
         "batch", "batches_days",
@@ -78,18 +80,18 @@ EXPIRIES = (
         " LEFT JOIN blob r ON r.sha = b.replay WHERE b.payload = 'kept' AND b.state IN ('trained', 'abandoned')"
         " AND b.created < ? AND NOT EXISTS (SELECT 1 FROM job j JOIN checkpoint k ON k.job_id = j.id"
         " WHERE j.batch_id = b.id AND k.state = 'committed') LIMIT ?",
-        ("UPDATE batch SET payload = 'expired', tensors = NULL, replay = NULL WHERE id = ?",),
+        expire_batches,
     ),
     Expiry(
         "exchange", "exchanges_days",
         "SELECT e.id, coalesce(length(e.turn), b.bytes) AS bytes FROM exchange e LEFT JOIN blob b ON b.sha = e.blob"
         " WHERE e.trajectory_id IS NULL AND e.created < ? ORDER BY e.created LIMIT ?",
-        ("DELETE FROM exchange WHERE id = ?",),
+        delete_exchanges,
     ),
     Expiry(  # they come in the order of time: only the oldest are looked at
         "event", "events_days",
         "SELECT id, length(data) AS bytes FROM event WHERE id < (SELECT min(id) FROM event) + ?2 AND at < ?1",
-        ("DELETE FROM event WHERE id = ?",),
+        delete_events,
     ),
 )  # fmt: skip
 
@@ -184,8 +186,7 @@ class Collector:
         if before is None or self._jumped() or get_meta(c, STOPPED):
             return []
         found = c.execute(expiry.find, (before, ROWS)).fetchall()
-        for sql in expiry.forget:
-            c.executemany(sql, [(row["id"],) for row in found])
+        expiry.forget(c, [(row["id"],) for row in found])
         if found:
             emit(c, self._store.clock.now_ms(), "", f"{expiry.kind}.expired", "", count=len(found))
         return [row["bytes"] for row in found]
@@ -201,7 +202,7 @@ class Collector:
         for row in c.execute(expiry.find, (NEVER, ROWS)).fetchall():
             if kept - sum(gone) <= limit:
                 break
-            c.execute(expiry.forget[0], (row["id"],))
+            expiry.forget(c, [(row["id"],)])
             gone.append(row["bytes"])
         emit(c, self._store.clock.now_ms(), "", "exchange.expired", "", count=len(gone), bytes=sum(gone))
         return gone
@@ -224,7 +225,7 @@ class Collector:
         for sha in shas:
             row = c.execute(f"{UNUSED} AND b.sha = ?", (sha,)).fetchone()
             if row is not None and not self._blobs.being_put(sha):
-                c.execute("DELETE FROM blob WHERE sha = ?", (sha,))
+                delete_row(c, sha)
                 gone[sha] = row["kind"]
         return gone
 

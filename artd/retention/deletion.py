@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.to_thread
@@ -18,14 +18,25 @@ import anyio.to_thread
 from artd.datadir.layout import DataDir
 from artd.errors import Conflict, NotFound
 from artd.store import fs
-from artd.store.store import Store, emit, get_meta, move, set_meta
+from artd.store.store import Store, delete_events, delete_meta, emit, get_meta, set_meta
+from artd.tables.batches import delete_batches
+from artd.tables.checkpoints import delete_checkpoints, delete_metrics, retire_checkpoint
+from artd.tables.exchanges import delete_exchanges
+from artd.tables.groups import delete_counts, delete_groups
+from artd.tables.jobs import delete_jobs, forget_parents
 from artd.tables.once import first_time
+from artd.tables.pushes import delete_pushes
+from artd.tables.runs import forget_newest, rename_run
+from artd.tables.served import delete_served
+from artd.tables.trajectories import delete_trajectories
 from artd_schema import client_api as api
 
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 ROWS = 256
 """Of one transaction."""
+Ids = Sequence[tuple[int]]
+Delete = Callable[[sqlite3.Connection, Ids], None]
 DELETING, DELETED = ".deleting.", ".deleted."
 DUE = f"""
 SELECT r.id, r.name FROM run r WHERE r.name GLOB '{DELETING}*'
@@ -34,30 +45,22 @@ SELECT r.id, r.name FROM run r WHERE r.name GLOB '{DELETING}*'
   AND NOT EXISTS (SELECT 1 FROM serving s WHERE s.state <> 'gone' AND s.run_id = r.id)"""
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Rows of a run that go together: those of `table`, and what refers to each of them."""
-
-    table: str
-    first: tuple[str, ...] = ()
+def _delete_checkpoints(c: sqlite3.Connection, ids: Ids) -> None:
+    forget_parents(c, ids)
+    delete_checkpoints(c, ids)
 
 
-SLICES = (
-    Slice("exchange"),
-    Slice("trajectory", ("DELETE FROM trajectory_data WHERE trajectory_id = ?",)),
-    Slice("trajectory_group"),
-    Slice("serving"),
-    Slice("push"),
-    Slice(
-        "checkpoint",
-        (
-            "UPDATE job SET parent_id = NULL WHERE parent_id = ?",
-            "UPDATE checkpoint SET parent_id = NULL WHERE parent_id = ?",
-        ),
-    ),
-    Slice("job", ("DELETE FROM attempt WHERE job_id = ?",)),
-    Slice("batch"),
+SLICES: tuple[tuple[str, Delete], ...] = (
+    ("exchange", delete_exchanges),
+    ("trajectory", delete_trajectories),
+    ("trajectory_group", delete_groups),
+    ("serving", delete_served),
+    ("push", delete_pushes),
+    ("checkpoint", _delete_checkpoints),
+    ("job", delete_jobs),
+    ("batch", delete_batches),
 )
+"""Tables in the order in which a run's rows go, and what deletes rows and what refers to them."""
 
 
 def mark(c: sqlite3.Connection, now: int, op: api.DeleteRun) -> api.Done:
@@ -72,7 +75,7 @@ def mark(c: sqlite3.Connection, now: int, op: api.DeleteRun) -> api.Done:
     emit(c, now, "", "run.deleted", op.run)
     (newest,) = c.execute("SELECT max(id) FROM event").fetchone()
     set_meta(c, _bound(run["id"]), str(newest))
-    c.execute("UPDATE run SET name = ? WHERE id = ?", (f"{DELETING}{run['id']}.{op.run}", run["id"]))
+    rename_run(c, run["id"], f"{DELETING}{run['id']}.{op.run}")
     return api.Done()
 
 
@@ -94,8 +97,8 @@ class Deleter:
 
     async def _delete(self, run: int, name: str) -> None:
         await self._delete_files(run)
-        for part in SLICES:
-            await self._delete_rows(run, part)
+        for table, delete in SLICES:
+            await self._delete_rows(run, table, delete)
         await self._delete_events(run, name)
         await self._store.write(lambda c: self._end(c, run))
         log.info("deleted run %s", _original(run, name))
@@ -106,13 +109,12 @@ class Deleter:
         for row in await self._store.read("SELECT dir FROM checkpoint WHERE run_id = ?", (run,)):
             await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / row["dir"])
 
-    async def _delete_rows(self, run: int, part: Slice) -> None:
-        find = f"SELECT id FROM {part.table} WHERE run_id = ? LIMIT ?"
+    async def _delete_rows(self, run: int, table: str, delete: Delete) -> None:
+        find = f"SELECT id FROM {table} WHERE run_id = ? LIMIT ?"
 
         def write(c: sqlite3.Connection) -> int:
             found = [(row["id"],) for row in c.execute(find, (run, ROWS))]
-            for sql in (*part.first, f"DELETE FROM {part.table} WHERE id = ?"):
-                c.executemany(sql, found)
+            delete(c, found)
             return len(found)
 
         while await self._store.write(write):
@@ -125,23 +127,23 @@ class Deleter:
         def write(c: sqlite3.Connection) -> int:
             bound = int(get_meta(c, _bound(run), "0"))
             found = [(row["id"],) for row in c.execute(find, (_original(run, name), bound, ROWS))]
-            c.executemany("DELETE FROM event WHERE id = ?", found)
+            delete_events(c, found)
             return len(found)
 
         while await self._store.write(write):
             pass
 
     def _end(self, c: sqlite3.Connection, run: int) -> None:
-        for table in ("metric", "group_count"):
-            c.execute(f"DELETE FROM {table} WHERE run_id = ?", (run,))
-        c.execute("DELETE FROM meta WHERE key = ?", (_bound(run),))
-        c.execute("UPDATE run SET name = ? WHERE id = ?", (f"{DELETED}{run}", run))
+        delete_metrics(c, run)
+        delete_counts(c, run)
+        delete_meta(c, _bound(run))
+        rename_run(c, run, f"{DELETED}{run}")
 
 
 def _retire(c: sqlite3.Connection, run: int) -> None:
     for row in c.execute("SELECT id FROM checkpoint WHERE run_id = ? AND state = 'committed'", (run,)).fetchall():
-        move(c, "checkpoint", row["id"], "retired", start="committed")
-    c.execute("UPDATE run SET checkpoint_id = NULL, step = -1 WHERE id = ?", (run,))
+        retire_checkpoint(c, row["id"])
+    forget_newest(c, run)
 
 
 def _bound(run: int) -> str:

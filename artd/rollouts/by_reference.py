@@ -17,6 +17,7 @@ from artd.core.validate import check_turns
 from artd.errors import Busy, Conflict, Invalid, NotFound, RequestError
 from artd.store.blobs import Blobs
 from artd.store.store import Store
+from artd.tables.exchanges import use_exchanges
 from artd_schema import client_api as api
 from artd_schema.codec import digest
 from artd_schema.route_rules import trim_routes
@@ -80,7 +81,7 @@ def insert(
         raise outcome
     if known is None:
         used = [(outcome.trajectory, row["id"]) for row in exchanges]
-        c.executemany("UPDATE exchange SET trajectory_id = ?, turn = NULL, blob = NULL WHERE id = ?", used)
+        use_exchanges(c, used)
     return outcome
 
 

@@ -24,7 +24,9 @@ from artd.errors import Busy, Invalid, NotFound, RequestError
 from artd.store.blobs import Blobs, add_row
 from artd.store.store import Store
 from artd.store.views import route_shape, stored_spec
+from artd.tables.exchanges import insert_exchanges
 from artd.tables.once import first_time
+from artd.tables.runs import begin_flush
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import UNREADABLE, digest, to_json
@@ -214,7 +216,7 @@ class Ingest:
             if first_time(
                 c, self._store.clock.now_ms(), op.request
             ):  # groups that were opened since then are not meant
-                slices.begin_flush(c, run.id)
+                begin_flush(c, run.id)
 
         await self._store.write(write)
         await self._go_on(slices.flush, run.id)
@@ -273,11 +275,7 @@ class Ingest:
             for turn, (_, blob) in zip(bulk, stored, strict=True):
                 if blob:
                     add_row(c, blob, len(turn), "exchange", now)
-            c.executemany(
-                "INSERT INTO exchange (run_id, response_id, choice, model, split, turn, blob, created)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (run_id, response_id, choice) DO NOTHING",
-                rows,
-            )
+            insert_exchanges(c, rows)
 
         await self._store.write(write)
         reach("exchange.committed")

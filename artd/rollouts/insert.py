@@ -20,8 +20,10 @@ from typing import NamedTuple
 from artd.core.groups import group_outcome
 from artd.errors import Busy, Conflict, RequestError
 from artd.store.blobs import add_row
-from artd.store.store import Store, emit, move
+from artd.store.store import Store, emit
 from artd.store.writer import StoreFull
+from artd.tables.groups import insert_group, mark_discarded, mark_sealed, resize_groups
+from artd.tables.trajectories import discard_all, insert_trajectories
 from artd_schema import client_api as api
 from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
@@ -31,11 +33,6 @@ from artd_schema.trajectory import RouteShape
 LOOKUP = 256
 NAMED = 5
 """Groups in an event."""
-INSERT = (
-    "INSERT INTO trajectory (id, run_id, group_id, key, content, digest, reward, split, state, blob, tokens, epoch_min,"
-    " epoch_max, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?, ?)"
-)
-INSERT_DATA = "INSERT INTO trajectory_data (trajectory_id, metrics, metadata, body) VALUES (?, ?, ?, ?)"
 
 
 class RunFacts(NamedTuple):
@@ -237,10 +234,9 @@ class _Book:
         """Write what was entered since the last time."""
         if not self._rows:
             return
-        self._c.executemany(INSERT, self._rows)
-        self._c.executemany(INSERT_DATA, self._data)
+        insert_trajectories(self._c, self._rows, self._data)
         sizes = [(self._states[group].size, group) for group in self._grown]
-        self._c.executemany("UPDATE trajectory_group SET size = ? WHERE id = ?", sizes)
+        resize_groups(self._c, sizes)
         first, last = self._events[0][0], self._events[-1][0]  # one event of all: there are millions of trajectories
         groups = dict.fromkeys(op.group for _, op in self._events)
         emit(
@@ -275,12 +271,8 @@ class _Book:
         group = self._groups.get(op.group)
         if group is None:
             deadline = self._now + int(run.spec.group_timeout_s * 1000)
-            cursor = self._c.execute(
-                "INSERT INTO trajectory_group (run_id, name, split, state, deadline, created) VALUES (?, ?, ?, 'open', ?, ?)",
-                (run.id, op.group, op.split, deadline, self._now),
-            )
-            assert cursor.lastrowid is not None
-            group = self._groups[op.group] = _Group(cursor.lastrowid, "open", op.split, 0)
+            number = insert_group(self._c, self._now, run.id, op.group, op.split, deadline)
+            group = self._groups[op.group] = _Group(number, "open", op.split, 0)
             self._states[group.id] = group
         if group.state != "open":
             raise Conflict(f"group {op.group!r} is {group.state} and takes no more trajectories", field="group")
@@ -308,10 +300,10 @@ def seal_group(c: sqlite3.Connection, now: int, group_id: int) -> str:
     rewards = [row[0] for row in c.execute("SELECT reward FROM trajectory WHERE group_id = ?", (group_id,))]
     outcome = group_outcome(rewards) if group["split"] == "train" else "trainable"
     if outcome == "trainable":
-        move(c, "trajectory_group", group_id, "sealed", start="open")
+        mark_sealed(c, group_id)
         emit(c, now, group["run"], "group.sealed", group["name"], size=len(rewards))
         return "sealed"
-    move(c, "trajectory_group", group_id, "discarded", start="open", reason=outcome)
-    c.execute("UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ?", (outcome, group_id))
+    mark_discarded(c, group_id, outcome, start="open")
+    discard_all(c, group_id, outcome)
     emit(c, now, group["run"], "group.discarded", group["name"], size=len(rewards), reason=outcome)
     return "discarded"

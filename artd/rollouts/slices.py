@@ -1,6 +1,6 @@
 """What is done to all groups of a run, or to all that are due: some in each transaction, so that nobody waits for the writer.
 
-Owner of: run.flush_to. Invariants: what was begun is gone on with after a restart (`Ingest.run`), because the rows say it: a
+Invariants: what was begun is gone on with after a restart (`Ingest.run`), because the rows say it: a
 deadline that has passed, `flush_to`, a finished run with groups that wait.
 """
 
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import sqlite3
 
-from artd.store.store import emit, move
+from artd.store.store import emit
+from artd.tables.groups import mark_discarded
 from artd.tables.jobs import FINISHED
+from artd.tables.runs import note_flushed
+from artd.tables.trajectories import discard_queued
 
 from .insert import seal_group
 
@@ -30,11 +33,6 @@ def seal_due(c: sqlite3.Connection, now: int) -> None:
         seal_group(c, now, row["id"])
 
 
-def begin_flush(c: sqlite3.Connection, run: int) -> None:
-    """All groups that are open now are meant."""
-    c.execute("UPDATE run SET flush_to = (SELECT coalesce(max(id), 0) FROM trajectory_group) WHERE id = ?", (run,))
-
-
 def flush(c: sqlite3.Connection, now: int, run: int) -> bool:
     """Seal some of them; whether there may be more. With the last one what there is may be packed."""
     row = c.execute("SELECT name, flush_to FROM run WHERE id = ?", (run,)).fetchone()
@@ -45,7 +43,7 @@ def flush(c: sqlite3.Connection, now: int, run: int) -> bool:
         seal_group(c, now, group["id"])
     if len(found) == GROUPS:
         return True
-    c.execute("UPDATE run SET flush = 1, flush_to = 0 WHERE id = ?", (run,))
+    note_flushed(c, run)
     emit(c, now, row["name"], "run.flushed")
     return False
 
@@ -58,10 +56,7 @@ def discard_waiting(c: sqlite3.Connection, now: int, run: int) -> bool:
         return False
     found = [group for state in ("sealed", "open") for group in c.execute(WAITING, (run, state)).fetchall()][:GROUPS]
     for group in found:
-        move(c, "trajectory_group", group["id"], "discarded", start=group["state"], reason=FINISHED)
-        c.execute(
-            "UPDATE trajectory SET state = 'discarded', reason = ? WHERE group_id = ? AND state = 'queued'",
-            (FINISHED, group["id"]),
-        )
+        mark_discarded(c, group["id"], FINISHED, start=group["state"])
+        discard_queued(c, group["id"], FINISHED)
         emit(c, now, row["name"], "group.discarded", group["name"], size=group["size"], reason=FINISHED)
     return len(found) == GROUPS

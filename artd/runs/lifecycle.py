@@ -1,6 +1,6 @@
 """Runs: created, attached to, paused, resumed, finished; and what a client waits for.
 
-Owner of: the run table. Invariants: a spec never changes; one run is active (or paused) at a time; creating a run
+Invariants: a spec never changes; one run is active (or paused) at a time; creating a run
 queues its init job in the same transaction, and finishing it gives up what it has not done.
 """
 
@@ -27,8 +27,9 @@ from artd.store.store import Store, emit, get_meta
 from artd.store.views import load_run, push_failed, stored_spec, unreadable
 from artd.supervise.postmortem import telling
 from artd.tables import pauses
-from artd.tables.jobs import give_up
+from artd.tables.jobs import give_up, insert_init_job
 from artd.tables.once import first_time
+from artd.tables.runs import insert_run
 from artd_schema import client_api as api
 from artd_schema.base import BaseModel
 from artd_schema.codec import UNREADABLE, to_json
@@ -217,15 +218,7 @@ def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: Bas
         )
     stored = _stored(spec)
     routes = to_json(base.routes) if base.routes and spec.expert_replay else b""
-    cursor = c.execute(
-        "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, routes, state, next_epoch, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, 'active', 1, ?)",
-        (name, stored, base.digest, to_json(base), base.vocab_size, routes, now),
-    )
-    c.execute(
-        "INSERT INTO job (run_id, kind, step, epoch, state, created) VALUES (?, 'init', 0, 0, 'queued', ?)",
-        (cursor.lastrowid, now),
-    )
+    insert_init_job(c, now, insert_run(c, now, name, stored, base, routes))
     emit(c, now, name, "run.created", name, model=spec.model, mode=spec.rollout_weights_mode)
     return True
 

@@ -11,6 +11,9 @@ import sqlite3
 
 from artd.errors import Conflict, NotFound
 from artd.store.store import emit
+from artd.tables.checkpoints import leave_checkpoints
+from artd.tables.runs import rewind_run
+from artd.tables.served import drain_abandoned
 from artd_schema import client_api as api
 
 KEPT = (
@@ -27,18 +30,10 @@ def rollback(c: sqlite3.Connection, now: int, op: api.Rollback) -> None:
     if run["lineage"] == op.lineage + 1 and _origin(c, run) == op.step:
         return
     target = _target(c, run, op)
-    left = c.execute(
-        "UPDATE checkpoint SET abandoned = 1 WHERE run_id = ? AND step > ? AND abandoned = 0", (run["id"], op.step)
-    ).rowcount
-    c.execute(
-        "UPDATE serving SET state = 'draining' WHERE run_id = ? AND state = 'live' AND checkpoint_id IN"
-        " (SELECT id FROM checkpoint WHERE run_id = ? AND abandoned = 1)",
-        (run["id"], run["id"]),
-    )
+    left = leave_checkpoints(c, run["id"], op.step)
+    drain_abandoned(c, run["id"])
     lineage = run["lineage"] + 1
-    c.execute(
-        "UPDATE run SET checkpoint_id = ?, step = ?, lineage = ? WHERE id = ?", (target, op.step, lineage, run["id"])
-    )
+    rewind_run(c, run["id"], op.step, target, lineage)
     emit(c, now, run["name"], "run.rolled_back", run["name"], step=op.step, lineage=lineage, left=left)
 
 

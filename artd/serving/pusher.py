@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Literal
 
 import anyio
-import msgspec
 
 from artd.core.decide import plan_push
 from artd.datadir.layout import DataDir
 from artd.health.awake import Awake
 from artd.net.router import WorkerWire
-from artd.store.store import Store, emit, get_meta, move, set_meta
+from artd.store.store import Store, emit, get_meta, set_meta
 from artd.store.views import active_run, load_worker, newest_checkpoint, open_pushes, push_failed, stored_spec
 from artd.tables import pauses
-from artd.training.commit import prepare_push
+from artd.tables.pushes import fail_push, mark_live, mark_sending, prepare_push, retry_push, supersede_push
+from artd.tables.served import insert_served, mark_gone
 from artd.training.dispatch import TRAINER, checkpoint_ref
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
@@ -123,7 +123,7 @@ class Pusher:
         busy = trainer is not None and trainer.state == "busy"
         plan = plan_push(engine, newest["id"] if newest else None, open_pushes(c, ENGINE), now)
         for push in plan.supersede:
-            move(c, "push", push, "superseded", start="prepared", ended=now)
+            supersede_push(c, now, push, "prepared")
         gave_up = run["state"] == "paused" and push_failed(c, run["id"])  # until `artctl resume`
         if plan.create is not None and not gave_up:
             prepare_push(c, now, run["id"], plan.create, spec.rollout_weights_mode)
@@ -138,8 +138,7 @@ class Pusher:
         if trainer is not None and live:
             transfer = self.transfers.choose((TRAINER, trainer.spawn), (ENGINE, engine.spawn))
         source: Literal["live", "disk"] = "live" if transfer else "disk"
-        move(c, "push", plan.send, "sending", start="prepared", fence=fence, source=source, transfer=transfer,
-             started=now)  # fmt: skip
+        mark_sending(c, now, plan.send, fence, source, transfer)
         name = f"{run['name']}@{newest['step']}"
         emit(c, now, run["name"], "push.sending", plan.send, step=newest["step"], source=source, transfer=transfer,
              fence=fence)  # fmt: skip
@@ -240,15 +239,11 @@ class Pusher:
             return None
         now = self._store.clock.now_ms()
         for old in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (ENGINE,)).fetchall():
-            move(c, "push", old["id"], "superseded", start="live", ended=now)
-        move(c, "push", message.push, "live", start="sending", max_abs=message.max_abs, mean_abs=message.mean_abs,
-             seconds=msgspec.json.encode(message.seconds), error="")  # fmt: skip
+            supersede_push(c, now, old["id"], "live")
+        mark_live(c, message)
         name = f"{row['run']}@{row['step']}"
         gone = self._make_room(c, name, 0 if row["mode"] == "merged" else KEEP_LIVE - 1)
-        c.execute(
-            "INSERT INTO serving (engine, spawn, run_id, checkpoint_id, name, state, created) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (ENGINE, spawn, row["run_id"], row["checkpoint_id"], name, "draining" if row["abandoned"] else "live", now),
-        )
+        insert_served(c, now, ENGINE, spawn, row, name)
         emit(c, now, row["run"], "push.live", message.push, step=row["step"], source=row["source"], transfer=row["transfer"],
              max_abs=message.max_abs, mean_abs=message.mean_abs, seconds=message.seconds)  # fmt: skip
         return gone if row["mode"] == "lora" else []
@@ -262,7 +257,7 @@ class Pusher:
         stays = [row for row in served if row["name"] != name and row["state"] == "live"][:keep]
         gone = [row for row in served if row not in stays]
         for row in gone:
-            move(c, "serving", row["id"], "gone")
+            mark_gone(c, row["id"])
         return [row["name"] for row in gone if row["name"] != name]
 
     async def failed(self, message: w.PushFailed) -> None:
@@ -322,9 +317,9 @@ def forget_engine(c: sqlite3.Connection, now: int, error: str, counted: bool = T
     for row in c.execute("SELECT * FROM push WHERE engine = ? AND state = 'sending'", (ENGINE,)).fetchall():
         put_back(c, now, row, error, counted)
     for row in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (ENGINE,)).fetchall():
-        move(c, "push", row["id"], "superseded", start="live", ended=now)
+        supersede_push(c, now, row["id"], "live")
     for row in c.execute("SELECT id FROM serving WHERE engine = ? AND state <> 'gone'", (ENGINE,)).fetchall():
-        move(c, "serving", row["id"], "gone")
+        mark_gone(c, row["id"])
 
 
 def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, counted: bool = True) -> None:
@@ -334,10 +329,10 @@ def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, coun
     failures = attempts + failures_before(c, row)
     run = c.execute("SELECT id, name FROM run WHERE id = ?", (row["run_id"],)).fetchone()
     if failures < MAX_ATTEMPTS:
-        move(c, "push", row["id"], "prepared", start="sending", attempts=attempts, error=error)
+        retry_push(c, row["id"], attempts, error)
         emit(c, now, run["name"], "push.retried", row["id"], error=error, attempts=attempts)
         return
-    move(c, "push", row["id"], "failed", start="sending", attempts=attempts, error=error, ended=now)
+    fail_push(c, now, row["id"], attempts, error)
     emit(c, now, run["name"], "push.failed", row["id"], error=error)
     more = " in a row, with those of older steps" if failures > attempts else ""
     why = error.splitlines()[0] if error else "no reason given"

@@ -163,6 +163,11 @@ def add_row(connection: sqlite3.Connection, sha: str, size: int, kind: str, now:
     )
 
 
+def delete_row(connection: sqlite3.Connection, sha: str) -> None:
+    """Delete a row; the caller has seen in this transaction that nothing refers to it."""
+    connection.execute("DELETE FROM blob WHERE sha = ?", (sha,))
+
+
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:

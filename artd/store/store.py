@@ -245,6 +245,10 @@ def emit(connection: sqlite3.Connection, now: int, run: str, kind: str, ref: obj
     )
 
 
+def delete_events(connection: sqlite3.Connection, ids: Sequence[tuple[int]]) -> None:
+    connection.executemany("DELETE FROM event WHERE id = ?", ids)
+
+
 def get_meta(connection: sqlite3.Connection, key: str, default: str = "") -> str:
     row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return row[0] if row else default
@@ -255,3 +259,7 @@ def set_meta(connection: sqlite3.Connection, key: str, value: str) -> None:
         "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
         (key, value),
     )
+
+
+def delete_meta(connection: sqlite3.Connection, *keys: str) -> None:
+    connection.executemany("DELETE FROM meta WHERE key = ?", [(key,) for key in keys])

@@ -1,1 +1,1 @@
-"""The owners of tables that several services write: every write is a named function here."""
+"""The owners of tables: every write of one is a named function of its module here."""

@@ -1,6 +1,6 @@
 """Why a run is paused: a set of causes, so that lifting one does not undo another.
 
-Owner of: the table `pause`, and of run.state and run.reason between active, paused and finished. Invariants: a run is
+Writes of the table `pause`; what it says of a run goes into that one's row. Invariants: a run is
 paused exactly while it has a cause; the reason of a paused run names every cause, oldest first.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sqlite3
 
-from artd.store.store import emit, move
+from artd.store.store import emit
+
+from .runs import finish_run, pause_run, resume_run, set_reason
 
 OPERATOR = "operator"
 """The cause of `artctl pause`."""
@@ -38,7 +40,7 @@ def hold(c: sqlite3.Connection, now: int, run_id: int, cause: str, reason: str) 
         (run_id, cause, reason, now),
     )
     if run["state"] == "active":
-        move(c, "run", run_id, "paused")
+        pause_run(c, run_id)
     _tell_reasons(c, run_id)
     if not known:
         emit(c, now, run["name"], "run.paused", run["name"], cause=cause, reason=reason)
@@ -53,14 +55,14 @@ def lift(c: sqlite3.Connection, now: int, run_id: int, cause: str | None = None)
     if c.execute("SELECT 1 FROM pause WHERE run_id = ? LIMIT 1", (run_id,)).fetchone():
         _tell_reasons(c, run_id)
         return
-    move(c, "run", run_id, "active", reason="")
+    resume_run(c, run_id)
     emit(c, now, run["name"], "run.resumed", run["name"])
 
 
 def finish(c: sqlite3.Connection, now: int, run_id: int) -> None:
     """End a run for good."""
     c.execute("DELETE FROM pause WHERE run_id = ?", (run_id,))
-    move(c, "run", run_id, "finished", reason="")
+    finish_run(c, run_id)
     name = _run(c, run_id)["name"]
     emit(c, now, name, "run.finished", name)
 
@@ -72,4 +74,4 @@ def _run(c: sqlite3.Connection, run_id: int) -> sqlite3.Row:
 
 def _tell_reasons(c: sqlite3.Connection, run_id: int) -> None:
     rows = c.execute("SELECT reason FROM pause WHERE run_id = ? ORDER BY id", (run_id,))
-    c.execute("UPDATE run SET reason = ? WHERE id = ?", ("; ".join(row["reason"] for row in rows), run_id))
+    set_reason(c, run_id, "; ".join(row["reason"] for row in rows))

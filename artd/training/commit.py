@@ -1,6 +1,6 @@
 """A step becomes real: the staged files are verified and published, then one transaction makes the checkpoint.
 
-Owner of: the folder `checkpoints`, checkpoint rows, a run's newest checkpoint and step. Invariants: the worker's word is not enough: the
+Owner of: the folder `checkpoints`. Invariants: the worker's word is not enough: the
 daemon hashes and fsyncs every file itself; reported now or found at boot, a result goes through the same functions
 with the same guards.
 """
@@ -16,7 +16,14 @@ import msgspec
 from artd.datadir.layout import DataDir
 from artd.store import fs
 from artd.store.blobs import hash_file
-from artd.store.store import emit, move
+from artd.store.store import emit
+from artd.tables.batches import mark_batch_trained
+from artd.tables.checkpoints import insert_checkpoint, insert_metrics
+from artd.tables.groups import mark_groups_trained
+from artd.tables.jobs import succeed_job
+from artd.tables.pushes import prepare_push
+from artd.tables.runs import advance_run
+from artd.tables.trajectories import mark_trained
 from artd_schema.codec import UNREADABLE, digest
 from artd_schema.manifest import CheckpointManifest
 from artd_schema.worker import CheckpointRef
@@ -84,45 +91,19 @@ def commit(
     if run["state"] == "finished":
         raise Stale(f"run {run['name']} is finished")
     _check(c, run, job, manifest)
-    size = sum(entry.bytes for entry in manifest.files)
-    checkpoint = c.execute(
-        "INSERT INTO checkpoint (run_id, step, epoch, lineage, parent_id, job_id, sha, dir, bytes, state, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'committed', ?)",
-        (
-            run["id"],
-            manifest.step,
-            manifest.epoch,
-            run["lineage"],
-            job["parent_id"],
-            job["id"],
-            sha,
-            relative,
-            size,
-            now,
-        ),
-    ).lastrowid
-    changed = c.execute(
-        "UPDATE run SET checkpoint_id = ?, step = ? WHERE id = ? AND checkpoint_id IS ? AND step = ?",
-        (checkpoint, manifest.step, run["id"], job["parent_id"], manifest.step - 1),
-    ).rowcount
-    if changed != 1:
+    checkpoint = insert_checkpoint(c, now, job, run["lineage"], manifest, sha, relative)
+    if not advance_run(c, run["id"], manifest.step, checkpoint, job["parent_id"]):
         raise Stale(f"run {run['name']} is not at step {manifest.step - 1} from which job {job['id']} goes on")
     metrics = manifest.metrics
     if job["batch_id"] is not None:
-        _mark_trained(c, job["batch_id"])
+        mark_batch_trained(c, job["batch_id"])
+        mark_groups_trained(c, job["batch_id"])
+        mark_trained(c, job["batch_id"])
         # Of the batch, of what else was sampled meanwhile, and the trainer's own.
         metrics = msgspec.json.decode(job["metrics"]) | since_last_step(c, run["id"]) | metrics
     spent = msgspec.json.decode(job["seconds"]) | seconds
-    move(c, "job", job["id"], "succeeded", start="running", worker=None, ended=now, error="", metrics=msgspec.json.encode(metrics),
-         seconds=msgspec.json.encode(spent))  # fmt: skip
-    c.execute(
-        "UPDATE attempt SET ended = ?, outcome = 'succeeded' WHERE job_id = ? AND fence = ?",
-        (now, job["id"], job["fence"]),
-    )
-    c.executemany(
-        "INSERT INTO metric (run_id, lineage, step, name, value) VALUES (?, ?, ?, ?, ?)",
-        [(run["id"], run["lineage"], manifest.step, name, value) for name, value in metrics.items()],
-    )
+    succeed_job(c, now, job, msgspec.json.encode(metrics), msgspec.json.encode(spent))
+    insert_metrics(c, run["id"], run["lineage"], manifest.step, metrics)
     mode = msgspec.json.decode(run["spec"])["rollout_weights_mode"]
     prepare_push(c, now, run["id"], int(checkpoint or 0), mode)
     emit(
@@ -155,20 +136,3 @@ def _check(c: sqlite3.Connection, run: sqlite3.Row, job: sqlite3.Row, manifest: 
     for name, value in expected.items():
         if (found := getattr(manifest, name)) != value:
             raise BadResult(f"job {job['id']}: the checkpoint's {name} is {found!r}, the job's is {value!r}")
-
-
-def _mark_trained(c: sqlite3.Connection, batch: int) -> None:
-    move(c, "batch", batch, "trained", start="packed")
-    c.execute(
-        "UPDATE trajectory_group SET state = 'trained' WHERE state = 'packed' AND id IN"
-        " (SELECT group_id FROM trajectory WHERE batch_id = ?)",
-        (batch,),
-    )
-    c.execute("UPDATE trajectory SET state = 'trained' WHERE batch_id = ? AND state = 'packed'", (batch,))
-
-
-def prepare_push(c: sqlite3.Connection, now: int, run_id: int, checkpoint: int, mode: str) -> None:
-    c.execute(
-        "INSERT INTO push (run_id, engine, checkpoint_id, mode, state, created) VALUES (?, 'engine', ?, ?, 'prepared', ?)",
-        (run_id, checkpoint, mode, now),
-    )

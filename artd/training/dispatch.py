@@ -1,6 +1,6 @@
 """Train jobs: claimed, sent to the trainer, watched, reported, committed.
 
-Owner of: job and attempt rows. Invariants: fence + 1 at every claim, and every effect is conditional on it; a job goes
+Invariants: fence + 1 at every claim, and every effect is conditional on it; a job goes
 back only when the death of its worker is proven (`lease` ends a silent one, and one whose job stands still); `Committed`
 leaves only after COMMIT; a process that is no longer the worker changes nothing, and the daemon removes what it staged.
 """
@@ -20,10 +20,11 @@ from artd.core.decide import job_to_claim
 from artd.datadir.layout import DataDir
 from artd.net.router import WorkerWire
 from artd.store import fs
-from artd.store.store import Store, emit, get_meta, move, set_meta
+from artd.store.store import Store, emit, get_meta, set_meta
 from artd.store.views import active_run, load_worker, queued_jobs
 from artd.supervise.lease import Holder
-from artd.tables.jobs import end_attempt
+from artd.tables.jobs import end_attempt, insert_attempt, start_job
+from artd.tables.processes import mark_busy, mark_free
 from artd_schema import worker as w
 from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
@@ -101,22 +102,9 @@ class Dispatch:
         if self._must_wait(c, now, run["name"], job):
             return None
         fence = job["fence"] + 1
-        move(
-            c,
-            "job",
-            job["id"],
-            "running",
-            start="queued",
-            fence=fence,
-            worker=TRAINER,
-            spawn=trainer.spawn,
-            started=now,
-        )
-        move(c, "process", TRAINER, "busy", start="ready", since=now)
-        c.execute(
-            "INSERT INTO attempt (job_id, fence, worker, spawn, started) VALUES (?, ?, ?, ?, ?)",
-            (job["id"], fence, TRAINER, trainer.spawn, now),
-        )
+        start_job(c, now, job["id"], fence, TRAINER, trainer.spawn)
+        mark_busy(c, now, TRAINER)
+        insert_attempt(c, now, job["id"], fence, TRAINER, trainer.spawn)
         emit(c, now, run["name"], "job.claimed", job["id"], job=job["kind"], step=job["step"], fence=fence)
         return self._order(c, run, job, fence)
 
@@ -337,7 +325,7 @@ class Dispatch:
 
 
 def _free_trainer(c: sqlite3.Connection, now: int) -> None:
-    c.execute("UPDATE process SET state = 'ready', since = ? WHERE name = ? AND state = 'busy'", (now, TRAINER))
+    mark_free(c, now, TRAINER)
 
 
 def checkpoint_ref(data: DataDir, run: str, row: sqlite3.Row) -> w.CheckpointRef:

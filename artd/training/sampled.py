@@ -1,6 +1,6 @@
 """What was sampled since the last step, trained or not: numbers of the step that is committed now.
 
-Owner of: `trajectory_group.told`, `run.told`. Invariants: each sealed group and each evaluation is counted in one step's metrics, the
+Invariants: each sealed group and each evaluation is counted in one step's metrics, the
 first that is committed after it; called in that step's transaction, so a step that does not come to be counts nothing.
 """
 
@@ -10,6 +10,9 @@ import math
 import sqlite3
 from collections.abc import Sequence
 
+from artd.tables.groups import mark_told
+from artd.tables.runs import note_evaluations
+
 _GROUPS = """
 SELECT g.state, g.reason, count(*) AS size, min(t.reward) AS low, max(t.reward) AS high, total(t.reward) AS sum
 FROM trajectory_group g JOIN trajectory t ON t.group_id = g.id
@@ -17,9 +20,6 @@ WHERE g.run_id = :run AND g.told = 0 AND g.state IN ('sealed', 'packed', 'traine
 _SPREAD = """
 SELECT total((t.reward - :mean) * (t.reward - :mean)) FROM trajectory_group g JOIN trajectory t ON t.group_id = g.id
 WHERE g.run_id = :run AND g.told = 0 AND g.state IN ('sealed', 'packed', 'trained', 'discarded') AND g.split = 'train'"""
-_TOLD = """
-UPDATE trajectory_group SET told = 1
-WHERE run_id = :run AND told = 0 AND state IN ('sealed', 'packed', 'trained', 'discarded')"""
 _EVAL = """
 SELECT max(id) AS newest, count(*) AS count, avg(reward) AS mean FROM trajectory
 WHERE run_id = :run AND id > :told AND split = 'eval'"""
@@ -37,7 +37,7 @@ def since_last_step(c: sqlite3.Connection, run_id: int) -> dict[str, float]:
         found |= _rewards(groups, count)
         (spread,) = c.execute(_SPREAD, {"run": run_id, "mean": found["sampled_reward_mean"]}).fetchone()
         found["sampled_reward_std"] = math.sqrt(spread / count)
-    c.execute(_TOLD, {"run": run_id})
+    mark_told(c, run_id)
     return {name: value for name, value in (found | _evaluations(c, run_id)).items() if math.isfinite(value)}
 
 
@@ -62,5 +62,5 @@ def _evaluations(c: sqlite3.Connection, run_id: int) -> dict[str, float]:
     row = c.execute(_EVAL, {"run": run_id, "told": told}).fetchone()
     if not row["count"]:
         return {}
-    c.execute("UPDATE run SET told = ? WHERE id = ?", (row["newest"], run_id))
+    note_evaluations(c, run_id, row["newest"])
     return {"eval_trajectories": float(row["count"]), "eval_reward_mean": row["mean"]}

@@ -14,6 +14,7 @@ from artd.rollouts import slices
 from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import Runs
 from artd.store.blobs import Blobs
+from artd.tables.runs import begin_flush
 from artd_schema import client_api as api
 from tests.awake import until
 from tests.fakes.rows import (
@@ -97,7 +98,7 @@ async def test_deadlines_and_what_a_restart_interrupted_go_on_in_slices(tmp_path
         await add_run(store)
         data = data_dir(tmp_path)
         await open_groups(store, 350)
-        await store.write(lambda c: slices.begin_flush(c, 1))
+        await store.write(lambda c: begin_flush(c, 1))
         await open_groups(store, 5, "eval")
         ingest = make_ingest(store, data)
         ingest._jumped = lambda: True  # no deadline counts

@@ -204,8 +204,8 @@ BUGS = (
     ),
     Bug(
         "a-deletion-takes-another-runs-rows", "artd/retention/deletion.py",
-        "        find = f\"SELECT id FROM {part.table} WHERE run_id = ? LIMIT ?\"\n",
-        "        find = f\"SELECT id FROM {part.table} WHERE run_id >= ? LIMIT ?\"\n",
+        "        find = f\"SELECT id FROM {table} WHERE run_id = ? LIMIT ?\"\n",
+        "        find = f\"SELECT id FROM {table} WHERE run_id >= ? LIMIT ?\"\n",
         "tests/unit/test_deletion.py::test_every_commit_of_a_deletion_keeps_every_promise",
         "AssertionError|IntegrityError",
     ),
@@ -422,7 +422,7 @@ BUGS = (
         "assert -1 == 0",
     ),
     Bug(
-        "no-swap-of-the-newest-step", "artd/training/commit.py",
+        "no-swap-of-the-newest-step", "artd/tables/runs.py",
         "checkpoint_id IS ? AND step = ?\"", "(checkpoint_id IS ? OR 1) AND (step = ? OR 1)\"",
         "tests/unit/test_commit.py::test_the_newest_checkpoint_is_compared_and_swapped",
         "DID NOT RAISE .*Stale",
@@ -477,7 +477,13 @@ BUGS = (
         "Conflict: group 'g' is sealed",
     ),
     Bug(
-        "epoch-used-again", "artd/packing/service.py",
+        "a-table-of-two-writers", "artd/packing/failures.py",
+        "    note_drops(c, own)\n", '    c.executemany("UPDATE trajectory SET reason = ? WHERE id = ?", own)\n',
+        "tests/unit/test_owners.py::test_each_table_is_written_by_one_module",
+        "artd/packing/failures.py",
+    ),
+    Bug(
+        "epoch-used-again", "artd/tables/runs.py",
         "SET next_epoch = next_epoch + 1, flush = 0", "SET flush = 0", "tests/unit/test_pack_service.py",
         "assert 1 == 2",
     ),
@@ -677,13 +683,13 @@ BUGS = (
     ),
     Bug(
         "a-shortened-trajectory-says-nothing", "artd/packing/service.py",
-        'start="queued", batch_id=batch, reason=reason)', 'start="queued", batch_id=batch)',
+        'pack_trajectory(c, packed.id, batch, reason)', 'pack_trajectory(c, packed.id, batch, "")',
         "tests/unit/test_step_metrics.py::test_a_trajectory_that_lost_a_sequence_says_so",
         "trained without a part of it",
     ),
     Bug(
         "a-group-is-told-in-every-step", "artd/training/sampled.py",
-        '    c.execute(_TOLD, {"run": run_id})\n', "",
+        '    mark_told(c, run_id)\n', "",
         "tests/unit/test_step_metrics.py::test_each_group_and_evaluation_is_told_by_one_step",
         r"\(5.0, 10.0\) == \(1, 2\)",
     ),

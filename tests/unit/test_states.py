@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import artd
 from artd.core.states import TRANSITIONS, IllegalTransition, check, sources
-from artd.tables import pauses
 
 SQL = files("artd_schema").joinpath("sql").joinpath("0001_initial.sql").read_text(encoding="utf-8")
 
@@ -70,6 +70,6 @@ def test_sources():
 
 def test_only_pauses_pauses_a_run():
     """A pause that stands in `run` alone would have no cause that somebody could lift."""
-    sources = (Path(pauses.__file__).parent).rglob("*.py")
-    found = [path.name for path in sources if re.search(r'"run",[^)]*"paused"', path.read_text())]
-    assert found == ["pauses.py"]
+    sources = {path.name: path.read_text() for path in Path(artd.__file__).parent.rglob("*.py")}
+    assert [name for name, text in sources.items() if re.search(r'"run",[^)]*"paused"', text)] == ["runs.py"]
+    assert [name for name, text in sources.items() if re.search(r"(?<!def )\bpause_run\(", text)] == ["pauses.py"]
