@@ -14,7 +14,9 @@ TABLE, OFFER = "table", "offer"
 
 class EngineTensor(Struct, frozen=True, array_like=True):
     """One tensor that kernels read. dtype: torch's name; stride: in elements; layer: class of the module that holds it;
-    segment: number of the storage that it lies in (two tensors of one storage share it); at: bytes from its begin."""
+    segment: number of the storage that it lies in (two tensors of one storage share it); at: bytes from its begin. parts: the Hugging
+    Face tensors that fill it, one behind the other; those with `{e}` once for each expert of its first dimension; none = the one of
+    its name."""
 
     name: str
     dtype: str
@@ -23,6 +25,7 @@ class EngineTensor(Struct, frozen=True, array_like=True):
     layer: str
     segment: int
     at: int
+    parts: tuple[str, ...] = ()
 
 
 class Obstacle(Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from artd_workers.deadline import Deadline
 from artd_workers.engines.gate import FenceError
 from artd_workers.engines.pull.pull import _joined
 from artd_workers.engines.pull.session import WrongWeights
+from artd_workers.engines.vllm.direct.fusions import parts_of
 from artd_workers.engines.vllm.direct.survey import parameters, survey
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.push.direct.plan import PlanError, make_plan
@@ -277,7 +278,9 @@ def test_gaps_and_overlaps_are_named(table: EngineTable) -> None:
 def recorded() -> EngineTable:
     """vLLM 0.25.1's own table of two layers of Qwen3-30B-A3B's shape, as a GPU run wrote it (`tools.gpu.push`, item table)."""
     found = json.loads((Path(__file__).parent / "vllm_0251_qwen3_moe.json").read_text())
-    tensors = tuple(EngineTensor(*map(_tuples, line), segment=0, at=0) for line in found["tensors"])
+    tensors = tuple(
+        EngineTensor(*map(_tuples, line), segment=0, at=0, parts=parts_of(line[0])) for line in found["tensors"]
+    )
     return EngineTable(
         engine=found["engine"], version=found["version"], moe_backend=found["moe_backend"], tensors=tensors
     )

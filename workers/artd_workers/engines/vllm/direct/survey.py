@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from artd_schema.direct import EngineTable, EngineTensor, Obstacle
 
+from .fusions import parts_of
+
 LAYERS = frozenset({
     "QKVParallelLinear", "MergedColumnParallelLinear", "ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear",
     "VocabParallelEmbedding", "ParallelLMHead", "RMSNorm", "RoutedExperts",
@@ -97,7 +99,8 @@ def _entry(name: str, tensor: Tensor, kind: str, segments: dict[int, int]) -> En
     base = tensor.untyped_storage().data_ptr()
     segment = segments.setdefault(base, len(segments))
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return EngineTensor(name, dtype, tuple(tensor.shape), tensor.stride(), kind, segment, tensor.data_ptr() - base)
+    at = tensor.data_ptr() - base
+    return EngineTensor(name, dtype, tuple(tensor.shape), tensor.stride(), kind, segment, at, parts_of(name))
 
 
 def _join(path: str, name: str) -> str:

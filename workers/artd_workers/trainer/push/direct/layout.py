@@ -1,12 +1,11 @@
 """Where a Hugging Face tensor lies in Megatron's tensors and in an engine's: intervals of elements.
 
 Purpose: the two layouts that `plan.py` brings together. Owner of: no state. Invariants: exact permutations, as in
-`models.codec`; an engine tensor that no rule knows is taken to be the tensor of the same name.
+`models.codec`; an engine tensor that names no parts is the tensor of the same name.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -53,18 +52,6 @@ class Interval:
     pitch: int = 0
 
 
-# What vLLM fuses (0.25.1): its name -> what is on top of each other there, for each expert {e} where there are experts.
-_FUSED: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
-    (re.compile(pattern), parts)
-    for pattern, parts in (
-        (r"(.*\.self_attn)\.qkv_proj\.weight", ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
-        (r"(.*\.mlp)\.gate_up_proj\.weight", ("gate_proj.weight", "up_proj.weight")),
-        (r"(.*\.mlp\.experts)(?:\.routed_experts)?\.w13_weight", ("{e}.gate_proj.weight", "{e}.up_proj.weight")),
-        (r"(.*\.mlp\.experts)(?:\.routed_experts)?\.w2_weight", ("{e}.down_proj.weight",)),
-    )
-)
-
-
 def in_engine(tensor: EngineTensor, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """(part, where it begins) of each whole Hugging Face tensor that fills an engine's, by its name. sizes: their elements. A
     part that `sizes` lacks is left out: the plan's check then names the gap."""
@@ -77,12 +64,9 @@ def in_engine(tensor: EngineTensor, sizes: Mapping[str, int]) -> Iterator[tuple[
 
 
 def _parts(tensor: EngineTensor) -> Iterator[str]:
-    for pattern, parts in _FUSED:
-        if found := pattern.fullmatch(tensor.name):
-            stem, experts = found[1], tensor.shape[0] if "{e}" in parts[0] else 1
-            yield from (f"{stem}.{part.replace('{e}', str(e))}" for e in range(experts) for part in parts)
-            return
-    yield tensor.name
+    parts = tensor.parts or (tensor.name,)
+    for expert in range(tensor.shape[0] if "{e}" in parts[0] else 1):
+        yield from (part.replace("{e}", str(expert)) for part in parts)
 
 
 def in_megatron(row: Row, heads: Heads, shape: Sequence[int], share: Share = WHOLE) -> Iterator[Interval]:
