@@ -2,9 +2,8 @@
 
     python examples/capitals.py [--steps 8] [--seed 0] [--model DIR]
 
-A prompt asks for a capital; the reward is for the right city, and the shorter the answer the better. 24 countries are
-trained on, 16 are held out. To train on a reward of your own, change `PROMPT`, `CAPITALS` and `reward`; `gates` says what has
-to come of this one.
+A prompt asks for a capital; the reward asks for the right city in a short answer. The example trains on 24 countries and holds
+out 16. To train on a reward of your own, change `PROMPT`, `CAPITALS` and `reward`; `gates` says what this example must reach.
 """
 
 from __future__ import annotations
