@@ -73,6 +73,7 @@ class VllmOnGpu:
     tokens = 1500
     workers = True
     ahead = 2
+    harness, versions, adapter = Vllm.harness, Vllm.versions, Vllm.adapter
 
     def __init__(self, folder: Path, way: str) -> None:
         """way: "in_place" or "staged" for live pushes, or "lora"."""
