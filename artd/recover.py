@@ -29,6 +29,7 @@ from artd.tables.processes import stop_all
 from artd.training import commit as result
 from artd.training.commit import BadResult, Stale
 from artd_schema.crashpoint import reach
+from artd_schema.manifest import MANIFEST_FILE
 
 log = logging.getLogger(__name__)
 FIRST = "1"
@@ -106,7 +107,7 @@ async def _adopt_finished(store: Store, data: DataDir) -> None:
             continue  # the commit reads the spec; the job is done again once the run goes on
         published = data.root / data.checkpoint(job["name"], job["lineage"], job["step"], job["id"], job["fence"])
         for folder in (published, data.staging(job["id"], job["fence"])):
-            if (folder / result.MANIFEST).exists() and await _adopt(store, data, folder):
+            if (folder / MANIFEST_FILE).exists() and await _adopt(store, data, folder):
                 break
 
 

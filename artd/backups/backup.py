@@ -29,9 +29,8 @@ from artd.store.blobs import hash_file, place
 from artd.store.migrate import require_known
 from artd.store.readonly import open_readonly
 from artd.store.selects import NOT_DELETED
-from artd.training import commit
 from artd_schema.codec import UNREADABLE, to_json
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
 from artd_schema.paths import DATABASE, LOCK
 
 log = logging.getLogger(__name__)
@@ -235,12 +234,12 @@ def _fetch_folder(source: Path, target: Path, link: bool, fetched: CopyCounts) -
 
 def _list_files(folder: Path) -> Iterator[str]:
     """Yield the names in a checkpoint's manifest, and the manifest's own name. Raises FileNotFoundError, BackupError."""
-    raw = (folder / commit.MANIFEST).read_bytes()
+    raw = (folder / MANIFEST_FILE).read_bytes()
     try:
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
     except UNREADABLE as error:
-        raise BackupError(f"{folder / commit.MANIFEST} cannot be read: {error}. Next: artd check") from None
-    return iter([*(entry.name for entry in manifest.files), commit.MANIFEST])
+        raise BackupError(f"{folder / MANIFEST_FILE} cannot be read: {error}. Next: artd check") from None
+    return iter([*(entry.name for entry in manifest.files), MANIFEST_FILE])
 
 
 def _fetch_file(source: Path, target: Path, link: bool, fetched: CopyCounts) -> None:

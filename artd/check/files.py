@@ -17,7 +17,7 @@ from artd.datadir.layout import DataDir
 from artd.store.blobs import TRASH, hash_file, place
 from artd.training import commit
 from artd_schema.codec import UNREADABLE, digest
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
 
 from .listing import Listing
 from .report import Note, Violation
@@ -78,7 +78,7 @@ def checkpoints(data: DataDir, listing: Listing, deep: bool) -> Iterator[Violati
 
 def _check_folder(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str]:
     try:
-        raw = (folder / commit.MANIFEST).read_bytes()
+        raw = (folder / MANIFEST_FILE).read_bytes()
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
         present = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
     except (OSError, *UNREADABLE) as error:
@@ -88,7 +88,7 @@ def _check_folder(folder: Path, sha: str, size: int, deep: bool) -> Iterator[str
         yield f"its manifest.json has sha256 {digest(raw)}, its row says {sha}"
     if (total := sum(entry.bytes for entry in manifest.files)) != size:
         yield f"its files have {total} bytes by the manifest, {size} by the row"
-    expected = {entry.name: entry.bytes for entry in manifest.files} | {commit.MANIFEST: len(raw)}
+    expected = {entry.name: entry.bytes for entry in manifest.files} | {MANIFEST_FILE: len(raw)}
     wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
     if wrong:
         yield f"files that are missing, unknown or of another size: {', '.join(wrong)}"

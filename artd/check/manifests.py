@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from artd.datadir.layout import DataDir
-from artd.training import commit
 from artd_schema.codec import UNREADABLE, digest, to_json
-from artd_schema.manifest import BatchManifest, CheckpointManifest, ReplayManifest
+from artd_schema.manifest import MANIFEST_FILE, BatchManifest, CheckpointManifest, ReplayManifest
 
 from .listing import Listing
 from .report import Violation
@@ -29,7 +28,7 @@ MEMBER = "SELECT digest, group_id, reward FROM trajectory WHERE id = ?"
 def checkpoint_manifests(data: DataDir, listing: Listing) -> Iterator[Violation]:
     """Check `checkpoint.manifest`: run, step, epoch, lineage, parent, batch, base, job and fence match the rows."""
     for row in listing.checkpoints:
-        manifest = _read(data.root / row["dir"] / commit.MANIFEST, CheckpointManifest)
+        manifest = _read(data.root / row["dir"] / MANIFEST_FILE, CheckpointManifest)
         if manifest is not None:
             names = ("run", "step", "epoch", "lineage", "parent", "batch", "base_digest", "job", "fence", "parameters")
             for text in _differences(manifest, {name: row[name] for name in names}):
@@ -95,7 +94,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
     """Read the manifest in a blob or a folder. Returns None if it cannot be read, or if a blob's bytes have another sha256."""
     try:
         raw = path.read_bytes()
-        if path.name != commit.MANIFEST and digest(raw) != path.name:
+        if path.name != MANIFEST_FILE and digest(raw) != path.name:
             return None
         return msgspec.json.decode(raw, type=kind)
     except (OSError, *UNREADABLE):

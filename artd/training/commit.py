@@ -25,12 +25,11 @@ from artd.tables.pushes import prepare_push
 from artd.tables.runs import advance_run
 from artd.tables.trajectories import mark_trained
 from artd_schema.codec import UNREADABLE, digest
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
 from artd_schema.worker import CheckpointRef
 
 from .sampled import since_last_step
 
-MANIFEST = "manifest.json"
 _HASHERS = 8
 """Files that are hashed beside each other: adapter and moments of a large model are gigabytes."""
 
@@ -46,11 +45,11 @@ class Stale(Exception):
 def verify(folder: Path) -> tuple[str, CheckpointManifest]:
     """Hash every file of a staged or published folder against its manifest. Errors: BadResult."""
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        raw = (folder / MANIFEST_FILE).read_bytes()
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
     except (OSError, *UNREADABLE) as error:
-        raise BadResult(f"{folder / MANIFEST} cannot be read: {error}") from None
-    listed = {entry.name for entry in manifest.files} | {MANIFEST}
+        raise BadResult(f"{folder / MANIFEST_FILE} cannot be read: {error}") from None
+    listed = {entry.name for entry in manifest.files} | {MANIFEST_FILE}
     if extra := {path.name for path in folder.iterdir()} ^ listed:
         raise BadResult(f"{folder}: {', '.join(sorted(extra))} is not both in the folder and in its manifest")
     if odd := [entry.name for entry in manifest.files if not (folder / entry.name).is_file()]:

@@ -13,6 +13,14 @@ from .codec import prepare
 from .spec import Parameters
 from .trajectory import RouteShape
 
+# The files of a checkpoint's folder. Moments larger than a file's limit are numbered behind the stem of OPTIMIZER_FILE.
+MANIFEST_FILE = "manifest.json"
+WEIGHTS_FILE = "weights.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
 
 class TensorInfo(Struct, frozen=True):
     """dtype: safetensors name (I32, F32, U8 ...); sha256: hex digest of the raw little-endian bytes."""

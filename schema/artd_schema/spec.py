@@ -13,6 +13,14 @@ from msgspec import Meta, Struct
 
 from .codec import prepare
 from .engines import DEFAULT
+from .spec_defaults import (
+    ENGINE_DTYPE,
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    MAX_MODEL_LEN,
+    ROLLOUT_WEIGHTS_MODE,
+    ROW_LENGTH,
+)
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -71,10 +79,10 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kind: EngineName = DEFAULT
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = ENGINE_DTYPE
     transfer: Literal["auto", "staged", "in_place", "nccl", "stock"] = "auto"
     in_flight: InFlight = "drain"
-    max_model_len: Tokens = 1024
+    max_model_len: Tokens = MAX_MODEL_LEN
     max_num_seqs: Count = 64
     kv_cache_mib: Annotated[int, Meta(ge=1, le=1 << 28)] = 256
 
@@ -130,13 +138,13 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
     parameters: Parameters = "lora"
-    rollout_weights_mode: Mode = "merged"
+    rollout_weights_mode: Mode = ROLLOUT_WEIGHTS_MODE
     expert_replay: bool = True
     seed: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
-    group_size: Count = 8
-    groups_per_step: Count = 8
+    group_size: Count = GROUP_SIZE
+    groups_per_step: Count = GROUPS_PER_STEP
     group_timeout_s: Annotated[float, Meta(ge=0.001, le=YEAR_S)] = 600.0
-    row_length: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    row_length: Annotated[int, Meta(ge=0, le=1 << 24)] = ROW_LENGTH
     drop_longer: bool = False
     scale_rewards: bool = True
     lora: LoraSpec = LoraSpec()

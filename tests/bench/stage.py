@@ -25,11 +25,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from artd_schema.manifest import Canary
+from artd_schema.manifest import ADAPTER_FILE, OPTIMIZER_FILE, Canary
 from artd_schema.worker import CheckpointRef
 from artd_workers.trainer.checkpoint import folder as checkpoint
 from artd_workers.trainer.checkpoint import tensor_file
-from artd_workers.trainer.checkpoint.folder import ADAPTER, OPTIMIZER, STATE, Staging, State
+from artd_workers.trainer.checkpoint.folder import STATE, Staging, State
 from tests.bench.report import Report, parser
 
 FASTER = 1.5
@@ -58,14 +58,14 @@ def drawn(layers: int, device: str) -> dict[str, Tensor]:
 
 def contents(layers: int, device: str) -> Files:
     moments = {f"{name}.{key}": one for key in ("exp_avg", "exp_avg_sq") for name, one in drawn(layers, device).items()}
-    return {ADAPTER: drawn(layers, device), OPTIMIZER: moments | {"step": torch.tensor(1)}}
+    return {ADAPTER_FILE: drawn(layers, device), OPTIMIZER_FILE: moments | {"step": torch.tensor(1)}}
 
 
 def staged(folder: Path, files: Files) -> str:
     """As the trainer does it; the manifest's sha256."""
     with Staging(folder) as staging:
         for name, tensors in files.items():
-            (staging.sharded if name == OPTIMIZER else staging.tensors)(name, tensors)
+            (staging.sharded if name == OPTIMIZER_FILE else staging.tensors)(name, tensors)
         staging.json(STATE, State(step=1))
         staging.weights("merged", ())
         return staging.finish(
@@ -134,7 +134,7 @@ def main() -> int:
     options.add_argument("--device", default="cpu")
     args = options.parse_args()
     files = contents(args.layers, args.device)
-    cut = {ADAPTER: files[ADAPTER]} | checkpoint.shards(OPTIMIZER, files[OPTIMIZER])
+    cut = {ADAPTER_FILE: files[ADAPTER_FILE]} | checkpoint.shards(OPTIMIZER_FILE, files[OPTIMIZER_FILE])
     size = sum(one.nbytes for tensors in files.values() for one in tensors.values()) / 1e9
     report = Report(f"staging {size:.2f} GB in {sum(map(len, files.values()))} tensors")
     rows: dict[str, list[float]] = {name: [] for name in ("staged", "one", "read", "read one")}
@@ -148,7 +148,7 @@ def main() -> int:
             rows["staged"].append(taken(lambda: shas.append(staged(new, files))))
             grown.setdefault("staging", peak() - held)
             ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=shas[-1], dir=str(new))
-            rows["read"].append(taken(partial(checkpoint.read, ref, ADAPTER)))
+            rows["read"].append(taken(partial(checkpoint.read, ref, ADAPTER_FILE)))
             os.sync()
             rows["one"].append(taken(lambda: one_by_one(old, cut, steps)))
             grown.setdefault("staging one after the other", peak() - held)

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from artd_schema.manifest import ADAPTER_FILE
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from artd_workers.engines import checkpoint
 from artd_workers.engines.adapter import EngineError, Fence
@@ -183,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
                 return 200, {"results": [{}]}
             case "artd_load_merged":
                 kwargs = body["kwargs"]
-                file = Path(kwargs["checkpoint"]) / checkpoint.ADAPTER
+                file = Path(kwargs["checkpoint"]) / ADAPTER_FILE
                 stored = dict(checkpoint.tensor_hashes(file))
                 load(kwargs["table"], (stored.get(row[0], "") for row in kwargs["table"]))
                 return 200, {"results": [{}]}
@@ -299,7 +301,7 @@ def pulled(timeout_s: float) -> list[bytes] | None:
 
 def check_adapter(folder: str, table: list[list[Any]]) -> None:
     """Raises Unfit when the adapter of this folder, which must be one that is served, is not the table's."""
-    file = Path(folder) / checkpoint.ADAPTER
+    file = Path(folder) / ADAPTER_FILE
     if seed_of_adapter(Path(folder)) not in STATE.adapters.values():
         raise Unfit(f"no adapter was read from {folder}")
     found = {name: sum64(sha) for name, sha in checkpoint.tensor_hashes(file)}

@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from artd_schema.codec import to_json
 from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightEntry, WeightTable
+from artd_workers.models.codec import PEFT_PREFIX
 from artd_workers.trainer.checkpoint import held
 from artd_workers.transfer.checksum import sum_of
-from artd_workers.transfer.merge import PEFT_PREFIX, BaseWeights, merged_tensors
+from artd_workers.transfer.merge import BaseWeights, merged_tensors
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 4, 8

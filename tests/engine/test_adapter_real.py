@@ -18,11 +18,10 @@ import numpy.typing as npt
 import pytest
 
 from artd_schema import worker as w
-from artd_schema.manifest import Canary, WeightEntry, WeightTable
+from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WEIGHTS_FILE, Canary, WeightEntry, WeightTable
 from artd_workers.deadline import Deadline
 from artd_workers.engines import canary
 from artd_workers.engines.adapter import EngineError
-from artd_workers.engines.checkpoint import ADAPTER, ADAPTER_CONFIG, WEIGHTS
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.engine.real import HERE, Engine, start, tool
 
@@ -107,7 +106,7 @@ def scores(engine: Engine, name: str, told: Canary) -> tuple[canary.Scores, cana
 
 
 def held(engine: Engine, checkpoint: str) -> list[WeightEntry]:
-    raw = (engine.toys / checkpoint / WEIGHTS).read_bytes()
+    raw = (engine.toys / checkpoint / WEIGHTS_FILE).read_bytes()
     return list(msgspec.json.decode(raw, type=WeightTable).held)
 
 
@@ -122,10 +121,10 @@ def loaded(adapter: VllmAdapter, folder: Path) -> Iterator[None]:
 def spoiled(checkpoint: Path, out: Path, wrong: str) -> Path:
     """An adapter that is not the checkpoint's."""
     out.mkdir()
-    config = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
+    config = json.loads((checkpoint / ADAPTER_CONFIG_FILE).read_text())
     config["lora_alpha"] //= 2 if wrong == "half its scale" else 1
-    (out / ADAPTER_CONFIG).write_text(json.dumps(config))
-    found = read(checkpoint / ADAPTER)
+    (out / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
+    found = read(checkpoint / ADAPTER_FILE)
     if wrong.startswith("gate and up"):
         other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         swapped = {}
@@ -134,7 +133,7 @@ def spoiled(checkpoint: Path, out: Path, wrong: str) -> Path:
             swapped[name.replace(part, other.get(part, part))] = tensor
         found = swapped
     changed = {name: WRONG[wrong](name, tensor) for name, tensor in found.items()}
-    write(out / ADAPTER, {name: tensor for name, tensor in changed.items() if tensor is not None})
+    write(out / ADAPTER_FILE, {name: tensor for name, tensor in changed.items() if tensor is not None})
     return out
 
 

@@ -29,7 +29,7 @@ BUGS = (
     ),
     Bug(
         "adapter-config-not-hashed", "workers/artd_workers/engines/checkpoint.py",
-        ".hexdigest() != _listed(checkpoint, ADAPTER_CONFIG):", '.hexdigest() == "":',
+        ".hexdigest() != _listed(checkpoint, ADAPTER_CONFIG_FILE):", '.hexdigest() == "":',
         "tests/engine/test_push.py::test_a_damaged_adapter_config_is_refused", "DID NOT RAISE",
     ),
     Bug(
@@ -45,8 +45,8 @@ BUGS = (
     ),
     Bug(
         "adapter-scaled-before-its-cast", "workers/artd_workers/trainer/checkpoint/held.py",
-        "    cast = tensor.detach().to(dtype)\n    return (cast.float() * scale).to(dtype) if name.endswith(_B) else cast\n",
-        "    cast = tensor.detach()\n    return (cast * scale).to(dtype) if name.endswith(_B) else cast.to(dtype)\n",
+        "    cast = tensor.detach().to(dtype)\n    return (cast.float() * scale).to(dtype) if name.endswith(PEFT_B) else cast\n",
+        "    cast = tensor.detach()\n    return (cast * scale).to(dtype) if name.endswith(PEFT_B) else cast.to(dtype)\n",
         "tests/trainer/test_held.py::test_it_is_cast_and_then_scaled_as_vllm_does", "assert .* == ", torch=True,
     ),
     Bug(

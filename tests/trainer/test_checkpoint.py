@@ -16,19 +16,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from artd_schema.manifest import Canary
+from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, Canary
 from artd_schema.worker import CheckpointRef
 from artd_workers.trainer.checkpoint import folder as checkpoint
 from artd_workers.trainer.checkpoint import tensor_file, writer
-from artd_workers.trainer.checkpoint.folder import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    OPTIMIZER,
-    STATE,
-    CheckpointError,
-    Staging,
-    State,
-)
+from artd_workers.trainer.checkpoint.folder import STATE, CheckpointError, Staging, State
 
 pytestmark = pytest.mark.torch
 FIELDS: dict[str, Any] = {
@@ -63,10 +55,10 @@ def contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def staged(folder: Path, tensors: dict[str, Tensor] | None = None) -> CheckpointRef:
     found = drawn() if tensors is None else tensors
     with Staging(folder) as files:
-        files.tensors(ADAPTER, found)
-        files.tensors(OPTIMIZER, {f"{name}.exp_avg": tensor for name, tensor in found.items()})
+        files.tensors(ADAPTER_FILE, found)
+        files.tensors(OPTIMIZER_FILE, {f"{name}.exp_avg": tensor for name, tensor in found.items()})
         files.json(STATE, State(step=1))
-        files.json(ADAPTER_CONFIG, {"r": 2})
+        files.json(ADAPTER_CONFIG_FILE, {"r": 2})
         files.weights("merged", ())
         sha = files.finish(**FIELDS)
     return CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(folder))
@@ -90,15 +82,15 @@ def test_a_file_is_what_the_library_would_write(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.usefixtures("small")
 def test_written_hashed_and_read_back(tmp_path: Path) -> None:
     ref = staged(tmp_path / "one")
-    read = checkpoint.read(ref, ADAPTER)
-    wanted = load((tmp_path / "one" / ADAPTER).read_bytes())
+    read = checkpoint.read(ref, ADAPTER_FILE)
+    wanted = load((tmp_path / "one" / ADAPTER_FILE).read_bytes())
     assert read.weights.keys() == wanted.keys() and read.state == State(step=1)
     for name, tensor in wanted.items():
         assert read.weights[name].dtype == tensor.dtype and torch.equal(read.weights[name], tensor), name
     for entry in read.manifest.files:
         raw = (tmp_path / "one" / entry.name).read_bytes()
         assert (len(raw), hashlib.sha256(raw).hexdigest()) == (entry.bytes, entry.sha256), entry.name
-    assert {entry.name for entry in read.manifest.files} == {*os.listdir(tmp_path / "one")} - {checkpoint.MANIFEST}
+    assert {entry.name for entry in read.manifest.files} == {*os.listdir(tmp_path / "one")} - {MANIFEST_FILE}
     assert staged(tmp_path / "two").sha == ref.sha
     assert not writers()
 
@@ -135,33 +127,33 @@ def test_no_chunk_is_made_anew_before_it_was_hashed_and_written(
 
 def test_what_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     with Staging(tmp_path / "one") as files, pytest.raises(ValueError, match="odd is torch.complex64"):
-        files.tensors(ADAPTER, {"odd": torch.zeros(1, dtype=torch.complex64)})
+        files.tensors(ADAPTER_FILE, {"odd": torch.zeros(1, dtype=torch.complex64)})
 
 
-@pytest.mark.parametrize("name", [ADAPTER, ADAPTER_CONFIG, OPTIMIZER, STATE])
+@pytest.mark.parametrize("name", [ADAPTER_FILE, ADAPTER_CONFIG_FILE, OPTIMIZER_FILE, STATE])
 def test_a_changed_or_missing_file_is_not_used(tmp_path: Path, name: str) -> None:
     ref, path = staged(tmp_path / "one"), tmp_path / "one" / name
     raw = bytearray(path.read_bytes())
     raw[-2] ^= 1
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match=f"{name} has sha256 .* committed was"):
-        checkpoint.read(ref, ADAPTER)
+        checkpoint.read(ref, ADAPTER_FILE)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        checkpoint.read(ref, ADAPTER)
+        checkpoint.read(ref, ADAPTER_FILE)
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff" * 40, b"\x02" + bytes(7) + b"[]", save({"a": torch.ones(9)})[:-4]])
 def test_what_is_no_safetensors_file_is_told(tmp_path: Path, raw: bytes) -> None:
     with Staging(tmp_path / "one") as files:
-        files.add(ADAPTER, raw)
-        files.tensors(OPTIMIZER, drawn())
+        files.add(ADAPTER_FILE, raw)
+        files.tensors(OPTIMIZER_FILE, drawn())
         files.json(STATE, State(step=1))
-        files.json(ADAPTER_CONFIG, {"r": 2})
+        files.json(ADAPTER_CONFIG_FILE, {"r": 2})
         sha = files.finish(**FIELDS)
     ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(tmp_path / "one"))
     with pytest.raises(CheckpointError, match="not a trainer's checkpoint"):
-        checkpoint.read(ref, ADAPTER)
+        checkpoint.read(ref, ADAPTER_FILE)
 
 
 # ---- moments in several files -----------------------------------------------------------------------------------------
@@ -169,17 +161,17 @@ def test_what_is_no_safetensors_file_is_told(tmp_path: Path, raw: bytes) -> None
 
 def spread(folder: Path, tensors: dict[str, Tensor]) -> CheckpointRef:
     with Staging(folder) as files:
-        files.tensors(ADAPTER, {"a": torch.ones(2)})
-        files.sharded(OPTIMIZER, tensors)
+        files.tensors(ADAPTER_FILE, {"a": torch.ones(2)})
+        files.sharded(OPTIMIZER_FILE, tensors)
         files.json(STATE, State(step=1))
-        files.json(ADAPTER_CONFIG, {"r": 2})
+        files.json(ADAPTER_CONFIG_FILE, {"r": 2})
         sha = files.finish(**FIELDS)
     return CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(folder))
 
 
 def test_moments_that_fit_one_file_are_one(tmp_path: Path) -> None:
     spread(tmp_path / "one", drawn())
-    assert (tmp_path / "one" / OPTIMIZER).read_bytes() == save(contiguous(drawn()), {"format": "pt"})
+    assert (tmp_path / "one" / OPTIMIZER_FILE).read_bytes() == save(contiguous(drawn()), {"format": "pt"})
 
 
 @pytest.mark.parametrize("streams", [1, 8])
@@ -193,28 +185,28 @@ def test_large_moments_are_files_in_the_order_of_their_names(
         spread(tmp_path / name, dict(given)) for name, given in (("one", tensors), ("two", sorted(tensors.items())))
     ]
     assert refs[0].sha == refs[1].sha, "whatever the order in which they were given"
-    files = checkpoint.shards_of(OPTIMIZER, os.listdir(tmp_path / "one"))
+    files = checkpoint.shards_of(OPTIMIZER_FILE, os.listdir(tmp_path / "one"))
     assert files == [f"optimizer-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     held = [sorted(load(path.read_bytes())) for path in (tmp_path / "one" / file for file in files)]
     assert list(chain(*held)) == sorted(tensors) and ["07x"] in held
     assert all(sum(tensors[name].nbytes for name in names) <= 4000 for names in held if names != ["07x"])
-    found = checkpoint.read(refs[0], ADAPTER).optimizer
+    found = checkpoint.read(refs[0], ADAPTER_FILE).optimizer
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
     (tmp_path / "one" / files[3]).unlink()
     with pytest.raises(CheckpointError, match=f"{files[3]} is missing"):
-        checkpoint.read(refs[0], ADAPTER)
+        checkpoint.read(refs[0], ADAPTER_FILE)
 
 
 def test_a_checkpoint_without_moments_is_told(tmp_path: Path) -> None:
     with Staging(tmp_path / "one") as files:
-        files.tensors(ADAPTER, drawn())
+        files.tensors(ADAPTER_FILE, drawn())
         files.tensors("optimizer-old.safetensors", drawn())
         files.json(STATE, State(step=1))
-        files.json(ADAPTER_CONFIG, {"r": 2})
+        files.json(ADAPTER_CONFIG_FILE, {"r": 2})
         sha = files.finish(**FIELDS)
     ref = CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha=sha, dir=str(tmp_path / "one"))
-    with pytest.raises(CheckpointError, match=OPTIMIZER):
-        checkpoint.read(ref, ADAPTER)
+    with pytest.raises(CheckpointError, match=OPTIMIZER_FILE):
+        checkpoint.read(ref, ADAPTER_FILE)
 
 
 # ---- the disk ---------------------------------------------------------------------------------------------------------
@@ -248,12 +240,12 @@ class Disk:
 def test_every_file_is_durable_before_the_manifest_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
     ref = staged(tmp_path / "one")
-    begun = disk.calls.index(("write", checkpoint.MANIFEST))
+    begun = disk.calls.index(("write", MANIFEST_FILE))
     for name in os.listdir(tmp_path / "one"):
         wrote = [number for number, call in enumerate(disk.calls) if call == ("write", name)]
         synced = [number for number, call in enumerate(disk.calls) if call == ("fsync", name)]
         assert wrote and synced == [max(synced)] and max(wrote) < synced[0], name
-        assert name == checkpoint.MANIFEST or synced[0] < begun, name
+        assert name == MANIFEST_FILE or synced[0] < begun, name
     folder = [number for number, call in enumerate(disk.calls) if call == ("fsync", "one")]
     files = [
         number
@@ -261,8 +253,8 @@ def test_every_file_is_durable_before_the_manifest_is_begun(tmp_path: Path, monk
         if what == "fsync" and name not in ("one", tmp_path.name)
     ]
     assert len(folder) == 2 and files[-2] < folder[0] < begun < files[-1] < folder[1], "names too"
-    assert ("fdatasync", OPTIMIZER) in disk.calls, "the disk begins before the end"
-    assert checkpoint.read(ref, ADAPTER).weights.keys() == drawn().keys()
+    assert ("fdatasync", OPTIMIZER_FILE) in disk.calls, "the disk begins before the end"
+    assert checkpoint.read(ref, ADAPTER_FILE).weights.keys() == drawn().keys()
 
 
 @pytest.mark.usefixtures("small")
@@ -284,10 +276,10 @@ def test_a_disk_that_fails_at_any_call_leaves_no_manifest_and_says_so(
         failed += 1
         what, name = disk.calls[number - 1]
         after = disk.calls[number:]
-        if name in (checkpoint.MANIFEST, tmp_path.name) or disk.calls.count(("fsync", "one")) == 2:
+        if name in (MANIFEST_FILE, tmp_path.name) or disk.calls.count(("fsync", "one")) == 2:
             continue  # the manifest was begun, and the daemon is told that the job has failed
-        assert not (tmp_path / "one" / checkpoint.MANIFEST).exists(), (what, name)
-        assert ("write", checkpoint.MANIFEST) not in after
+        assert not (tmp_path / "one" / MANIFEST_FILE).exists(), (what, name)
+        assert ("write", MANIFEST_FILE) not in after
         assert not writers(), "threads that write on"
     assert failed > 25 and number > len(disk.calls)
 
@@ -333,4 +325,4 @@ def test_a_file_that_fails_ends_the_others(tmp_path: Path, first: bool) -> None:
         files.stream("endless", endless())
         raise KeyError  # something else of the job
     at = len(asked)
-    assert not writers() and len(asked) == at and not (tmp_path / "one" / checkpoint.MANIFEST).exists()
+    assert not writers() and len(asked) == at and not (tmp_path / "one" / MANIFEST_FILE).exists()

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from artd_schema import worker as w
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.manifest import MODEL_FILE, CheckpointManifest
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
-from artd_workers.trainer.checkpoint.folder import MODEL, CheckpointError
+from artd_workers.trainer.checkpoint.folder import CheckpointError
 from artd_workers.trainer.parameters.trained import AdapterState, FullState, open_model
 from artd_workers.trainer.step.losses import row_loss, shares
 from artd_workers.trainer.step.step import NonFinite, Optimizer, decays, train_step
@@ -234,10 +234,10 @@ def test_a_full_checkpoint(toy_folders: dict[str, Path], tmp_path: Path, family:
     base = BaseWeights(toy_folders[family])
     jobs = make_jobs(tmp_path / "a", toy_folders[family], parameters="full")
     zero = jobs.do(0, None)
-    assert set(files_in(Path(zero.dir))) == {MODEL, "optimizer.safetensors", "state.json", "weights.json"}
+    assert set(files_in(Path(zero.dir))) == {MODEL_FILE, "optimizer.safetensors", "state.json", "weights.json"}
     manifest = msgspec.json.decode((Path(zero.dir) / "manifest.json").read_bytes(), type=CheckpointManifest)
     assert manifest.parameters == "full"
-    stored = load_file(Path(zero.dir) / MODEL)
+    stored = load_file(Path(zero.dir) / MODEL_FILE)
     assert set(stored) == set(base) and all(torch.equal(stored[name], base[name]) for name in base)
     table = json.loads((Path(zero.dir) / "weights.json").read_text())
     assert table["mode"] == "merged" and [entry["name"] for entry in table["tensors"]] == list(base)
@@ -257,9 +257,9 @@ def test_a_damaged_or_foreign_checkpoint_is_named(toy_folders: dict[str, Path], 
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         adapter.do(1, full.do(0, None))
     zero = full.do(0, None)
-    raw = bytearray((Path(zero.dir) / MODEL).read_bytes())
+    raw = bytearray((Path(zero.dir) / MODEL_FILE).read_bytes())
     raw[-1] ^= 1
-    (Path(zero.dir) / MODEL).write_bytes(raw)
+    (Path(zero.dir) / MODEL_FILE).write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"model\.safetensors has sha256"):
         full.do(1, zero)
 
@@ -274,7 +274,7 @@ def test_the_export_is_the_policy(toy_folders: dict[str, Path], tmp_path: Path, 
     ref = jobs.do(1, jobs.do(0, None))
     count = export(toy_folders[family], Path(ref.dir), tmp_path / "out", torch.float32)
     served = json.loads((Path(ref.dir) / "weights.json").read_text())["tensors"]
-    assert count == len(served) == len(Stored(tmp_path / "out" / MODEL))
+    assert count == len(served) == len(Stored(tmp_path / "out" / MODEL_FILE))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     policy = jobs.trainer._load_policy({})
     trained = jobs.trainer._trained

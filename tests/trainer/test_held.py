@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from artd_schema.manifest import ADAPTER_FILE
 from artd_schema.spec import EngineSpec, LoraSpec
 from artd_workers.trainer.checkpoint import held
-from artd_workers.trainer.checkpoint.folder import ADAPTER
 from artd_workers.transfer.checksum import sum_of, sums_of_stacked
 
 from . import rig
@@ -71,6 +71,6 @@ def test_a_job_of_lora_mode_tells_what_an_engine_must_hold_and_score(
     assert first.base == first.logprobs == second.base != second.logprobs
     assert 0 < second.rounding < second.mean_abs
     for ref in (zero, one):
-        adapter, table = load_file(Path(ref.dir) / ADAPTER), table_of(ref)
+        adapter, table = load_file(Path(ref.dir) / ADAPTER_FILE), table_of(ref)
         assert table.held == held.entries(adapter, 6 / rig.RANK, torch.bfloat16)
         assert [row.name for row in table.held] == [row.name for row in table.tensors] == sorted(adapter)

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from artd_schema.manifest import MODEL_FILE
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer import placement
 from artd_workers.trainer.batch.rows import Batch
-from artd_workers.trainer.checkpoint.folder import MODEL
 from artd_workers.trainer.model import qkv_split
 from artd_workers.trainer.model.model import ALONE, Policy, build
 from artd_workers.trainer.parallel.layout import Parallel
@@ -239,7 +239,7 @@ def test_jobs_on_a_gpu_s_placement(
     zero = jobs.do(0, None)
     jobs.trainer.committed(zero, 1)
     one = jobs.do(1, zero)
-    stored = load_file(Path(one.dir) / MODEL)
+    stored = load_file(Path(one.dir) / MODEL_FILE)
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in stored.values())
     jobs.trainer.discard()

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from artd_schema import worker as w
+from artd_schema.manifest import MANIFEST_FILE
 from artd_schema.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.checkpoint import writer
 from artd_workers.trainer.checkpoint.writer import Files
@@ -61,7 +62,7 @@ def test_every_phase_and_file_of_a_job_is_marked(tmp_path: Path, toy_folders: di
         order, marks = desk.order(step, parent), Marks()
         staged = desk.trainer.run(order, marks)
         assert set(staged.seconds) == set(phases.split())
-        files = {path.name for path in Path(order.dir).iterdir()} - {writer.MANIFEST}
+        files = {path.name for path in Path(order.dir).iterdir()} - {MANIFEST_FILE}
         rows = len(load_file(order.batch)["tokens"]) if step else 0
         assert marks.made == 2 * rows + len(staged.seconds) + len(files) + CHUNKS
         parent = w.CheckpointRef(run="r", step=step, epoch=step, lineage=0, sha=staged.sha, dir=order.dir)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from artd_schema.codec import to_json
-from artd_schema.manifest import Canary
+from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, MODEL_FILE, OPTIMIZER_FILE, Canary
 from artd_schema.score import REQUEST, SCORES, SEQUENCES, ScoreRequest
 from artd_schema.spec import LoraSpec, RunSpec
 from artd_schema.trajectory import RouteShape
@@ -97,9 +97,9 @@ def commit(folder: Path, file: str, weights: dict[str, Tensor]) -> CheckpointRef
     """A checkpoint folder of what scoring reads."""
     staging = checkpoint.Staging(folder)
     staging.tensors(file, weights)
-    staging.tensors(checkpoint.OPTIMIZER, {"step": torch.tensor(1)})
+    staging.tensors(OPTIMIZER_FILE, {"step": torch.tensor(1)})
     staging.json(checkpoint.STATE, checkpoint.State(step=1, rng=""))
-    staging.json(checkpoint.ADAPTER_CONFIG, {"r": 2})
+    staging.json(ADAPTER_CONFIG_FILE, {"r": 2})
     sha = staging.finish(
         run="r", step=1, epoch=1, lineage=0, parent="", batch="", base_digest="", spec_digest="", instance="", job=1, fence=1,
         canary=Canary(prompts=(), logprobs=(), max_abs=0.0, mean_abs=0.0),
@@ -157,7 +157,7 @@ def test_the_last_tokens_routes_do_not_matter_and_the_others_do(moe: Path, tmp_p
 def test_a_full_checkpoint_scores_and_not_its_base(moe: Path, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(7)
     weights = {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in BaseWeights(moe).items()}
-    ref = commit(tmp_path / "checkpoint", checkpoint.MODEL, weights)
+    ref = commit(tmp_path / "checkpoint", MODEL_FILE, weights)
     asked, ids = columns(256), routes()
     found = ask(tmp_path / "ask", asked | {"routes": ids}, full(moe), ref, SHAPE)
     plan = plan_for(read_config(moe))
@@ -171,7 +171,7 @@ def test_an_adapter_scores_on_top_of_its_base(toy_folders: dict[str, Path], tmp_
     folder = toy_folders["llama"]
     policy = rig.make_policy(folder)
     assert policy.lora is not None
-    ref = commit(tmp_path / "checkpoint", checkpoint.ADAPTER, dict(policy.lora.state()))
+    ref = commit(tmp_path / "checkpoint", ADAPTER_FILE, dict(policy.lora.state()))
     asked, spec = columns(1024), RunSpec(model=str(folder), lora=LoraSpec(rank=rig.RANK, alpha=rig.ALPHA), threads=1)
     found = ask(tmp_path / "ask", asked, spec, ref)
     assert torch.allclose(found["live.logprobs"], scored(policy, asked), atol=1e-6)
@@ -184,8 +184,8 @@ def test_an_adapter_scores_on_top_of_its_base(toy_folders: dict[str, Path], tmp_
 @pytest.mark.parametrize("damage", ["manifest", "weights", "missing"])
 def test_a_damaged_checkpoint_scores_nothing(moe: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "checkpoint"
-    ref = commit(folder, checkpoint.MODEL, dict(BaseWeights(moe).items()))
-    path = folder / (checkpoint.MANIFEST if damage == "manifest" else checkpoint.MODEL)
+    ref = commit(folder, MODEL_FILE, dict(BaseWeights(moe).items()))
+    path = folder / (MANIFEST_FILE if damage == "manifest" else MODEL_FILE)
     if damage == "missing":
         path.unlink()
     else:

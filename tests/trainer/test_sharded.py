@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from artd_workers.trainer.checkpoint.folder import MODEL, OPTIMIZER
+from artd_schema.manifest import MODEL_FILE, OPTIMIZER_FILE
 from artd_workers.trainer.placement import Placement
 
 from . import parallel_rig, rig
@@ -56,7 +56,7 @@ def here(folder: Path, name: str) -> Jobs:
 def apart(one: Path, two: Path) -> float:
     """Largest relative difference of a tensor of two checkpoints."""
     found = []
-    for name in (MODEL, OPTIMIZER):
+    for name in (MODEL_FILE, OPTIMIZER_FILE):
         ours, theirs = load_file(one / name), load_file(two / name)
         assert list(ours) == list(theirs)
         found += [rig.relative(ours[key].float(), theirs[key].float()) for key in ours]
@@ -77,7 +77,7 @@ def test_each_has_half_the_masters(done: Done) -> None:
 
 
 def test_a_checkpoint_does_not_tell_how_many_wrote_it(done: Done) -> None:
-    for name in (MODEL, OPTIMIZER, "weights.json", "state.json"):
+    for name in (MODEL_FILE, OPTIMIZER_FILE, "weights.json", "state.json"):
         ours, theirs = ((done.folder / one / "0" / name).read_bytes() for one in (TWO, ALONE))
         assert ours == theirs, name
     back = here(done.folder, "back")
@@ -99,6 +99,6 @@ def test_fresh_processes_go_on_to_the_same_bits(done: Done, tmp_path: Path) -> N
         shutil.copy(done.folder / name, tmp_path)
     shutil.copytree(done.folder / TWO / "1", tmp_path / ALONE / "1")
     run(Alone(tmp_path, [], {}), 2, LAYOUT)
-    for name in (MODEL, OPTIMIZER):
+    for name in (MODEL_FILE, OPTIMIZER_FILE):
         found, wanted = (one / name for one in (tmp_path / TWO / "again", done.folder / TWO / "2"))
         assert found.read_bytes() == wanted.read_bytes(), name

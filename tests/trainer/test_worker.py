@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from artd.models.base_model import pin
 from artd_schema import crashpoint
 from artd_schema import worker as w
+from artd_schema.manifest import ADAPTER_FILE, MODEL_FILE
 from artd_schema.spec import EngineSpec
-from artd_workers.trainer.checkpoint.folder import ADAPTER, MODEL
 from artd_workers.transfer import gloo
 from artd_workers.transfer.merge import BaseWeights, merged_tensors
 from tests import toys
@@ -75,8 +75,12 @@ def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path]
     assert {k: v for k, v in before.metrics.items() if k not in times} == {
         k: v for k, v in after.metrics.items() if k not in times
     }
-    weights = MODEL if parameters == "full" else ADAPTER
-    assert weights in straight and len({MODEL, ADAPTER} & set(straight)) == 1 and straight[weights] != first[weights]
+    weights = MODEL_FILE if parameters == "full" else ADAPTER_FILE
+    assert (
+        weights in straight
+        and len({MODEL_FILE, ADAPTER_FILE} & set(straight)) == 1
+        and straight[weights] != first[weights]
+    )
     assert before.metrics["mismatch_tokens"] == before.metrics["trained_tokens"] == 84
     assert json.loads(straight["state.json"])["batches"] == 4
 
@@ -246,9 +250,9 @@ def test_live_pushes(
 def on_disk(base: Path, folder: Path, parameters: str, mode: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What a checkpoint folder says that the engine is served, in push order."""
     if parameters == "full":
-        weights = load_file(folder / MODEL)
+        weights = load_file(folder / MODEL_FILE)
         return {name: weights[name].to(dtype) for name in BaseWeights(base)}
-    adapter = load_file(folder / ADAPTER)
+    adapter = load_file(folder / ADAPTER_FILE)
     if mode == "lora":
         return dict(sorted(adapter.items()))
     return dict(merged_tensors(BaseWeights(base), adapter, rig.ALPHA / rig.RANK, dtype))

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from artd_schema.manifest import MODEL_FILE, OPTIMIZER_FILE
 from tools.gpu import lines  # first: it sets the environment
 
 import torch  # isort: skip
@@ -150,17 +151,17 @@ def restore(tiny: bool) -> Iterator[dict[str, Any]]:
         trainer._restore(parent, seconds)
         trained = trainer._trained
         assert isinstance(trained, FullState)
-        kept = {checkpoint.MODEL: trained.state(), checkpoint.OPTIMIZER: trainer._optimizer.state()}
+        kept = {MODEL_FILE: trained.state(), OPTIMIZER_FILE: trainer._optimizer.state()}
         equal = {name: same(jobs.stored(Path(parent.dir), name), now) for name, now in kept.items()}
         yield {"what": "step 1 restored, bit for bit", "equal": equal, "seconds": seconds}
         del trainer, trained, kept
         gc.collect()
-        yield jobs.again_afresh(folder, checkpoint.MODEL)
+        yield jobs.again_afresh(folder, MODEL_FILE)
 
 
 def served(step: Path, spec: RunSpec) -> dict[str, Any]:
     """Every tensor of the weight table against the masters on disk, rounded on the CPU."""
-    listed, masters, dtype = jobs.entries(step), Stored(step / checkpoint.MODEL), getattr(torch, spec.engine.dtype)
+    listed, masters, dtype = jobs.entries(step), Stored(step / MODEL_FILE), getattr(torch, spec.engine.dtype)
     right = sum(checkpoint.is_listed(masters[name].to(dtype), entry) for name, entry in listed.items())
     return {"what": "served tensors rounded again on the CPU", "tensors": len(masters), "equal": right}
 

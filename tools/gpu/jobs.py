@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from artd_schema.manifest import WeightEntry, WeightTable
+from artd_schema.manifest import ADAPTER_FILE, OPTIMIZER_FILE, WeightEntry, WeightTable
 from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 from artd_workers.deadline import Deadline
@@ -46,7 +46,7 @@ def worker(tiny: bool) -> Iterator[dict[str, Any]]:
         yield from done_by(trainer, folder)
         yield served(folder / "step-2", spec)
         yield one_by_one(trainer)
-        yield again_afresh(folder, checkpoint.ADAPTER)
+        yield again_afresh(folder, ADAPTER_FILE)
 
 
 def done_by(trainer: Trainer, folder: Path) -> Iterator[dict[str, Any]]:
@@ -120,7 +120,7 @@ def kept(metrics: dict[str, float]) -> dict[str, float]:
 def served(step: Path, spec: RunSpec) -> dict[str, Any]:
     """Every 50th adapted tensor of the weight table, merged again on the CPU."""
     listed, base, dtype = entries(step), BaseWeights(spec.model), getattr(torch, spec.engine.dtype)
-    targets = list(adapter_targets(load_file(step / checkpoint.ADAPTER)).items())[::50]
+    targets = list(adapter_targets(load_file(step / ADAPTER_FILE)).items())[::50]
     scale = spec.lora.alpha / spec.lora.rank
     same = [checkpoint.is_listed(merge(base[name], a, b, scale, dtype), listed[name]) for name, (a, b) in targets]
     return {"what": "served tensors merged again on the CPU", "tensors": len(same), "equal": sum(same)}
@@ -160,10 +160,10 @@ def stored(step: Path, name: str) -> dict[str, Tensor]:
     return {key: tensor for file in files for key, tensor in load_file(step / file).items()}
 
 
-def compared(one: Path, two: Path, weights: str = checkpoint.ADAPTER) -> dict[str, Any]:
+def compared(one: Path, two: Path, weights: str = ADAPTER_FILE) -> dict[str, Any]:
     """Differences of two checkpoints of the same step. weights: the file of what is trained."""
     found: dict[str, Any] = {}
-    for name in (weights, checkpoint.OPTIMIZER):
+    for name in (weights, OPTIMIZER_FILE):
         ours, theirs = stored(one, name), stored(two, name)
         assert list(ours) == list(theirs)
         found[name] = max(float((ours[key].double() - theirs[key].double()).abs().max()) for key in ours)

@@ -18,11 +18,12 @@ from typing import Any
 
 from artd.cli import daemon_probe, read
 from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, USAGE, CliError, shared
+from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
+from artd_schema.spec_defaults import spec_value
 
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-TRAINED = {"lora": ADAPTER, "full": ("model.safetensors",)}
+ADAPTER = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
+TRAINED = {"lora": ADAPTER, "full": (MODEL_FILE,)}
 """By the manifest's `parameters`: the files of a checkpoint that hold what was trained."""
-MANIFEST, WEIGHTS = "manifest.json", "weights.json"
 PEFT_NOTE = (
     "note: this adapter has experts, which peft 0.21 with transformers 5 loads right; other versions may leave some out. Next, for "
     "those: --format merged"
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         manifest = _manifest(source, row["sha"])
         whole = _whole(name, manifest.get("parameters", "lora"), args.format)
         _copy_trained(source, manifest, partial, with_weights=whole)
-        if not whole and _has_experts(partial / ADAPTER[1]):
+        if not whole and _has_experts(partial / ADAPTER_FILE):
             print(PEFT_NOTE, file=sys.stderr)
         if whole:
             merged = partial.with_name(partial.name + "-merged")
@@ -101,7 +102,7 @@ def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]
 
 def _manifest(source: Path, sha: str) -> dict[str, Any]:
     """A checkpoint's manifest, whose sha256 is the committed one. Raises CliError."""
-    path = source / MANIFEST
+    path = source / MANIFEST_FILE
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -130,7 +131,7 @@ def _copy_trained(source: Path, manifest: dict[str, Any], out: Path, with_weight
     """Copy the files of what was trained, each checked against the manifest. Raises CliError."""
     listed = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
     out.mkdir(parents=True)
-    for name in (*TRAINED[manifest.get("parameters", "lora")], *((WEIGHTS,) if with_weights else ())):
+    for name in (*TRAINED[manifest.get("parameters", "lora")], *((WEIGHTS_FILE,) if with_weights else ())):
         if name not in listed:
             raise CliError(FAILED, f"{source} holds no {name}", "export another step")
         if _copy(source / name, out / name) != listed[name]:
@@ -160,6 +161,6 @@ def _merge(data: Path, config: str | None, trained: Path, out: Path, spec: dict[
     """Make the Hugging Face folder in the trainer's interpreter. Raises CliError."""
     from artd.cli import in_trainer
 
-    dtype = spec.get("engine", {}).get("dtype", "float32")
+    dtype = spec_value(spec, "engine", "dtype")
     arguments = ["--base", spec["model"], "--checkpoint", str(trained), "--out", str(out), "--dtype", dtype]
     in_trainer.call(data, config, "artd_workers.trainer.tools.export", arguments, "export")

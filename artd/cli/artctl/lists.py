@@ -16,6 +16,7 @@ from artd.cli.outcome import OK, at_least, shared
 from artd.cli.show import Row
 from artd.cli.status import problems
 from artd.cli.status.snapshot import JOB_STATES, _alive
+from artd_schema.spec_defaults import spec_value
 
 VERBS = ("runs", "jobs", "trajectories", "checkpoints", "workers", "pushes")
 
@@ -75,7 +76,7 @@ LISTINGS: dict[str, Listing] = {
             "state": _of("state"),
             "step": _of("step"),
             "served": _of("served"),
-            "mode": lambda row: row["spec"].get("rollout_weights_mode", "merged"),
+            "mode": lambda row: spec_value(row["spec"], "rollout_weights_mode"),
             "created": _age,
             "model": lambda row: row["spec"].get("model", ""),
             "reason": _of("reason"),

@@ -19,7 +19,7 @@ from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared
 from artd_schema.codec import UNREADABLE
 from artd_schema.engines import engine_kind
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
 from artd_schema.score import ScoreRequest
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _canary(folder: Path, sha: str) -> list[Prompt]:
     """The canary prompts of a committed checkpoint. Raises CliError when its manifest is missing or another."""
-    path = folder / "manifest.json"
+    path = folder / MANIFEST_FILE
     try:
         raw = path.read_bytes()
         if hashlib.sha256(raw).hexdigest() != sha:

@@ -14,6 +14,7 @@ from artd.cli.outcome import DEGRADED, NOT_RUNNING, OK, shared
 from artd.cli.show import paint
 from artd.cli.status.problems import advice
 from artd.cli.status.snapshot import Snapshot, content, doing, take
+from artd_schema.spec_defaults import spec_value
 
 _CODES = {"ok": OK, "degraded": DEGRADED, "down": NOT_RUNNING}
 _DOTS = {"ok": ("●", "green"), "degraded": ("●", "yellow"), "down": ("○", "red")}
@@ -82,7 +83,7 @@ def _run(shot: Snapshot) -> str:
         parts.append(
             f"serving @{run['served']}  lag {run['step'] - run['served']}" if run["served"] >= 0 else "serving nothing"
         )
-    parts.append(run["spec"].get("rollout_weights_mode", "merged"))
+    parts.append(spec_value(run["spec"], "rollout_weights_mode"))
     return "   ".join(parts)
 
 

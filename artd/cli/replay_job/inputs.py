@@ -18,6 +18,7 @@ from artd.datadir.layout import DataDir
 from artd.errors import Conflict
 from artd.models.base_model import check_pinned
 from artd_schema.base import BaseModel
+from artd_schema.manifest import MANIFEST_FILE
 from artd_schema.replay_job import ReplayRequest
 from artd_schema.spec import RunSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
@@ -82,7 +83,7 @@ def _gone(data: Path, row: Row) -> Iterator[str]:
 def _gone_checkpoint(data: Path, what: str, run: str, step: int, state: str, folder: str) -> Iterator[str]:
     if state == "retired":
         yield f"{what} {run}@{step} was deleted (keep_checkpoints)"
-    elif not (data / folder / "manifest.json").is_file():
+    elif not (data / folder / MANIFEST_FILE).is_file():
         yield f"{what} {run}@{step} is not in {data / folder} any more"
 
 

@@ -17,6 +17,7 @@ from artd.cli.health import unwell
 from artd.cli.show import Row, iso, span, stamped
 from artd.store.version import BUG, REMEDY, wal_reset_bug
 from artd_schema.paths import boot_id, process_ticks
+from artd_schema.spec_defaults import spec_value
 
 from .problems import Problem, advice, problems
 
@@ -144,8 +145,8 @@ def _too_long(shot: Snapshot) -> Warned:
     """Rows shorter than the engine's longest answers are nobody's mistake until something does not fit: nothing is cut."""
     run = shot.run
     assert run is not None
-    longest = run["spec"].get("engine", {}).get("max_model_len", 1024)
-    rows = run["spec"].get("row_length", 0) or longest
+    longest = spec_value(run["spec"], "engine", "max_model_len")
+    rows = spec_value(run["spec"], "row_length") or longest
     wanted = f" of {longest} (engine.max_model_len)" if longest > rows else ""
     what = (
         f"of the newest {UNPACKED_OF} trajectories {shot.unpacked} of run {run['name']} were not trained, or not as a whole: a"
@@ -187,11 +188,11 @@ def doing(shot: Snapshot) -> str:
         return "was waiting for rollouts"
     if run["served"] < run["step"]:
         return f"waiting for an engine to serve step {run['step']}"
-    need, sealed = run["spec"].get("groups_per_step", 8), train["sealed"]["groups"]
+    need, sealed = spec_value(run["spec"], "groups_per_step"), train["sealed"]["groups"]
     told = f"waiting for rollouts: {sealed} of {need} trainable groups, {train['open']['groups']} open"
     if not train["open"]["groups"]:
         return told
-    full = train["open"]["groups"] * run["spec"].get("group_size", 8)
+    full = train["open"]["groups"] * spec_value(run["spec"], "group_size")
     return f"{told} with {train['open']['trajectories']} of {full} trajectories"
 
 
@@ -200,7 +201,7 @@ def lacking(shot: Snapshot) -> int:
     run = shot.run
     if run is None or not doing(shot).startswith("waiting for rollouts"):
         return 0
-    return max(0, (run["spec"].get("groups_per_step") or 8) - shot.groups["train"]["sealed"]["groups"])
+    return max(0, spec_value(run["spec"], "groups_per_step") - shot.groups["train"]["sealed"]["groups"])
 
 
 def content(shot: Snapshot) -> dict[str, Any]:

@@ -18,14 +18,19 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import CheckpointManifest, WeightEntry, WeightTable
+from artd_schema.manifest import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    CheckpointManifest,
+    WeightEntry,
+    WeightTable,
+)
 from artd_schema.worker import CheckpointRef
 
 from .adapter import EngineError
 
-MANIFEST, WEIGHTS = "manifest.json", "weights.json"
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-MODEL = "model.safetensors"
 _CHUNK = 1 << 20
 T = TypeVar("T")
 
@@ -42,19 +47,21 @@ class Checkpoint:
 def read(ref: CheckpointRef) -> Checkpoint:
     """Open a committed checkpoint. Raises EngineError when a file is missing, unreadable or not what was committed."""
     folder = Path(ref.dir)
-    raw = _bytes(folder / MANIFEST)
+    raw = _bytes(folder / MANIFEST_FILE)
     if (found := hashlib.sha256(raw).hexdigest()) != ref.sha:
         raise EngineError(
-            f"{folder / MANIFEST} has sha256 {found[:16]}, but {ref.run}@{ref.step} was committed as {ref.sha[:16]}"
+            f"{folder / MANIFEST_FILE} has sha256 {found[:16]}, but {ref.run}@{ref.step} was committed as {ref.sha[:16]}"
         )
-    manifest = _decode(raw, CheckpointManifest, folder / MANIFEST)
-    entry = next((file for file in manifest.files if file.name == WEIGHTS), None)
+    manifest = _decode(raw, CheckpointManifest, folder / MANIFEST_FILE)
+    entry = next((file for file in manifest.files if file.name == WEIGHTS_FILE), None)
     if entry is None:
-        raise EngineError(f"{folder / MANIFEST} lists no {WEIGHTS}, so there is nothing to verify a push against")
-    raw = _bytes(folder / WEIGHTS)
+        raise EngineError(
+            f"{folder / MANIFEST_FILE} lists no {WEIGHTS_FILE}, so there is nothing to verify a push against"
+        )
+    raw = _bytes(folder / WEIGHTS_FILE)
     if hashlib.sha256(raw).hexdigest() != entry.sha256:
-        raise EngineError(f"{folder / WEIGHTS} is not the file that was committed; the checkpoint is damaged")
-    return Checkpoint(folder, manifest, _decode(raw, WeightTable, folder / WEIGHTS))
+        raise EngineError(f"{folder / WEIGHTS_FILE} is not the file that was committed; the checkpoint is damaged")
+    return Checkpoint(folder, manifest, _decode(raw, WeightTable, folder / WEIGHTS_FILE))
 
 
 def adopt_adapter(checkpoint: Checkpoint, target: Path) -> None:
@@ -65,11 +72,11 @@ def adopt_adapter(checkpoint: Checkpoint, target: Path) -> None:
     and scale) not the one in the manifest.
     """
     target.mkdir(parents=True)
-    for name in (ADAPTER, ADAPTER_CONFIG):
+    for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
         _link(checkpoint.folder / name, target / name)
-    if hashlib.sha256(_bytes(target / ADAPTER_CONFIG)).hexdigest() != _listed(checkpoint, ADAPTER_CONFIG):
-        raise EngineError(f"{checkpoint.folder / ADAPTER_CONFIG} is not the file that was committed")
-    verify_file(target / ADAPTER, checkpoint.weights.tensors)
+    if hashlib.sha256(_bytes(target / ADAPTER_CONFIG_FILE)).hexdigest() != _listed(checkpoint, ADAPTER_CONFIG_FILE):
+        raise EngineError(f"{checkpoint.folder / ADAPTER_CONFIG_FILE} is not the file that was committed")
+    verify_file(target / ADAPTER_FILE, checkpoint.weights.tensors)
 
 
 def verify_file(path: Path, table: tuple[WeightEntry, ...]) -> None:

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from artd_schema.crashpoint import reach
 from artd_schema.direct import OFFER
+from artd_schema.manifest import WEIGHTS_FILE
 from artd_schema.spec import RunSpec
 from artd_schema.worker import Live, Push, Transfer
 from artd_workers.deadline import Deadline, Patient
@@ -183,7 +184,7 @@ class Pusher:
         wanted = self._spec.engine.transfer
         with self._timed("open", seconds):
             self._adapter.direct_open(Path(push.rendezvous) / OFFER, deadline)
-            self._adapter.direct_expect(committed.folder / checkpoint.WEIGHTS, deadline)
+            self._adapter.direct_expect(committed.folder / WEIGHTS_FILE, deadline)
             staged = wanted == "staged" or (wanted in ("auto", "nccl") and self._adapter.direct_room(deadline))
         if staged:
             with self._timed("stage", seconds):

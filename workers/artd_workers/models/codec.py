@@ -16,6 +16,10 @@ from torch import Tensor
 
 Layout = Literal["plain", "concat", "query_groups"]
 
+PEFT_PREFIX = "base_model.model."
+PEFT_A, PEFT_B = ".lora_A.weight", ".lora_B.weight"
+"""How PEFT names the tensors of an adapter: prefix, module, suffix."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -115,5 +119,5 @@ def module_name(weight: str) -> str:
 
 def peft_names(weight: str) -> tuple[str, str]:
     """PEFT's tensor names of the A [r, in] and B [out, r] that adapt a Hugging Face weight."""
-    stem = f"base_model.model.{module_name(weight)}"
-    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+    stem = PEFT_PREFIX + module_name(weight)
+    return stem + PEFT_A, stem + PEFT_B

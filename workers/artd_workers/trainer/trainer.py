@@ -24,7 +24,7 @@ from torch import Tensor
 
 from artd_schema.codec import digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import Canary
+from artd_schema.manifest import OPTIMIZER_FILE, Canary
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig, Transfer
 from artd_workers.base_files import BaseFiles
 from artd_workers.trainer.batch.replay_bundle import ReplayFiles
@@ -256,7 +256,7 @@ class Trainer:
         started = time.perf_counter()
         with Staging(Path(job.dir), seconds.progress) as staging:
             self._trained.stage(staging)
-            staging.sharded(folder.OPTIMIZER, moments)
+            staging.sharded(OPTIMIZER_FILE, moments)
             staging.json(folder.STATE, state)
             staging.weights(self.spec.rollout_weights_mode, snapshot.entries, self._trained.held())
             sha = staging.finish(

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from artd_schema.families import SEEDED
 from artd_workers.models import seeded
+from artd_workers.models.codec import PEFT_A, PEFT_B, PEFT_PREFIX
 from artd_workers.models.experts import Slice, parts
 
-PEFT_PREFIX = "base_model.model."
-_SUFFIX_A, _SUFFIX_B = ".lora_A.weight", ".lora_B.weight"
 _HEAD = "lm_head.weight"
 _CHUNK = 1 << 16
 """Elements merged at a time: two fp32 buffers of this size fit a core's L2 cache, and calls into torch stay few."""
@@ -181,11 +180,11 @@ def adapter_targets(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Te
     """Hugging Face weight name -> (A [r, in], B [out, r]) of an adapter in PEFT names. Raises ValueError if odd."""
     targets: dict[str, tuple[Tensor, Tensor]] = {}
     for name in adapter:
-        if not name.startswith(PEFT_PREFIX) or not name.endswith((_SUFFIX_A, _SUFFIX_B)):
+        if not name.startswith(PEFT_PREFIX) or not name.endswith((PEFT_A, PEFT_B)):
             raise ValueError(f"{name} is not a PEFT LoRA tensor name")
-        if name.endswith(_SUFFIX_A):
-            stem = name.removesuffix(_SUFFIX_A)
-            targets[stem.removeprefix(PEFT_PREFIX) + ".weight"] = (adapter[name], adapter[stem + _SUFFIX_B])
+        if name.endswith(PEFT_A):
+            stem = name.removesuffix(PEFT_A)
+            targets[stem.removeprefix(PEFT_PREFIX) + ".weight"] = (adapter[name], adapter[stem + PEFT_B])
     if 2 * len(targets) != len(adapter):
         raise ValueError("the adapter holds a lora_B without its lora_A")
     return targets

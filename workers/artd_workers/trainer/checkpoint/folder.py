@@ -22,17 +22,22 @@ from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import CheckpointManifest, WeightEntry
+from artd_schema.manifest import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MANIFEST_FILE,
+    OPTIMIZER_FILE,
+    CheckpointManifest,
+    WeightEntry,
+)
 from artd_schema.worker import CheckpointRef
 from artd_workers.transfer.checksum import sum_of
 
 from . import tensor_file
-from .writer import MANIFEST, WEIGHTS, Files  # noqa: F401 - WEIGHTS is a file of a checkpoint like those below
+from .writer import Files
 
 SUFFIX = ".safetensors"
 STATE = "state.json"
-ADAPTER, ADAPTER_CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
-MODEL = "model.safetensors"
 SHARD = 1 << 30
 """Bytes of one file of moments: files are hashed, written and read beside each other, and one alone by one core."""
 READERS = 8
@@ -140,20 +145,20 @@ def shards_of(name: str, files: Iterable[str]) -> list[str]:
 
 
 def read(ref: CheckpointRef, weights: str) -> Loaded:
-    """Read a committed checkpoint. weights: the file with what is trained, ADAPTER or MODEL.
+    """Read a committed checkpoint. weights: the file with what is trained, ADAPTER_FILE or MODEL_FILE.
 
     Raises CheckpointError when a file is missing or not the one committed.
     """
     folder = Path(ref.dir)
-    raw = _read(folder / MANIFEST, ref.sha)
+    raw = _read(folder / MANIFEST_FILE, ref.sha)
     try:
         manifest = msgspec.json.decode(raw.data, type=CheckpointManifest)
         shas = {entry.name: entry.sha256 for entry in manifest.files}
-        names = (weights, STATE, *shards_of(OPTIMIZER, shas))
+        names = (weights, STATE, *shards_of(OPTIMIZER_FILE, shas))
         with ThreadPoolExecutor(READERS) as pool:
             trained, state, *moments = pool.map(lambda name: _read(folder / name, shas[name]), names)
-        if weights == ADAPTER:
-            _read(folder / ADAPTER_CONFIG, shas[ADAPTER_CONFIG])  # the adapter's rank and scale
+        if weights == ADAPTER_FILE:
+            _read(folder / ADAPTER_CONFIG_FILE, shas[ADAPTER_CONFIG_FILE])  # the adapter's rank and scale
         return Loaded(
             manifest,
             tensor_file.parsed(trained),

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from artd_schema.manifest import WeightEntry
+from artd_workers.models.codec import PEFT_B
 from artd_workers.transfer.checksum import sums_of_stacked
 
-_B = ".lora_B.weight"
 _TOGETHER = 1 << 26
 """Elements that are summed at once: a few buffers of 512 MiB."""
 
@@ -29,12 +29,12 @@ def entries(adapter: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> 
 def held(name: str, tensor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """One tensor, or several of one kind [n, ...], as an engine holds it."""
     cast = tensor.detach().to(dtype)
-    return (cast.float() * scale).to(dtype) if name.endswith(_B) else cast
+    return (cast.float() * scale).to(dtype) if name.endswith(PEFT_B) else cast
 
 
 def _entries(adapter: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> Iterator[WeightEntry]:
     def kind(name: str) -> tuple[bool, tuple[int, ...]]:
-        return name.endswith(_B), tuple(adapter[name].shape)
+        return name.endswith(PEFT_B), tuple(adapter[name].shape)
 
     word = str(dtype).removeprefix("torch.")
     for (_, shape), names in groupby(sorted(adapter, key=kind), kind):

@@ -19,9 +19,8 @@ from typing import Any, Self
 
 from artd_schema.codec import digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import CheckpointManifest, FileEntry, WeightEntry, WeightTable
+from artd_schema.manifest import MANIFEST_FILE, WEIGHTS_FILE, CheckpointManifest, FileEntry, WeightEntry, WeightTable
 
-MANIFEST, WEIGHTS = "manifest.json", "weights.json"
 CHUNK = 32 << 20
 """Bytes of a large file that are hashed and written at a time."""
 BUFFERS = 3
@@ -72,7 +71,7 @@ class Files:
         self.add(name, to_json(value))
 
     def weights(self, mode: str, entries: Iterable[WeightEntry], held: Iterable[WeightEntry] = ()) -> None:
-        self.json(WEIGHTS, WeightTable(mode=mode, tensors=tuple(entries), held=tuple(held)))
+        self.json(WEIGHTS_FILE, WeightTable(mode=mode, tensors=tuple(entries), held=tuple(held)))
 
     def finish(self, **fields: Any) -> str:
         """Write the manifest from its remaining fields; returns its sha256. Raises OSError of any file."""
@@ -82,7 +81,7 @@ class Files:
         data = to_json(CheckpointManifest(files=tuple(sorted(self._files, key=lambda f: f.name)), **fields))
         _sync(self.folder)
         reach("stage.files")
-        _write_file(self.folder / MANIFEST, data)
+        _write_file(self.folder / MANIFEST_FILE, data)
         _sync(self.folder)
         _sync(self.folder.parent)
         reach("stage.manifest")

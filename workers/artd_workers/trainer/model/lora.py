@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from artd_workers.models.codec import Codec, Row, peft_names
+from artd_workers.models.codec import PEFT_B, Codec, Row, peft_names
 from artd_workers.trainer.model.experts.grouped import EXPERT, GroupedAdapter
 
 from .cached import Cached
@@ -180,7 +180,7 @@ class Lora:
         """A: kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)), as PEFT; B: zero."""
         start = {name: torch.zeros(size) for name, size in self.sizes().items()}
         for name, slot in start.items():
-            if ".lora_B." in name:
+            if name.endswith(PEFT_B):
                 continue
             word = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
             generator = torch.Generator().manual_seed(int.from_bytes(word, "little") >> 1)

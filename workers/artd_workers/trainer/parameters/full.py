@@ -14,9 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from artd_schema.manifest import WeightEntry
+from artd_schema.manifest import MODEL_FILE, WeightEntry
 from artd_schema.spec import Parameters, RunSpec
-from artd_workers.trainer.checkpoint import folder
 from artd_workers.trainer.checkpoint.folder import Staging
 from artd_workers.trainer.model.experts.grouped import EXPERT, apart
 from artd_workers.trainer.model.gradients import gradient_norm
@@ -28,7 +27,7 @@ class FullState:
     """Every weight of a policy without adapter."""
 
     kind: Parameters = "full"
-    file = folder.MODEL
+    file = MODEL_FILE
     views = False
 
     def __init__(self, policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> None:
@@ -99,7 +98,7 @@ class FullState:
         return self.outward({name: master.detach().cpu() for name, master in self._masters.items()})
 
     def stage(self, staging: Staging) -> None:
-        staging.tensors(folder.MODEL, self.state())
+        staging.tensors(MODEL_FILE, self.state())
 
     def held(self) -> tuple[WeightEntry, ...]:
         return ()  # there is no adapter

@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import WeightEntry
+from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WeightEntry
 from artd_schema.spec import Parameters, RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer import placement
-from artd_workers.trainer.checkpoint import folder, held
+from artd_workers.trainer.checkpoint import held
 from artd_workers.trainer.checkpoint.folder import Staging
 from artd_workers.trainer.model.lora import Adapter, Lora, adapter_config, shapes_of
 from artd_workers.trainer.model.model import Policy, build
@@ -87,7 +87,7 @@ class AdapterState:
     """A LoRA adapter; the base stays as it is."""
 
     kind: Parameters = "lora"
-    file = folder.ADAPTER
+    file = ADAPTER_FILE
 
     def __init__(self, policy: Policy, lora: Lora, base: Mapping[str, Tensor], spec: RunSpec) -> None:
         self._policy, self.base, self._spec = policy, base, spec
@@ -107,10 +107,10 @@ class AdapterState:
         self._collected = None
 
     def stage(self, staging: Staging) -> None:
-        staging.tensors(folder.ADAPTER, self._whole())
+        staging.tensors(ADAPTER_FILE, self._whole())
         rank, alpha = self.parameters.rank, self.parameters.alpha
         config = adapter_config(self._spec.model, self._policy.plan.codec, rank, alpha)
-        staging.json(folder.ADAPTER_CONFIG, config)
+        staging.json(ADAPTER_CONFIG_FILE, config)
 
     def _whole(self) -> Adapter:
         """The adapter where it lies: the live one, or what `collect` brought."""

@@ -20,9 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import Canary, CheckpointManifest, WeightTable
+from artd_schema.manifest import MANIFEST_FILE, WEIGHTS_FILE, Canary, CheckpointManifest, WeightTable
 from artd_schema.replay_job import EnvironmentRow, ReplayRow
-from artd_workers.trainer.checkpoint.folder import MANIFEST, WEIGHTS
 
 CLOCKS = frozenset({"tokens_per_s"})
 """Metrics that are a clock's reading: no run repeats them."""
@@ -55,7 +54,7 @@ def environment(committed: Mapping[str, Any], replayed: Mapping[str, Any]) -> tu
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest)
+    return msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=CheckpointManifest)
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -125,7 +124,7 @@ def _files(
     shas = [{entry.name: entry.sha256 for entry in manifest.files} for manifest in (ours, theirs)]
     names = sorted(shas[0].keys() | shas[1].keys())
     stored_equal = True
-    for name in [n for n in names if n != WEIGHTS] + [n for n in names if n == WEIGHTS]:
+    for name in [n for n in names if n != WEIGHTS_FILE] + [n for n in names if n == WEIGHTS_FILE]:
         a, b = shas[0].get(name), shas[1].get(name)
         rows = list(_inside(committed / name, replayed / name, not stored_equal)) if a and b else []
         yield from rows
@@ -143,7 +142,7 @@ def _inside(ours: Path, theirs: Path, derived: bool) -> Iterator[ReplayRow]:
     """
     if ours.suffix == ".safetensors":
         yield from _tensors(ours, theirs)
-    elif ours.name == WEIGHTS:
+    elif ours.name == WEIGHTS_FILE:
         yield from _weights(ours, theirs, derived)
     elif ours.suffix == ".json":
         a, b = (msgspec.json.decode(path.read_bytes()) for path in (ours, theirs))
@@ -154,16 +153,16 @@ def _inside(ours: Path, theirs: Path, derived: bool) -> Iterator[ReplayRow]:
 
 def _weights(ours: Path, theirs: Path, derived: bool) -> Iterator[ReplayRow]:
     tables = [msgspec.json.decode(path.read_bytes(), type=WeightTable) for path in (ours, theirs)]
-    yield _value(WEIGHTS, "mode", tables[0].mode, tables[1].mode)
+    yield _value(WEIGHTS_FILE, "mode", tables[0].mode, tables[1].mode)
     order = [[(entry.name, entry.dtype, entry.shape) for entry in table.tensors] for table in tables]
-    yield _value(WEIGHTS, "names, dtypes and shapes in order", order[0], order[1])
+    yield _value(WEIGHTS_FILE, "names, dtypes and shapes in order", order[0], order[1])
     theirs_by_name = {entry.name: entry.known for entry in tables[1].tensors}
     for entry in tables[0].tensors:
         a, b = entry.known, theirs_by_name.get(entry.name)
         # A GPU lists checksums, a CPU sha256: then only the stored tensors tell.
         equal = a == b if b is None or type(a) is type(b) else None
         close = equal is not False or (derived and b is not None)
-        yield ReplayRow(part=WEIGHTS, name=entry.name, committed=a, replayed=b, equal=equal, close=close)
+        yield ReplayRow(part=WEIGHTS_FILE, name=entry.name, committed=a, replayed=b, equal=equal, close=close)
 
 
 def _tensors(ours: Path, theirs: Path) -> Iterator[ReplayRow]:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from artd_schema.families import SEEDED
-from artd_schema.manifest import WeightEntry, WeightTable
+from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MODEL_FILE, WEIGHTS_FILE, WeightEntry, WeightTable
 from artd_workers.trainer.checkpoint.folder import is_listed
 from artd_workers.transfer.merge import Stored, merged_tensors, open_base
 
@@ -58,16 +58,16 @@ def export(base: Path, checkpoint: Path, out: Path, dtype: torch.dtype, shard_by
 
 def _weights(base: Path, checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor of `dtype`) of every weight of a checkpoint, whose folder holds an adapter or all weights."""
-    if (full := checkpoint / "model.safetensors").is_file():
+    if (full := checkpoint / MODEL_FILE).is_file():
         return merged_tensors(Stored(full), {}, 1.0, dtype)
-    config = json.loads((checkpoint / "adapter_config.json").read_text())
-    adapter = load_file(checkpoint / "adapter_model.safetensors")
+    config = json.loads((checkpoint / ADAPTER_CONFIG_FILE).read_text())
+    adapter = load_file(checkpoint / ADAPTER_FILE)
     return merged_tensors(open_base(base), adapter, config["lora_alpha"] / config["r"], dtype)
 
 
 def _served(checkpoint: Path, dtype: torch.dtype) -> dict[str, WeightEntry]:
     """Rows of the merged tensors as served in this dtype, by name; empty when the table does not tell."""
-    path = checkpoint / "weights.json"
+    path = checkpoint / WEIGHTS_FILE
     if not path.is_file():
         return {}
     table = msgspec.json.decode(path.read_bytes(), type=WeightTable)
@@ -107,11 +107,7 @@ class _Shards:
     def finish(self) -> int:
         self._flush()
         count = len(self._shards)
-        names = (
-            ["model.safetensors"]
-            if count == 1
-            else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        )
+        names = [MODEL_FILE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         for number, name in enumerate(names):
             (self._out / f"part-{number}").rename(self._out / name)
         where = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}

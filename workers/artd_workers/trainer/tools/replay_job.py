@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from artd_schema.codec import digest
-from artd_schema.manifest import BatchManifest, CheckpointManifest, ReplayManifest, TensorInfo
+from artd_schema.manifest import MANIFEST_FILE, BatchManifest, CheckpointManifest, ReplayManifest, TensorInfo
 from artd_schema.replay_job import ReplayReport, ReplayRequest, ReplayRow
 from artd_schema.worker import CheckpointRef, Run
 from artd_workers.trainer.__main__ import versions
@@ -75,9 +75,9 @@ def _train(request: ReplayRequest, environment: dict[str, Any]) -> int:
 def check_checkpoint(ref: CheckpointRef) -> CheckpointManifest:
     """The manifest of a committed folder, of which every file is what was committed. Raises Damaged."""
     folder = Path(ref.dir)
-    raw = _read(folder / "manifest.json")
+    raw = _read(folder / MANIFEST_FILE)
     if digest(raw) != ref.sha:
-        raise Damaged(_damaged(folder / "manifest.json", digest(raw), ref.sha))
+        raise Damaged(_damaged(folder / MANIFEST_FILE, digest(raw), ref.sha))
     manifest = msgspec.json.decode(raw, type=CheckpointManifest)
     for entry in manifest.files:
         if (found := _hash(folder / entry.name)) != entry.sha256:

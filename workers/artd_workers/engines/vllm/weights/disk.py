@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from artd_workers.engines.checkpoint import ADAPTER, MODEL
+from artd_schema.manifest import ADAPTER_FILE, MODEL_FILE
 from artd_workers.transfer.merge import Stored, merged_tensors, open_base
 
 
@@ -25,7 +25,7 @@ def served_tensors(
     the weight table, in its order. Raises ValueError when what is stored has other names."""
     served = getattr(torch, dtype)
     if base is None:
-        every = merged_tensors(Stored(checkpoint / MODEL, names), {}, 1.0, served)
+        every = merged_tensors(Stored(checkpoint / MODEL_FILE, names), {}, 1.0, served)
         return ((name, tensor.to(device)) for name, tensor in every)
-    adapter = {name: tensor.to(device) for name, tensor in load_file(checkpoint / ADAPTER).items()}
+    adapter = {name: tensor.to(device) for name, tensor in load_file(checkpoint / ADAPTER_FILE).items()}
     return merged_tensors(open_base(base, device), adapter, scale, served)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from artd_workers.models.codec import PEFT_A, PEFT_B, PEFT_PREFIX, peft_names
 from artd_workers.transfer.checksum import sums_of_stacked
 
 from .hashing import Entry, WeightError
 
-PREFIX = "base_model.model."
 FOLDERS: dict[str, int] = {}
 """vLLM's number of the adapter that it read from a folder. A name may come again with another adapter, a folder never does."""
 
@@ -104,8 +104,9 @@ def _linears(path: str, layer: Any, packed: dict[str, list[str]], slot: int) -> 
     if not len(names) == len(layer.lora_a_stacked) == len(layer.lora_b_stacked):
         raise WeightError(f"{path} ({type(layer).__name__}) has {len(layer.lora_a_stacked)} slices for {names}")
     for name, a, b in zip(names, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-        yield Part((f"{PREFIX}{stem}.{name}.lora_A.weight",), a[slot])
-        yield Part((f"{PREFIX}{stem}.{name}.lora_B.weight",), b[slot])
+        first, second = peft_names(f"{stem}.{name}.weight")
+        yield Part((first,), a[slot])
+        yield Part((second,), b[slot])
 
 
 def _experts(path: str, layer: Any, slot: int) -> Iterator[Part]:
@@ -120,8 +121,8 @@ def _experts(path: str, layer: Any, slot: int) -> Iterator[Part]:
         "down_proj": (context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0]),
     }
     for kind, pair in kinds.items():
-        for letter, stacked in zip("AB", pair, strict=True):
-            names = (f"{PREFIX}{path}.{e}.{kind}.lora_{letter}.weight" for e in range(stacked.shape[1]))
+        for suffix, stacked in zip((PEFT_A, PEFT_B), pair, strict=True):
+            names = (f"{PEFT_PREFIX}{path}.{e}.{kind}{suffix}" for e in range(stacked.shape[1]))
             yield Part(tuple(names), stacked[slot])
 
 
