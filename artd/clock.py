@@ -1,5 +1,4 @@
-"""The daemon's only source of time. Wall time is for rows and people; durations and time-outs use the monotonic
-clock."""
+"""Provides the daemon's time. Rows and texts use wall time; durations and time-outs use the monotonic clock."""
 
 from __future__ import annotations
 
@@ -7,12 +6,12 @@ import time
 
 
 class Clock:
-    """Real time; tests pass their own."""
+    """The machine's clocks; tests pass their own."""
 
     def now_ms(self) -> int:
-        """Milliseconds since the epoch."""
+        """Return the milliseconds since the epoch."""
         return time.time_ns() // 1_000_000
 
     def monotonic(self) -> float:
-        """Seconds."""
+        """Return seconds that never go back."""
         return time.monotonic()

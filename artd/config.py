@@ -1,7 +1,7 @@
-"""The daemon's settings: flag > environment > artd.toml > default.
+"""Reads the daemon's settings: a flag overrides the environment, which overrides artd.toml, which overrides the default.
 
-Owner of: no state. Invariants: an unknown key is an error that names file and key; paths in a file are relative to that
-file; every setting's default is here and nowhere else.
+Invariants: an unknown key is an error that names file and key. Paths in a file are relative to that file. Every setting's
+default is here and nowhere else.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Gib = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used; the text names the place, the key and what would be right."""
+    """The configuration cannot be used; the text names the place, the key and a right value."""
 
 
 class Gateway(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where rollout programs connect. port 0: any free one (told by `artctl status` and `run.base_url`). beyond_loopback: allow
-    a host that other machines reach, where the bearer token travels unencrypted."""
+    """The address that rollout programs connect to. `port` 0 means any free one (`artctl status` and `run.base_url` show it).
+    `beyond_loopback` allows a host that other machines reach, where the bearer token travels unencrypted."""
 
     host: str = "127.0.0.1"
     port: Port = 0
@@ -43,20 +43,23 @@ class Gateway(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Remote(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Clients on other machines. bind: a TCP endpoint such as `tcp://0.0.0.0:7440`; empty: none. Always encrypted, and for the
-    keys of `artctl key` only."""
+    """The address for clients on other machines. `bind` is a TCP endpoint such as `tcp://0.0.0.0:7440`; "" means none. It is
+    always encrypted, and only the keys of `artctl key` may connect."""
 
     bind: Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+)?$")] = ""
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """max_message_mib: all frames of one message together. under_way_mib: bytes that clients and the gateway have sent and that are
-    not answered yet; above it no further message is read. max_body_kib: a trajectory body kept in a database row; a
-    larger one becomes a file. min_free_mib: with less free disk space than this the daemon answers
-    `busy`; reserve_mib: size of a file that is given up when the disk is full. lease_s: a worker that was silent for so many
-    seconds is ended and started again. stall_s: the same for a trainer whose job made no progress for so many, 0: never;
-    engine_stall_s: the same for an engine that computed no token while it had requests. log_mib:
-    a log that is larger begins anew, 0: never."""
+    """The limits of a daemon.
+
+    `max_message_mib` limits all frames of one message together. `under_way_mib` limits messages that clients and the gateway
+    have sent and the daemon has not answered; above it the daemon reads no further message. `max_body_kib` limits a trajectory
+    body in a database row; a larger one becomes a file. With less free disk space than `min_free_mib` the daemon answers `busy`;
+    `reserve_mib` is the size of a file that it removes when the disk is full. The daemon ends and restarts a worker that is
+    silent for `lease_s` seconds, a trainer whose job makes no progress for `stall_s`, and an engine that computes no token for
+    `engine_stall_s` while it has requests; 0 means never for the latter two. A log that is larger than `log_mib` starts anew; 0
+    means never.
+    """
 
     max_message_mib: Positive = 64
     under_way_mib: Positive = 256
@@ -70,10 +73,12 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Retention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Days after which contents go; their rows stay. 0: never. trajectories_days: bodies of trained and discarded trajectories;
-    batches_days: tensors of batches that no kept checkpoint was trained on; exchanges_days: responses that no trajectory
-    was made of; exchanges_gib: GiB of these, beyond which the oldest go before their days are over; events_days: events, which
-    have no row besides."""
+    """The days after which contents are deleted, while their rows stay; 0 means never.
+
+    `trajectories_days` applies to bodies of trained and discarded trajectories, `batches_days` to tensors of batches that no kept
+    checkpoint was trained on, `exchanges_days` to responses that no trajectory uses. Above `exchanges_gib` GiB of such responses
+    the oldest go earlier. `events_days` applies to events, whose rows go too.
+    """
 
     trajectories_days: Days = 30.0
     batches_days: Days = 30.0
@@ -83,7 +88,7 @@ class Retention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Interpreter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An interpreter of the user's own in place of the installed runtime. pythonpath: folders after artd's own code."""
+    """A user's interpreter that replaces the installed runtime. The folders of `pythonpath` follow artd's own code."""
 
     python: str = ""
     pythonpath: tuple[str, ...] = ()
@@ -98,21 +103,21 @@ Index = Annotated[int, Meta(ge=0)]
 
 
 class Gpus(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which GPUs of the machine trainer and engine see, by the driver's numbers. Empty: those that the daemon sees."""
+    """The GPUs that trainer and engine see, by the driver's numbers. Empty means those that the daemon sees."""
 
     trainer: tuple[Index, ...] = ()
     engine: tuple[Index, ...] = ()
 
 
 class Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Variables of the daemon's own environment that no worker gets: names, or patterns with `*`. keep: exceptions."""
+    """The variables of the daemon's environment that no worker gets: names, or patterns with `*`. `keep` lists exceptions."""
 
     drop: tuple[str, ...] = DROP
     keep: tuple[str, ...] = ()
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a daemon is told at start. data_dir: absolute after `load`. drain_s: seconds that workers get to
+    """All settings of a daemon. `data_dir` is absolute after `load`. `drain_s` is the number of seconds that workers get to
     end."""
 
     data_dir: str = ""
@@ -133,7 +138,7 @@ def load(
     log_level: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Settings from flags (the arguments), the environment and the TOML file. Raises ConfigError.
+    """Return the settings from flags (the arguments), the environment and the TOML file. Raises ConfigError.
 
     The file is `config`, else $ARTD_CONFIG, else `$XDG_CONFIG_HOME/artd/artd.toml` where that exists.
     """
@@ -149,7 +154,7 @@ def load(
 
 
 def read(path: Path) -> Settings:
-    """One TOML file; relative paths in it are taken from its folder. Raises ConfigError."""
+    """Read one TOML file; relative paths in it start at its folder. Raises ConfigError."""
     try:
         content = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -171,7 +176,7 @@ def read(path: Path) -> Settings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on `host`."""
+    """Return whether only this machine reaches a listener on `host`."""
     if host == "localhost":
         return True
     try:
@@ -192,11 +197,11 @@ def _level(value: str, where: str) -> str:
     try:
         return msgspec.convert(value, Level)
     except msgspec.ValidationError:
-        raise ConfigError(f"{where}: {value!r} is no log level; debug, info, warning or error are") from None
+        raise ConfigError(f"{where}: invalid log level {value!r}: use debug, info, warning or error") from None
 
 
 def _unknown(content: Mapping[str, Any], kind: Any, prefix: str = "") -> str | None:
-    """The first key that `kind` does not have, dotted, with the nearest one that it has."""
+    """Return a text on the first key that `kind` does not have, dotted, with the nearest one that it has; None if all exist."""
     known = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in content.items():
         if key not in known:
@@ -215,17 +220,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _in_words(error: str) -> str:
-    """msgspec's message with its path in front, dotted as in the file."""
+    """Return msgspec's message with its path in front, dotted as in the file."""
     text, _, path = error.partition(" - at `$.")
     return f"{path.rstrip('`')}: {text}" if path else text
 
 
 def _absolute(settings: Settings, folder: Path) -> Settings:
-    def fixed(text: str) -> str:
+    def resolve(text: str) -> str:
         return str(folder / Path(text).expanduser()) if text else ""
 
     def interpreter(own: Interpreter) -> Interpreter:
-        return Interpreter(python=fixed(own.python), pythonpath=tuple(fixed(p) for p in own.pythonpath))
+        return Interpreter(python=resolve(own.python), pythonpath=tuple(resolve(p) for p in own.pythonpath))
 
     runtimes = Runtimes(trainer=interpreter(settings.runtimes.trainer), engine=interpreter(settings.runtimes.engine))
-    return msgspec.structs.replace(settings, data_dir=fixed(settings.data_dir), runtimes=runtimes)
+    return msgspec.structs.replace(settings, data_dir=resolve(settings.data_dir), runtimes=runtimes)

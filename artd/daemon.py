@@ -1,8 +1,8 @@
-"""The daemon: boots, serves, stops.
+"""Runs the daemon: boots, serves and stops.
 
-Owner of: the lock, daemon.json, the sockets, the order of everything; which services there are, `services` knows.
-Invariants: a service that crashes ends the daemon (recovery is cheap and tested: no half-alive daemon); an error of
-COMMIT or fsync exits 70 and answers nobody.
+Owner of: the lock, daemon.json, the sockets, and the order of boot and stop; `services` knows the services.
+Invariants: a service that crashes ends the daemon (recovery is cheap and tested, so there is no half-alive daemon). After an
+error of COMMIT or fsync the daemon exits with 70 and answers nobody.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from .workforce import Boot
 log = logging.getLogger(__name__)
 EX_IOERR = 70
 OWNED = 6
-"""As cli.outcome.CONFLICT."""
+"""The value of cli.outcome.CONFLICT."""
 BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN)
 
 
@@ -93,13 +93,13 @@ def main(settings: Settings) -> int:
         print(f"artd: {root}: {error}", file=sys.stderr)
         return 1
     except (OSError, sqlite3.DatabaseError, BaseExceptionGroup) as error:
-        return _ended(data, error)
+        return _explain_end(data, error)
     finally:
         held.close()
 
 
 class Daemon:
-    """One boot. files: how many this process may have open."""
+    """One boot of the daemon. `files` is the limit of open files of this process."""
 
     def __init__(self, settings: Settings, data: DataDir, files: int) -> None:
         self._settings = settings
@@ -133,7 +133,7 @@ class Daemon:
         try:
             self._heart.watch(lambda: store.submit(lambda c: None))
             instance, boot = await store.write(lambda c: identify(c, self._data, self._clock.now_ms()))
-            leftovers = await self._reap(store, instance, boot, previous)  # an older gateway among them
+            leftovers = await self._reap(store, instance, boot, previous)  # first: an older gateway may hold the port
             with await self._listen(store) as listener:
                 await recover(store, self._data)
                 await self._serve(store, instance, boot, leftovers, listener)
@@ -146,27 +146,28 @@ class Daemon:
     async def _reap(
         self, store: Store, instance: str, boot: int, previous: paths.DaemonFile | None
     ) -> tuple[Leftover, ...]:
-        """End what older boots left behind; returns what does not die, beside which no worker of its name may start."""
+        """End the processes that older boots left. Returns those that do not die; no worker of their name may start."""
         owner = procfs.Identity(previous.boot_id, previous.pid, previous.ticks) if previous else None
         rows = await store.read("SELECT name, boot_id, pid, ticks, session FROM process WHERE pid IS NOT NULL")
         recorded = [Recorded(r["name"], r["boot_id"], r["pid"], r["ticks"], r["session"]) for r in rows]
         reaped = await reap(instance, boot, recorded, owner)
         for left in reaped.ended:
-            log.warning("ended process %d of worker %s, left by an older boot", left.pid, left.name)
+            log.warning("ended process %d of worker %s, which an older boot left", left.pid, left.name)
         for left in reaped.broken:
-            log.error("%s: left by an older boot, it does not die; see /proc/%d/task/*/stack", left, left.pid)
+            log.error("%s: an older boot left it, and it does not die; see /proc/%d/task/*/stack", left, left.pid)
         await anyio.to_thread.run_sync(self._sweep, {left.name for left in reaped.broken})
         return reaped.broken
 
     def _sweep(self, live: set[str]) -> None:
-        """Remove what the dead of older boots left outside the data folder. live: workers of which one does not die."""
+        """Remove files that dead processes of older boots left outside the data folder. `live` names the workers with a process
+        that does not die."""
         if gone := sweep_folders(self._data.runtime):
             log.info("removed %d scratch folders of dead processes from %s", len(gone), self._data.runtime)
         if "engine" not in live:
             sweep(self._data.scratch_record)
 
     async def _listen(self, store: Store) -> socket.socket:
-        """Errors: CannotListen."""
+        """Open the gateway's listening socket, at the earlier port if the settings name none. Raises CannotListen."""
         before = await store.write(lambda c: int(get_meta(c, "gateway_port", "0")))
         return await anyio.to_thread.run_sync(gateway_address.listen, self._settings.gateway, before)
 
@@ -222,7 +223,7 @@ class Daemon:
             workers.close()
 
     async def _beat(self) -> None:
-        await self._beating  # it beats since before there was a group; its end is the daemon's, as any service's
+        await self._beating  # the heart started before the task group; if it fails, the daemon ends as for any service
 
     def _mend(self) -> None:
         fs.catch_up()
@@ -234,24 +235,24 @@ class Daemon:
     # ---- start and stop -----------------------------------------------------------------------------------------------
 
     def stop(self, drain_s: float) -> None:
-        """Ask the daemon to end; workers get drain_s seconds."""
+        """Ask the daemon to end. Workers get `drain_s` seconds."""
         self._drain_s = drain_s
         self._stopping.set()
 
     async def _signals(self) -> None:
         ending = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's wish
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             ending.append(signal.SIGHUP)
         with anyio.open_signal_receiver(*ending) as signals:
             async for number in signals:
                 log.info("got %s", signal.Signals(number).name)
-                if self._stopping.is_set() and number != signal.SIGHUP:  # a terminal that goes may say it twice
+                if self._stopping.is_set() and number != signal.SIGHUP:  # a terminal that closes may send it twice
                     self._forced = True
                     await self._workforce.kill_all()
                 self._stopping.set()
 
     async def _await_gateway(self) -> None:
-        """Ready once the gateway listens; a gateway that cannot (its port is taken, say) ends the daemon."""
+        """Report ready when the gateway listens. A gateway that cannot start (for example, its port is taken) ends the daemon."""
         while not self._workforce.gateway_ready.is_set():
             if self._workforce.supervisor.state("gateway") == "broken":
                 self._failed = True
@@ -279,7 +280,7 @@ class Daemon:
 
 
 def _token(c: sqlite3.Connection) -> str:
-    """The gateway's bearer token, made once per data folder."""
+    """Return the gateway's bearer token; make it once per data folder."""
     token = get_meta(c, "gateway_token")
     if not token:
         token = secrets.token_urlsafe(32)
@@ -287,8 +288,8 @@ def _token(c: sqlite3.Connection) -> str:
     return token
 
 
-def _ended(data: DataDir, error: BaseException) -> int:
-    """The exit status where the disk or the database ended the daemon, and a line about it; anything else is raised again."""
+def _explain_end(data: DataDir, error: BaseException) -> int:
+    """Print a line about a disk or database that ended the daemon. Returns the exit status. Raises any other error again."""
     causes = list(_causes(error))
     if all(_is_full(cause, data.root) for cause in causes):
         print(f"artd: {data.root}: {causes[0]}. Next: free space, or another --data-dir", file=sys.stderr)
@@ -318,13 +319,16 @@ def _is_full(error: BaseException, folder: Path | None = None) -> bool:
 
 
 def _sqlite_code(error: BaseException) -> int:
-    """Primary result code of an error of SQLite; 0 for none."""
+    """Return the primary result code of an SQLite error, 0 for another error."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def _fatal(error: BaseException) -> None:
-    """COMMIT or fsync failed: what is durable is unknown. Nobody is answered; the next boot reads the database and
-    decides. A full disk is told from a failing one: it is no fault of the disk, and is mended otherwise."""
+    """End the process after a failed COMMIT or fsync, because nobody knows what is durable.
+
+    The daemon answers nobody; the next boot reads the database and decides. The message tells a full disk from a failing one,
+    because their remedies differ.
+    """
     full = _is_full(error)
     log.critical(
         "the store failed (%s); what is durable is unknown, so artd ends here. Next: %sartd start",

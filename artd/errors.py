@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class RequestError(Exception):
-    """A request that cannot be served. message: what was wrong, where, what to do next; field: path of a bad field."""
+    """The daemon cannot serve a request. `message` says what was wrong, where, and what to do next; `field` is the path of a
+    bad field; `retry_after_s` is in seconds, 0 means no advice."""
 
     code = "failed"
 
@@ -20,7 +21,7 @@ class Invalid(RequestError):
 
 
 class Unreadable(RequestError):
-    """A stored row that this artd cannot read."""
+    """A stored row has a form that this artd cannot read."""
 
 
 class NotFound(RequestError):

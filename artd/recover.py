@@ -1,8 +1,8 @@
-"""Boot: from whatever the last daemon left to a state that the services can go on from.
+"""Recovers at boot: brings the data folder from any state that the last daemon left to one that the services can start from.
 
-Owner of: the order of recovery. Invariants: idempotent, so a crash in the middle is cured by the next boot; a
-finished but uncommitted result is adopted by the same function with the same guards as a reported one; only the
-database decides. Files are read, written and removed in threads: the daemon's heart beats meanwhile.
+Owner of: the order of recovery. Invariants: recovery is idempotent, so the next boot cures a crash in the middle of it. The same
+function with the same guards adopts a finished but uncommitted result and commits a reported one. Only the database decides.
+Threads read, write and remove files, so that the daemon's heart beats meanwhile.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from artd_schema.manifest import MANIFEST_FILE
 
 log = logging.getLogger(__name__)
 FIRST = "1"
-"""The boot that made the database: it deletes nothing."""
+"""The number of the boot that made the database; that boot deletes nothing."""
 
 
 def identify(c: sqlite3.Connection, data: DataDir, now: int) -> tuple[str, int]:
-    """(instance, boot): a copied or restored data folder becomes an instance of its own; boot counts the daemon's
-    starts."""
+    """Record a new boot. A copied or restored data folder becomes a new instance.
+
+    Returns (instance, boot); `boot` counts the daemon's starts.
+    """
     stat = os.stat(data.database)
     place = f"{stat.st_dev}:{stat.st_ino}"
     instance = get_meta(c, "instance")
@@ -47,7 +49,7 @@ def identify(c: sqlite3.Connection, data: DataDir, now: int) -> tuple[str, int]:
         set_meta(c, "instance", instance)
         set_meta(c, "place", place)
         set_meta(c, "created", str(now))
-    clock_jumps.boot(c, now)  # before anything is written that bears the present time
+    clock_jumps.boot(c, now)  # first, because everything after it writes the present time
     boot = int(get_meta(c, "boot", "0")) + 1
     set_meta(c, "boot", str(boot))
     set_meta(c, "sqlite", sqlite3.sqlite_version)
@@ -57,9 +59,9 @@ def identify(c: sqlite3.Connection, data: DataDir, now: int) -> tuple[str, int]:
 
 
 async def recover(store: Store, data: DataDir) -> None:
-    """Every worker of older boots is proven dead before this runs, and this boot has written its first rows."""
+    """Recover the data folder. Call it after every worker of older boots is proven dead and `identify` has written its rows."""
     reach("reap.done")
-    fs.fsync_dir(data.root)  # the WAL's name: SQLite does it too, but tells nobody when it cannot
+    fs.fsync_dir(data.root)  # makes the WAL's name durable: SQLite does it too, but hides a failure
     await _adopt_finished(store, data)
     reach("recover.adopted")
 
@@ -90,7 +92,7 @@ def _move_aside(data: DataDir, folder: str) -> None:
 
 
 def interrupt(c: sqlite3.Connection, now: int, why: str) -> None:
-    """Take back everything that was under way: no worker lives any more."""
+    """Take back all work under way. No worker lives any more."""
     for job in c.execute("SELECT * FROM job WHERE state = 'running'").fetchall():
         end_attempt(c, now, job, "killed", f"{why} while it ran")
     forget_engine(c, now, why, counted=False)
@@ -98,13 +100,13 @@ def interrupt(c: sqlite3.Connection, now: int, why: str) -> None:
 
 
 async def _adopt_finished(store: Store, data: DataDir) -> None:
-    """Commit the result of a running job whose files are whole, wherever the crash left them."""
+    """Commit the results of running jobs whose files are whole, in the staging or the final folder."""
     rows = await store.read(
         "SELECT j.id, j.fence, j.step, r.name, r.spec, r.lineage FROM job j JOIN run r ON r.id = j.run_id WHERE j.state = 'running'"
     )
     for job in rows:
         if unreadable(job):
-            continue  # the commit reads the spec; the job is done again once the run goes on
+            continue  # a commit needs the spec; the job runs again after the run resumes
         published = data.root / data.checkpoint(job["name"], job["lineage"], job["step"], job["id"], job["fence"])
         for folder in (published, data.staging(job["id"], job["fence"])):
             if (folder / MANIFEST_FILE).exists() and await _adopt(store, data, folder):
@@ -113,19 +115,19 @@ async def _adopt_finished(store: Store, data: DataDir) -> None:
 
 async def _adopt(store: Store, data: DataDir, folder: Path) -> bool:
     try:
-        # Whoever staged it may have been told that its fsync failed.
+        # The process that staged it may have had a failed fsync.
         await anyio.to_thread.run_sync(fs.write_again, folder)
         sha, manifest = await anyio.to_thread.run_sync(result.verify, folder)
         relative = await anyio.to_thread.run_sync(result.publish, data, folder, manifest)
         now = store.clock.now_ms()
         await store.write(lambda c: result.commit(c, now, data, relative, sha, manifest, {}))
     except (BadResult, Stale) as error:
-        log.warning("the result in %s is not adopted: %s", folder, error)
+        log.warning("did not adopt the result in %s: %s", folder, error)
         return False
     except OSError as error:
         if not fs.is_full(error):
             raise
-        log.warning("the result in %s is not adopted, for its job is done again: %s", folder, error)
+        log.warning("did not adopt the result in %s, so its job runs again: %s", folder, error)
         return False
     log.info("adopted the finished result of job %d, step %d", manifest.job, manifest.step)
     return True

@@ -138,13 +138,13 @@ class Services:
                 self._group.start_soon(self._answer_late, peer, message)
             return
         name, spawn = who
-        self._leases.heard(name, spawn)
+        self._leases.renew(name, spawn)
         match message:
             case w.Beat():
                 if message.push:
                     self._pusher.beat(message)
                 elif self._dispatch.beat(name, message):
-                    self._stalls.heard(name, spawn)
+                    self._stalls.renew(name, spawn)
             case w.Accepted():
                 self._dispatch.accepted(message)
             case w.Held():

@@ -32,7 +32,7 @@ def unwell(data: Path, found: Daemon) -> Problem | None:
         return None
     socket = told.socket.removeprefix("ipc://")
     folder = Path(socket).parent if socket else paths.runtime_dir(data, create=False)
-    seen = pulse.seen(folder)
+    seen = pulse.read(folder)
     if socket and (seen is None or not Path(socket).is_socket()):
         return Problem(
             f"the daemon's sockets are gone from {folder}: nobody can connect; it makes them again within seconds",

@@ -72,7 +72,7 @@ class _Keeper:
             code = self._child.wait()
             if self._told or code in (OK, INTERRUPTED) or not was_ready:
                 return code if code >= 0 else 128 - code
-            delay = backoff.died(began, time.monotonic())
+            delay = backoff.record_death(began, time.monotonic())
             why = f"artd: the daemon (pid {self._child.pid}) ended with status {code}"
             if delay is None:
                 print(f"{why}, as {POLICY.deaths} have within {POLICY.window_s:.0f} s: it stays down", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""The data folder itself: whose it is, its names, its lock, its logs, its free space."""
+"""The data folder: its owner, its names, its lock, its logs and its free space."""

@@ -1,6 +1,6 @@
-"""Names inside the data folder, in one place.
+"""Defines the names inside the data folder.
 
-Owner of: nothing. Invariants: every folder that a fence protects carries (job, fence) in its name.
+Invariants: every folder that a fence protects has (job, fence) in its name.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from artd.store.blobs import place
 from artd_schema import paths
 
 STAGED = re.compile(r"job-\d+-f\d+|pack-s\d+-\d+-\d+")
-"""Names below `tmp` that artd alone makes."""
+"""Names below `tmp` that only artd makes."""
 CHECKPOINT = re.compile(r"checkpoints/(?P<run>[^/]+)/l\d+-s\d+-j(?P<job>\d+)-f(?P<fence>\d+)")
-"""As `DataDir.checkpoint` makes them."""
+"""The paths that `DataDir.checkpoint` returns."""
 
 
 @dataclass
 class DataDir:
-    """root: DATA, 0700; runtime: folder of the sockets, another one when the first was taken away (`sockets`)."""
+    """The paths of one data folder. `root` is DATA, mode 0700. `runtime` is the folder of the sockets; `sockets` changes it when
+    the first one was removed."""
 
     root: Path
     runtime: Path
 
     @classmethod
     def make(cls, root: Path) -> DataDir:
+        """Create the folders of a data folder. Returns their paths."""
         fs.make_dir(root)
         root.chmod(0o700)
         data = cls(root, paths.runtime_dir(root))
@@ -54,7 +56,7 @@ class DataDir:
 
     @property
     def unknown(self) -> Path:
-        """Where a start puts checkpoint folders that the database does not know."""
+        """The folder to which a start moves checkpoint folders that the database does not know."""
         return self.root / "unknown"
 
     @property
@@ -66,19 +68,19 @@ class DataDir:
         return self.root / "blobs"
 
     def blob(self, sha: str) -> str:
-        """Path of a blob."""
+        """Return the path of a blob."""
         return str(self.blobs / place(sha))
 
     def staging(self, job: int, fence: int) -> Path:
-        """Where a worker stages the result of (job, fence)."""
+        """Return the folder where a worker stages the result of (job, fence)."""
         return self.tmp / f"job-{job}-f{fence}"
 
     def packing(self, step: int, number: int) -> Path:
-        """Where the `number`-th packer of this process writes the batch of a step."""
+        """Return the folder where the `number`-th packer of this process writes the batch of a step."""
         return self.tmp / f"pack-s{step}-{os.getpid()}-{number}"
 
     def checkpoint(self, run: str, lineage: int, step: int, job: int, fence: int) -> str:
-        """Final folder of a checkpoint, relative to the data folder."""
+        """Return the final folder of a checkpoint, relative to the data folder."""
         return f"checkpoints/{run}/l{lineage}-s{step:06d}-j{job}-f{fence}"
 
     def log(self, worker: str) -> Path:
@@ -86,9 +88,9 @@ class DataDir:
 
     @property
     def scratch_record(self) -> Path:
-        """What the engine's server holds in /dev/shm and /tmp (artd_schema.scratch)."""
+        """The file that lists what the engine's server holds in /dev/shm and /tmp (artd_schema.scratch)."""
         return self.logs / "engine-server.scratch"
 
     def spawn_dir(self, worker: str, spawn: int) -> Path:
-        """Sockets and TMPDIR of one process of a worker."""
+        """Return the folder for sockets and TMPDIR of one process of a worker."""
         return self.runtime / f"{worker[0]}{spawn}"

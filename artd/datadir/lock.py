@@ -1,8 +1,9 @@
-"""One daemon per data folder: the lock, and who holds it.
+"""Locks a data folder, so that only one daemon runs on it, and tells who holds the lock.
 
-Owner of: DATA/artd.lock. Invariants: both the folder itself and DATA/artd.lock are flocked for the daemon's whole life, so that
-deleting a file does not delete the lock (a file system that cannot lock folders has the file's alone); the text in the file
-only tells a refused second daemon, and `artctl`, whom to name; a shared lock is a reader's, which no daemon starts beside.
+Owner of: DATA/artd.lock. Invariants: the daemon holds a flock on the folder itself and on DATA/artd.lock for its whole life, so
+that deleting the file does not delete the lock (where a file system cannot lock folders, only the file is locked). The text in
+the file only names the holder, for a refused second daemon and `artctl`. A shared lock belongs to a reader; no daemon starts
+beside it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pathlib import Path
 from artd_schema.paths import LOCK, DaemonFile, boot_id, process_ticks, read_daemon_file
 
 PATIENCE_S = 0.5
-"""Outlives somebody's `held`."""
+"""How long `acquire` tries: longer than `is_held` of another process keeps its shared lock."""
 _CANNOT = (errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOTSUP, errno.ENOLCK, errno.EACCES)
-"""What flock says of a folder on a file system (NFS, say) that locks only files open for writing."""
+"""Errors of flock for a folder on a file system (for example NFS) that locks only files open for writing."""
 
 
 class Owned(Exception):
@@ -33,7 +34,7 @@ class Owned(Exception):
 
 @dataclass(frozen=True)
 class Lock:
-    """Held until `close`, or until the process ends."""
+    """A held lock. It ends with `close`, or with the process."""
 
     handles: tuple[int, ...]
 
@@ -51,21 +52,21 @@ def acquire(data: Path, version: str, drain_s: float) -> Lock:
         opened.callback(os.close, file)
         if _flock(folder, fcntl.LOCK_EX, PATIENCE_S) and _flock(file, fcntl.LOCK_EX, PATIENCE_S):
             content = json.dumps(asdict(describe(version, drain_s))).encode()
-            os.pwrite(file, content, 0)  # over what was there: a full disk has no other block to give
+            os.pwrite(file, content, 0)  # overwrite the old text: a full disk has no new block
             os.ftruncate(file, len(content))
             opened.pop_all()
             return Lock((folder, file))
-    raise _owned(data)
+    raise _describe_owner(data)
 
 
 def forget(data: Path) -> None:
-    """Let nobody be told of this process as the last daemon. The lock is held."""
+    """Erase the name of this process as the last daemon. The caller holds the lock."""
     os.truncate(data / LOCK, 0)
 
 
-def _owned(data: Path) -> Owned:
-    if not held(data):  # so it is shared: a reader's
-        return Owned(f"{data} is being read by `artd check`. Next: start again when that has ended")
+def _describe_owner(data: Path) -> Owned:
+    if not held(data):  # so the lock is a reader's shared one
+        return Owned(f"`artd check` is reading {data}. Next: start again when it has ended")
     owner = read_daemon_file(data, LOCK) or read_daemon_file(data)
     where = f" --data-dir {shlex.quote(str(data))}"
     who = f"pid {owner.pid}, version {owner.version}" if owner else "its lock file is empty or gone"
@@ -73,7 +74,8 @@ def _owned(data: Path) -> Owned:
 
 
 def _flock(handle: int, kind: int, patience_s: float) -> bool:
-    """Take a lock of this kind, if it can be had in so many seconds; true as well where there are none."""
+    """Try for `patience_s` seconds to take a lock of this kind. Returns whether it succeeded, or whether the file system has no
+    such locks."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -91,13 +93,13 @@ def _flock(handle: int, kind: int, patience_s: float) -> bool:
 
 @contextmanager
 def reading(data: Path) -> Iterator[bool]:
-    """Keep daemons from starting while the folder is read. Yields False, and keeps nobody out, when one runs already."""
+    """Keep daemons from starting inside the `with` block. Yields False, and keeps none out, if a daemon runs already."""
     with contextlib.ExitStack() as opened:
         yield all(_flock(handle, fcntl.LOCK_SH, 0.0) for handle in _lockable(data, opened))
 
 
 def _lockable(data: Path, opened: contextlib.ExitStack) -> list[int]:
-    """The folder and the lock file, as far as they are there and this user may read them."""
+    """Open the folder and the lock file, as far as they exist and this user may read them. Returns the descriptors."""
     handles = []
     for path in (data, data / LOCK):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -107,7 +109,7 @@ def _lockable(data: Path, opened: contextlib.ExitStack) -> list[int]:
 
 
 def describe(version: str, drain_s: float) -> DaemonFile:
-    """This process as a DaemonFile in state starting."""
+    """Return a DaemonFile of this process in state starting."""
     ticks = process_ticks(os.getpid())
     assert ticks is not None
     now = time.time_ns() // 1_000_000
@@ -115,6 +117,6 @@ def describe(version: str, drain_s: float) -> DaemonFile:
 
 
 def held(data: Path) -> bool:
-    """Whether some process holds the lock now. Takes a shared lock for an instant; `acquire` waits that out."""
+    """Return whether a process holds the lock now. It takes a shared lock for an instant; `acquire` waits that long."""
     with contextlib.ExitStack() as opened:
         return not all(_flock(handle, fcntl.LOCK_SH, -1.0) for handle in _lockable(data, opened))

@@ -1,7 +1,8 @@
-"""Logs of the daemon and of its workers stay small: each goes on in an empty file once it is large, beside what it held.
+"""Keeps the logs of the daemon and its workers small: it moves the contents of a large log to NAME.log.1.
 
-Owner of: NAME.log.1 in DATA/logs. Invariants: a file is copied and then cut, never renamed: whoever writes to it appends, and is told
-nothing (what is written between the two is lost); readers see a file that has become shorter.
+Owner of: NAME.log.1 in DATA/logs. Invariants: it copies a file and then truncates it, and never renames it, because the writing
+process appends to it and learns nothing (text written between the copy and the cut is lost). Readers see a file that has become
+shorter.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ PERIOD_S = 60.0
 
 
 class LogFiles:
-    """limit: bytes of a log at which it is cut; 0: never."""
+    """The logs in a folder. It cuts a log that has more than `limit` bytes; 0 means never."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder, self._limit = folder, limit
 
     async def run(self) -> None:
-        """Look once a minute, until cancelled."""
+        """Look at all logs once a minute, until cancelled."""
         while self._limit:
             await anyio.to_thread.run_sync(self.look)
             await anyio.sleep(PERIOD_S)
@@ -35,12 +36,12 @@ class LogFiles:
             try:
                 if path.stat().st_size > self._limit:
                     cut(path)
-            except OSError as error:  # it can wait: a log is never what artd stands on
-                log.warning("%s cannot be cut: %s", path, error.strerror or error)
+            except OSError as error:  # the next look tries again; nothing depends on the size of a log
+                log.warning("cannot cut %s, artd will try again: %s", path, error.strerror or error)
 
 
 def cut(path: Path) -> None:
-    """Empty a log; what it held is in its `.1` then, in place of what was there. Raises OSError."""
+    """Move the contents of a log to its `.1`, in place of the older contents there. Raises OSError."""
     older, made = path.with_name(f"{path.name}.1"), path.with_name(f".{path.name}.1")
     try:
         shutil.copyfile(path, made)

@@ -1,1 +1,1 @@
-"""Signs of life: the heartbeat, its file, and the service manager's notifications."""
+"""The daemon's signs of life: the heartbeat, its file, and the notifications for the service manager."""

@@ -1,6 +1,7 @@
-"""A clock that stands still while the daemon does: what is measured by it did not run either while the daemon was stopped or starved.
+"""Provides a clock that stands still while the daemon is stopped or starved, for durations that should not include that time.
 
-Owner of: the time that counts so far. Invariants: between two looks at most `most_s` count, so it has to be looked at more often than that.
+Owner of: the seconds counted so far. Invariants: it counts at most `most_s` between two calls of `now`, so it must be called
+more often than that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 
 class Awake:
-    """clock: monotonic seconds."""
+    """Counts the seconds in which the daemon was awake. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float], most_s: float) -> None:
         self._clock = clock
@@ -18,7 +19,7 @@ class Awake:
         self._seconds = 0.0
 
     def now(self) -> float:
-        """Seconds since it was made in which the daemon was awake, as far as it can tell."""
+        """Return the seconds since this clock was made in which the daemon was awake, as far as it can tell."""
         now = self._clock()
         self._seconds += min(max(0.0, now - self._looked), self._most_s)
         self._looked = now

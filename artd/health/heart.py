@@ -1,7 +1,7 @@
-"""The daemon's heart: once a second it proves that event loop and writer live, and tells who asks (`pulse`, a service manager).
+"""Proves once a second that the event loop and the writer live, for `pulse` and a service manager.
 
-Owner of: what is known of the writer. Invariants: the writer's time moves only after a transaction of its own has ended, and at most one
-of these waits.
+Owner of: the time of the writer's last sign of life. Invariants: that time moves only after the writer has ended a transaction of
+the heart, and at most one of these waits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PERIOD_S = 1.0
 
 
 class Heart:
-    """Beats until cancelled, in the runtime folder. mend: called at every other beat, makes again what was removed there;
-    alive: called at every beat, tells a service manager of the loop."""
+    """Writes the heartbeat in the runtime folder. Every second beat calls `mend`, which makes removed sockets again; every beat
+    calls `alive`, which tells a service manager that the loop lives."""
 
     def __init__(
         self, data: DataDir, mend: Callable[[], None] = lambda: None, alive: Callable[[], None] = lambda: None
@@ -38,7 +38,7 @@ class Heart:
         self._failed = ""
 
     def watch(self, submit: Callable[[], asyncio.Future[object]]) -> None:
-        """From now on the writer counts, too. submit: hands it an empty transaction."""
+        """Watch the writer too, from now on. `submit` gives it an empty transaction."""
         self._submit = submit
 
     async def run(self) -> None:
@@ -52,34 +52,34 @@ class Heart:
             await anyio.sleep(PERIOD_S)
 
     def beat(self) -> None:
-        """Tell the file that the loop lives, and what is known of the writer. A folder that is away is told once."""
+        """Write the times of the loop and the writer into the file. A missing folder is logged once."""
         now = time.monotonic_ns()
-        self._hear(now)
+        self._ask_writer(now)
         try:
             pulse.write(self._data.runtime, now, self._wrote)
             self._failed = ""
         except OSError as error:
             if str(error) != self._failed:
-                log.warning("the heartbeat cannot be written: %s", error)
+                log.warning("cannot write the heartbeat: %s", error)
             self._failed = str(error)
         self._alive()
 
-    def _hear(self, now: int) -> None:
-        """At most one question to the writer is open."""
+    def _ask_writer(self, now: int) -> None:
+        """Give the writer an empty transaction, unless one waits already."""
         if self._submit is None:
             self._wrote = now
             return
         if not self._asking:
             self._asking = True
-            self._submit().add_done_callback(self._answered)
+            self._submit().add_done_callback(self._note_answer)
 
-    def _answered(self, answer: asyncio.Future[object]) -> None:
-        """A refusal (a full disk) is an answer, too: whoever gave it lives."""
+    def _note_answer(self, answer: asyncio.Future[object]) -> None:
+        """Note that the writer lives. A refusal (the disk is full) is a sign of life too."""
         if not answer.cancelled():
             answer.exception()
         self._asking, self._wrote = False, time.monotonic_ns()
 
     def close(self) -> None:
-        """The daemon ends."""
+        """Remove the heartbeat's file. Call it when the daemon ends."""
         with contextlib.suppress(OSError):
             (self._data.runtime / pulse.FILE).unlink()

@@ -1,6 +1,6 @@
-"""Words for the service manager that started the daemon (systemd's sd_notify): ready, alive, stopping.
+"""Tells the service manager that started the daemon (systemd's sd_notify) that it is ready, alive or stopping.
 
-Owner of: no state. Invariants: without `$NOTIFY_SOCKET` nothing is said; a manager that does not listen is no fault of the daemon's.
+Invariants: without `$NOTIFY_SOCKET` it sends nothing. It ignores a manager that does not listen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 
 
 def say(word: str) -> None:
-    """One datagram such as `READY=1`."""
+    """Send one datagram such as `READY=1`."""
     if not (address := os.environ.get("NOTIFY_SOCKET", "")):
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
@@ -19,6 +19,7 @@ def say(word: str) -> None:
 
 
 def alive() -> None:
-    """The event loop runs: asked for by `$WATCHDOG_USEC`. A disk that hangs is none of it: killing the daemon would mend nothing."""
+    """Tell the manager that the event loop runs, if `$WATCHDOG_USEC` asks for it. A hanging disk does not stop these messages,
+    because killing the daemon would not mend the disk."""
     if os.environ.get("WATCHDOG_USEC") and os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()):
         say("WATCHDOG=1")

@@ -21,7 +21,7 @@ import anyio.to_thread
 import msgspec
 
 from artd.supervise import procfs
-from artd.supervise.spawn import PROOF_S, death_pipe, guarded
+from artd.supervise.spawn import PROOF_S, death_pipe, guard_command
 from artd_schema.codec import UNREADABLE, digest
 
 from .child import PackFailure, PackRequest, PackResult
@@ -52,7 +52,7 @@ async def run_child(request: PackRequest, stall_s: float = STALL_S) -> PackResul
 
 
 def _start(death: int, question: IO[bytes], out: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = guarded(death, [sys.executable, "-m", "artd.packing.child"])
+    command = guard_command(death, [sys.executable, "-m", "artd.packing.child"])
     return subprocess.Popen(
         command, stdin=question, stdout=out, stderr=errors, pass_fds=(death,), start_new_session=True
     )

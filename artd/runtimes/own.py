@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from artd.supervise.code import install_code
-from artd.supervise.environment import inherited
+from artd.supervise.environment import filter_environment
 from artd_schema.engines import ENGINES, EngineKind
 
 from . import pip
@@ -79,7 +79,7 @@ def _ask(owns: Sequence[Own], deadline_s: float) -> list[Answer]:
 
 
 def _start(own: Own, code: Path, out: Path) -> "subprocess.Popen[bytes] | OSError":
-    env = inherited(os.environ) | {"PYTHONPATH": os.pathsep.join([str(code), *own.pythonpath])}
+    env = filter_environment(os.environ) | {"PYTHONPATH": os.pathsep.join([str(code), *own.pythonpath])}
     if own.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own.gpus))
     kind = [_engine(own).name] if own.worker == "engine" else []

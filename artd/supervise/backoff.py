@@ -1,7 +1,7 @@
-"""When a worker that died is started again, and when it is not.
+"""Decides when a worker that died starts again, and when it does not.
 
-Owner of: the recent deaths of one worker. Invariants: pure (clock and random numbers come from the caller); only deaths
-that nobody ordered are told to it.
+Owner of: the recent deaths of one worker. Invariants: pure (clock and random numbers come from the caller). The caller reports
+only deaths that nobody ordered.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Policy:
-    """First respawn at once, then base_s * 2**n, ± jitter, at most cap_s; forgotten after stable_s up.
+    """The delays of restarts, in seconds.
 
-    `deaths` deaths within window_s break the worker. All times in seconds.
+    The first restart comes at once, the next ones after base_s * 2**n, ± jitter, at most cap_s. A worker that runs for stable_s
+    starts from the first again. `deaths` deaths within window_s break the worker.
     """
 
     base_s: float = 1.0
@@ -28,15 +29,16 @@ class Policy:
 
 @dataclass
 class Backoff:
-    """random: uniform in [0, 1)."""
+    """The back-off of one worker. `random` returns numbers that are uniform in [0, 1)."""
 
     policy: Policy
     random: Callable[[], float]
     _in_a_row: int = 0
     _deaths: deque[float] = field(default_factory=deque)
 
-    def died(self, started: float, now: float) -> float | None:
-        """Seconds until the next start of a worker that ran from `started` to `now`; None = it is broken."""
+    def record_death(self, started: float, now: float) -> float | None:
+        """Record the death of a worker that ran from `started` to `now`. Returns the seconds until its next start, None if it is
+        broken."""
         policy = self.policy
         if now - started >= policy.stable_s:
             self._in_a_row = 0
@@ -52,6 +54,6 @@ class Backoff:
         return min(policy.cap_s, policy.base_s * 2.0 ** min(self._in_a_row - 2, 64) * spread)
 
     def reset(self) -> None:
-        """The operator wants a fresh start."""
+        """Forget all deaths, because the operator wants a fresh start."""
         self._in_a_row = 0
         self._deaths.clear()

@@ -1,8 +1,9 @@
-"""The code that managed children run: one content-addressed copy of `artd_schema` and `artd_workers` under DATA/code/.
+"""Installs the code that managed children run: one content-addressed copy of `artd_schema` and `artd_workers` under DATA/code/.
 
-Owner of: DATA/code/. Invariants: a folder there is complete or absent (written aside, fsynced, renamed), and one process at a time
-writes there (a lock on DATA/code), so that what lies aside before it begins is a dead one's; its name is the digest of its names and
-contents; `artd_workers` is located, never imported. Works from a checkout and from a wheel.
+Owner of: DATA/code/. Invariants: a folder there is complete or absent (artd writes it aside, fsyncs it, then renames it), and its
+name is the digest of its names and contents. A lock on DATA/code lets one process at a time write there, so an unfinished copy
+that it finds belongs to a dead process. artd locates `artd_workers` but never imports it. This works from a checkout and from a
+wheel.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _ASIDE = ".new-"
 
 
 class CodeError(Exception):
-    """The children's code cannot be found."""
+    """artd cannot find the children's code."""
 
 
 def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
-    """Folder DATA/code/<12 hex> with the packages of the running artd; the folder's name is the build.
+    """Install the packages of the running artd in DATA/code/<12 hex>. Returns that folder; its name is the build.
 
-    An intact copy is used again; one whose content does not match its name is replaced.
+    It keeps an intact copy, and replaces one whose contents do not match its name.
     Raises CodeError when a package cannot be located, OSError when the copy cannot be written.
     """
     files: dict[str, bytes] = {}
@@ -40,7 +41,7 @@ def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
     root = data / "code"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = root / digest_files(files)
-    with _alone(root):
+    with _lock_folder(root):
         for left in root.glob(f"{_ASIDE}*"):
             shutil.rmtree(left)
         _install(target, files)
@@ -64,8 +65,8 @@ def _install(target: Path, files: dict[str, bytes]) -> None:
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """A command in the trainer's interpreter installs beside a running daemon."""
+def _lock_folder(root: Path) -> Iterator[None]:
+    """Let one process at a time install: a command in the trainer's interpreter installs too while a daemon runs."""
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -75,8 +76,10 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _drop_old_byte_code(folder: Path) -> None:
-    """Python writes byte code without fsync: a power loss can leave half of one, which it then fails to import for good. So what an
-    earlier boot of the machine wrote goes."""
+    """Remove the byte code that an earlier boot of the machine wrote.
+
+    Python writes byte code without fsync, so a power loss can leave half a file, which Python then fails to import for ever.
+    """
     marker = folder / ".boot"
     if marker.exists() and marker.read_text() == boot_id():
         return
@@ -86,7 +89,7 @@ def _drop_old_byte_code(folder: Path) -> None:
 
 
 def read_tree(folder: Path, prefix: str = "") -> dict[str, bytes]:
-    """Relative POSIX names and contents of every source file below `folder`; byte code and hidden files left out."""
+    """Return the contents of every source file below `folder` by relative POSIX name, without byte code and hidden files."""
     files: dict[str, bytes] = {}
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
@@ -99,7 +102,7 @@ def read_tree(folder: Path, prefix: str = "") -> dict[str, bytes]:
 
 
 def digest_files(files: dict[str, bytes]) -> str:
-    """12 hex digits of sha256 over every (name, length, content), in order of name."""
+    """Return 12 hex digits of sha256 over every (name, length, content), in order of name."""
     total = hashlib.sha256()
     for name in sorted(files):
         total.update(f"{name}\0{len(files[name])}\0".encode())
@@ -111,9 +114,7 @@ def _locate(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     places = list(spec.submodule_search_locations or ()) if spec else []
     if not places or not Path(places[0]).is_dir():
-        raise CodeError(
-            f"package {package!r} is not there as a folder beside artd; install artd again (pip install artd)"
-        )
+        raise CodeError(f"package {package!r} is not a folder beside artd: install artd again (pip install artd)")
     return Path(places[0])
 
 

@@ -1,7 +1,8 @@
-"""The environment of a managed child.
+"""Builds the environment of a managed child.
 
-Owner of: the names of the tags. Invariants: the daemon's own tags, secrets and Python settings never reach a child, nor do credentials of others unless told; the
-tags do, so that every descendant can be found and attributed (SPT_NOENV keeps setproctitle from blanking them).
+Owner of: the names of the tags. Invariants: the daemon's own tags, secrets and Python settings never reach a child; credentials
+of others reach it only if the settings keep them. Every child gets tags of its own, so that artd can find and attribute every
+descendant (SPT_NOENV keeps setproctitle from blanking them).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DROP = (
     "*_TOKEN", "*_API_KEY", "*_APIKEY", "*_ACCESS_KEY", "*_ACCESS_KEY_ID", "*_SECRET", "*_SECRET_*", "*_PASSWORD", "*_PASSWD",
     "*_CREDENTIALS", "*_PRIVATE_KEY", "AWS_*", "AZURE_*", "GOOGLE_APPLICATION_*", "SSH_AUTH_SOCK", "SSH_AGENT_PID",
 )  # fmt: skip
-"""Credentials that workers have no use for: trainer and engine read local folders and speak to the daemon alone."""
+"""Credentials that workers do not need: trainer and engine read local folders and talk only to the daemon."""
 _PYTHON = (
     "PYTHONPATH",
     "PYTHONHOME",
@@ -31,13 +32,13 @@ _PYTHON = (
     "__PYVENV_LAUNCHER__",
 )
 TRAINER_EXTRA = {"TOKENIZERS_PARALLELISM": "false"}
-"""What a trainer needs besides, wherever one is started. What hangs on its device it sets itself (`placement.prepare`)."""
+"""Variables for every trainer. The trainer itself sets those that depend on its device (`placement.prepare`)."""
 _SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """Who a child is. socket: ipc endpoint of the daemon; build: digest of the children's code."""
+    """The identity of a child. `socket` is the ipc endpoint of the daemon, `build` the digest of the children's code."""
 
     instance: str
     boot: int
@@ -47,7 +48,8 @@ class Tags:
     socket: str
 
     def variables(self) -> dict[str, str]:
-        """ARTD_OWNER is the daemon itself as PID:TICKS: whoever finds the child can tell whether its owner lives."""
+        """Return the tags as environment variables. ARTD_OWNER is the daemon itself as PID:TICKS, so that anybody who finds the
+        child can tell whether its owner lives."""
         me = procfs.identity()
         return {
             "ARTD_INSTANCE": self.instance,
@@ -60,9 +62,11 @@ class Tags:
         }
 
 
-def inherited(base: Mapping[str, str], drop: Sequence[str] = DROP, keep: Sequence[str] = ()) -> dict[str, str]:
-    """What a process in another interpreter may have of the daemon's own environment. drop, keep: names or patterns with `*`; what
-    `keep` names stays, but for artd's own secrets."""
+def filter_environment(base: Mapping[str, str], drop: Sequence[str] = DROP, keep: Sequence[str] = ()) -> dict[str, str]:
+    """Return the part of the daemon's environment that a process in another interpreter may have.
+
+    `drop` and `keep` are names or patterns with `*`. `keep` overrides `drop`, but never lets artd's own secrets through.
+    """
     dropped = {*SECRETS, *_PYTHON, *_SERVICE}
     return {key: value for key, value in base.items() if key not in dropped and (_is(key, keep) or not _is(key, drop))}
 
@@ -82,17 +86,18 @@ def child_environment(
     drop: Sequence[str] = DROP,
     keep: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Environment of one spawn. base: the daemon's own; drop, keep: see `inherited`; code: folder that holds artd_schema and artd_workers;
-    site_paths: further folders for PYTHONPATH, after `code`; extra: what this kind of worker needs besides.
+    """Return the environment of one spawn.
 
-    Raises ValueError when `extra` would change a tag: reaping and fencing rest on them.
+    `base` is the daemon's own environment; see `filter_environment` for `drop` and `keep`. `code` is the folder that holds
+    artd_schema and artd_workers; PYTHONPATH has it first and `site_paths` after it. `extra` holds further variables for this kind
+    of worker. Raises ValueError when `extra` would change a tag, because reaping and fencing rest on the tags.
     """
     fixed = tags.variables()
     added = dict(extra or {})
     if clash := sorted(added.keys() & (fixed.keys() | set(SECRETS))):
-        raise ValueError(f"environment of worker {tags.worker!r}: {', '.join(clash)} is set by artd; leave it out")
+        raise ValueError(f"environment of worker {tags.worker!r}: artd itself sets {', '.join(clash)}; leave it out")
     return {
-        **inherited(base, drop, keep),
+        **filter_environment(base, drop, keep),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "PYTHONUNBUFFERED": "1",

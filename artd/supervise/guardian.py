@@ -1,21 +1,20 @@
-"""The guardian: a small process between the daemon and one worker that ends the worker's whole subtree.
+"""Runs one worker under a guardian: a small process between the daemon and the worker that ends the worker's whole subtree.
 
-Run as `python -I -S guardian.py DEATH_FD -- ARGV...` in a session of its own. DEATH_FD is the read end of a pipe whose
-only write end the daemon holds: a byte in it means that the daemon wants the subtree dead, its end-of-file that the
+The daemon runs it as `python -I -S guardian.py DEATH_FD -- ARGV...` in a session of its own. DEATH_FD is the read end of a pipe
+whose only write end the daemon holds: a byte in it means that the daemon wants the subtree dead, its end-of-file that the
 daemon is gone.
 
-- a byte, end-of-file, or a second SIGTERM: SIGKILL to every descendant until none is left, then exit;
-- end-of-file before the main child was started: it is not started at all;
-- the first SIGTERM: passed on to the main child alone;
-- the main child ended: what it left behind is killed, then exit with its status (128 + n after signal n);
-- last of all, when the daemon is gone: SIGKILL to whatever carries the tags of the same daemon, because its own guardian
-  may have been killed with the daemon. Other guardians are left to their work.
+- A byte, end-of-file, or a second SIGTERM: the guardian sends SIGKILL to every descendant until none is left, then exits.
+- End-of-file before the main child started: the guardian does not start it at all.
+- The first SIGTERM: the guardian passes it on to the main child only.
+- The main child ended: the guardian kills the processes it left behind, then exits with its status (128 + n after signal n).
+- At last, when the daemon is gone: the guardian sends SIGKILL to all processes with the tags of the same daemon, because their
+  own guardian may have been killed with the daemon. It spares other guardians, which do their own work.
 
-Owner of: nothing on disk. Invariants: stand-alone (standard library only, no threads, no fork without exec); a
-subreaper, so that no descendant escapes by a session of its own or by the death of its parent; never the victim of a
-parent-death signal itself (that one is SIGCONT: it only wakes a guardian that somebody had stopped); a process that is no
-descendant is signalled only when it carries this very daemon's tags and that daemon is dead.
-`procfs` re-uses the readers below, so that there is one parser of /proc/PID/stat.
+Invariants: stand-alone (standard library only, no threads, no fork without exec). The guardian is a subreaper, so no descendant
+escapes by a session of its own or by the death of its parent. Its own parent-death signal never kills it (it is SIGCONT, which
+only wakes a guardian that somebody had stopped). It signals a process that is no descendant only if that process has this very
+daemon's tags and that daemon is dead. `procfs` reuses the readers below, so that there is one parser of /proc/PID/stat.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ PR_SET_CHILD_SUBREAPER = 36
 LINGER_S = 30.0
 """How long a guardian waits for descendants that do not die of SIGKILL (uninterruptible sleep, a driver's teardown)."""
 KIN_S = 5.0
-"""How long the last look for processes of guardians that were killed may take."""
+"""How long the final search for processes of killed guardians may take."""
 DEAD = ("Z", "X", "x")
 KIN = ("ARTD_INSTANCE", "ARTD_BOOT", "ARTD_OWNER")
-"""Tags by which the processes of one daemon know each other. ARTD_OWNER is that daemon, as PID:TICKS."""
+"""Tags that the processes of one daemon share. ARTD_OWNER is that daemon, as PID:TICKS."""
 ORDER = b"k"
-"""What the daemon writes into the pipe before it closes it: it lives, and wants the subtree dead."""
+"""The byte that a living daemon writes into the pipe before it closes it, because it wants the subtree dead."""
 
 
 class Stat(NamedTuple):
-    """One line of /proc/PID/stat. state: of its first thread, R, S, D, T, t, Z, X ...; ticks: start time, clock ticks since boot;
-    threads: those that have not ended, and the first one until the process is collected."""
+    """One line of /proc/PID/stat. `state` is that of the first thread: R, S, D, T, t, Z, X ... `ticks` is the start time in clock
+    ticks since boot. `threads` counts threads that have not ended, and the first one until somebody collects the process."""
 
     pid: int
     ppid: int
@@ -55,31 +54,31 @@ class Stat(NamedTuple):
 
     @property
     def dead(self) -> bool:
-        """A first thread that has ended says nothing of the others: they may run on, or still close the GPU's files."""
+        """Whether the whole process is dead. After the first thread has ended, others may still run, or close the GPU's files."""
         return self.state in DEAD and self.threads <= 1
 
 
 def read_stat(pid: int) -> Stat | None:
-    """The process's line, or None when there is no such process."""
+    """Return the line of a process, None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             line = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command's name may hold spaces and brackets: fields are counted from the last bracket.
+    # The command's name may contain spaces and brackets, so count the fields from the last bracket.
     fields = line[line.rindex(b")") + 2 :].split()
     return Stat(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]), int(fields[17]))
 
 
 def all_stats() -> Iterator[Stat]:
-    """Every process that this /proc shows."""
+    """Yield every process that this /proc shows."""
     for name in os.listdir("/proc"):
         if name.isdigit() and (stat := read_stat(int(name))) is not None:
             yield stat
 
 
 def read_environment(pid: int) -> dict[str, str]:
-    """The environment that a process was exec'ed with; empty when it is gone, unreadable or was overwritten."""
+    """Return the environment of a process at its exec; empty if it is gone, unreadable or overwritten."""
     raw = _environ(f"/proc/{pid}")
     if not raw and (stat := read_stat(pid)) is not None and stat.state in DEAD and not stat.dead:
         raw = next(filter(None, map(_environ, _threads(pid))), b"")
@@ -96,7 +95,7 @@ def _environ(folder: str) -> bytes:
 
 
 def _threads(pid: int) -> Iterator[str]:
-    """Folders of the others, for a first thread that has ended: it has no memory, they may have."""
+    """Yield the /proc folders of all threads but the first. A first thread that has ended has no memory; the others may have."""
     try:
         yield from (f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task") if name != str(pid))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -104,7 +103,7 @@ def _threads(pid: int) -> Iterator[str]:
 
 
 def descendants(roots: Iterable[int], stats: Iterable[Stat]) -> list[Stat]:
-    """Everything below `roots` (roots left out), parents before their children."""
+    """Return all processes below `roots`, without the roots, parents before their children."""
     children: dict[int, list[Stat]] = {}
     for stat in stats:
         children.setdefault(stat.ppid, []).append(stat)
@@ -118,9 +117,9 @@ def descendants(roots: Iterable[int], stats: Iterable[Stat]) -> list[Stat]:
 
 
 def signal_exact(pid: int, ticks: int, number: int) -> bool:
-    """Signal the process (pid, ticks) and never another that took over its number; False when it is gone.
+    """Signal the process (pid, ticks), and never another one that took over its number. Returns False if it is gone.
 
-    The start time is read again after the pidfd was opened: equal means that the pidfd stands for that process.
+    It reads the start time again after it has opened a pidfd: if the time is equal, the pidfd refers to that process.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -154,7 +153,7 @@ def _say(text: str) -> None:
 
 
 def _execute(command: list[str], guardian: int) -> NoReturn:
-    """In the forked child: own process group, default signals, die with the guardian, become the command."""
+    """Become the command, in the forked child: take a process group, reset the signals, and die with the guardian."""
     try:
         os.setpgid(0, 0)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -173,23 +172,23 @@ def _execute(command: list[str], guardian: int) -> NoReturn:
 
 def _start(command: list[str]) -> int:
     guardian = os.getpid()
-    # No handler may run in the child before its dispositions are restored.
+    # No handler may run in the child before the child has reset its signals.
     before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     pid = os.fork()
     if pid == 0:
         _execute(command, guardian)
     try:
-        # From both sides: whoever signals the child's group must never find the guardian in it.
+        # Both processes set the group, because a signal to the child's group must never reach the guardian.
         os.setpgid(pid, pid)
     except (PermissionError, ProcessLookupError):
-        # It has executed, or ended, already: then it set its group itself.
+        # The child has already executed the command or ended, so it has set its group itself.
         pass
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 
 def _reap(main: int, status: int | None) -> tuple[int | None, bool]:
-    """Collect every ended child: (exit status of the main one once known, whether any child is left)."""
+    """Collect every ended child. Returns (exit status of the main child or None, whether any child is left)."""
     while True:
         try:
             pid, raw = os.waitpid(-1, os.WNOHANG)
@@ -203,7 +202,10 @@ def _reap(main: int, status: int | None) -> tuple[int | None, bool]:
 
 
 def _end_all(main: int, status: int | None) -> int:
-    """SIGKILL whatever lives below until nothing does; as the subreaper, no children means no descendants."""
+    """Send SIGKILL to all descendants until none lives. Returns the exit status.
+
+    The guardian is the subreaper, so without children it has no descendants.
+    """
     deadline = time.monotonic() + LINGER_S
     pause = 0.002
     while True:
@@ -225,7 +227,7 @@ def _end_all(main: int, status: int | None) -> int:
 
 
 def _word(death: int) -> str:
-    """What the daemon says by the pipe: "" nothing, "order", or "gone" (end-of-file)."""
+    """Read what the daemon says through the pipe. Returns "" for nothing, "order", or "gone" for end-of-file."""
     poll = select.poll()
     poll.register(death, select.POLLIN)
     if not poll.poll(0):
@@ -234,7 +236,7 @@ def _word(death: int) -> str:
 
 
 def _watch(death: int, wake: int, main: int, terms: list[int]) -> tuple[int, bool]:
-    """Until the subtree is dead: (exit status, whether the daemon is gone)."""
+    """Wait until the subtree is dead. Returns (exit status, whether the daemon is gone)."""
     poll = select.poll()
     poll.register(death, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -255,13 +257,13 @@ def _watch(death: int, wake: int, main: int, terms: list[int]) -> tuple[int, boo
 
 
 def _end_kin() -> None:
-    """SIGKILL what is left of the daemon's other workers, once the daemon itself is dead."""
+    """Wait for the daemon's death, then send SIGKILL to the remaining processes of its other workers."""
     mark = {key: os.environ.get(key, "") for key in KIN}
     pid, _, ticks = mark["ARTD_OWNER"].partition(":")
     if not all(mark.values()) or not (pid.isdecimal() and ticks.isdecimal()):
         return
     deadline = time.monotonic() + KIN_S
-    # A process closes its files a moment before it is dead.
+    # A process closes its files, and so the pipe, a moment before it is dead.
     while (owner := read_stat(int(pid))) is not None and owner.ticks == int(ticks) and not owner.dead:
         if time.monotonic() > deadline:
             return
@@ -279,7 +281,7 @@ def _end_kin() -> None:
 
 
 def _kin(mark: dict[str, str]) -> list[Stat]:
-    """Living processes that carry these tags, and what descends from them; guardians are left out."""
+    """Return the living processes with these tags and their descendants, without guardians."""
     stats = list(all_stats())
     tagged = [stat for stat in stats if mark.items() <= read_environment(stat.pid).items()]
     found = dict.fromkeys([*tagged, *descendants([stat.pid for stat in tagged], stats)])
@@ -296,7 +298,7 @@ def _is_guardian(pid: int) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Start and guard one command; returns its exit status."""
+    """Start and guard one command. Returns its exit status."""
     if len(arguments) < 3 or arguments[1] != "--":
         _say("usage: guardian.py DEATH_FD -- ARGV...")
         return 64

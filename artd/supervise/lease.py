@@ -1,9 +1,9 @@
-"""Leases: a process of which too long nothing was heard is ended; its work goes back only when its death is proven.
+"""Keeps leases: artd kills a process that is silent for too long, and requeues its work only after its death is proven.
 
-Owner of: how long each holder has been silent. Who holds one and what is heard is the maker's to say: any message of a worker
-that is ready (one that still starts has its start time-out instead), or progress of the trainer's job. Invariants: only time
-in which the daemon itself was awake counts, because one that was stopped or starved finds its workers' messages unread; an
-order names the spawn that was silent, so it never meets the process after it.
+Owner of: how long each holder has been silent. The caller decides which processes hold a lease and what renews it: any message of
+a ready worker (a worker that still starts has its start time-out instead), or progress of the trainer's job. Invariants: only
+time in which the daemon itself was awake counts, because a daemon that was stopped or starved has not read its workers'
+messages. An order names the silent spawn, so it never hits the process after it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import anyio
 from artd.clock import Clock
 
 LOOKS = 5
-"""How often in a lease its holders are looked at, and how often they send a heartbeat at least."""
+"""How often during one lease the daemon looks at its holders; they send at least as many heartbeats."""
 LONGEST_LOOK_S = 60.0
 LONGEST_BEAT_S = 1.0
 
 
 class Holder(NamedTuple):
-    """A process that must be heard of."""
+    """A process that must show signs of life."""
 
     name: str
     spawn: int
 
 
 def heartbeat_s(lease_s: float) -> float:
-    """How often a worker sends its heartbeat, in seconds."""
+    """Return the seconds between two heartbeats of a worker."""
     return min(LONGEST_BEAT_S, lease_s / LOOKS)
 
 
 class Leases:
-    """lease_s: seconds of silence that are allowed, 0: any; holders: those who must be heard of now; end(name, seconds, spawn):
-    ends that process, which was silent for so long."""
+    """The leases of some processes. A process may be silent for `lease_s` seconds; 0 means no limit. `holders` returns the processes
+    that hold a lease now. `end(name, seconds, spawn)` ends a process that was silent for `seconds`."""
 
     def __init__(
         self,
@@ -58,13 +58,14 @@ class Leases:
             await anyio.sleep(self._look_s)
             self.look()
 
-    def heard(self, name: str, spawn: int) -> None:
-        """Something came of that process now; the next look adds what has passed since the last one, also before it came."""
-        self._silent[Holder(name, spawn)] = -self._passed()
+    def renew(self, name: str, spawn: int) -> None:
+        """Start the silence of a process anew. The next look adds the time since the last look, also the part before this call,
+        so subtract that part here."""
+        self._silent[Holder(name, spawn)] = -self._awake_s()
 
     def look(self) -> None:
-        """Count the silence since the last look, and end those for whom it is too long."""
-        passed = self._passed()
+        """Add the time since the last look to each silence, and end the processes that were silent for too long."""
+        passed = self._awake_s()
         self._looked = self._clock.monotonic()
         self._silent = {holder: self._silent.get(holder, -passed) + passed for holder in self._holders()}
         for holder, seconds in self._silent.items():
@@ -72,6 +73,6 @@ class Leases:
                 self._silent[holder] = 0.0
                 self._end(holder.name, seconds, holder.spawn)
 
-    def _passed(self) -> float:
-        """Seconds since the last look in which the daemon was awake, as far as it can tell."""
+    def _awake_s(self) -> float:
+        """Return the seconds since the last look in which the daemon was awake, as far as it can tell."""
         return min(self._clock.monotonic() - self._looked, 2 * self._look_s)

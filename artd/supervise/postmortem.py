@@ -1,7 +1,7 @@
-"""Why a worker's process ended, in words an operator can use.
+"""Explains why a worker's process ended, in words that an operator can use.
 
-Owner of: no state. Invariants: pure apart from reading the log's end; memory and disk are named when the evidence
-names them (exit status, kernel counter, last lines of the log).
+Invariants: pure, except that `read_tail` reads the end of a log. It names memory or disk only if the evidence does (exit status,
+kernel counter, last lines of the log).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Cause = Literal["", "out of memory", "disk full"]
 
 @dataclass(frozen=True)
 class Status:
-    """How a process ended. code: exit status of the main child, 128 + n after signal n, negative when the guardian
-    itself was killed, None when no process could be made; text: one sentence for people."""
+    """How a process ended. `code` is the exit status of the main child, 128 + n after signal n, negative if the guardian itself
+    was killed, None if no process could be made. `text` is one sentence for people."""
 
     code: int | None
     cause: Cause
@@ -35,7 +35,7 @@ class Status:
 
 
 def read_tail(log: Path, start: int = 0, lines: int = TAIL_LINES) -> str:
-    """The last lines that were written to `log` after byte `start`; "" when there is no such file."""
+    """Return the last lines of `log` after byte `start`, "" if there is no such file."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -46,13 +46,13 @@ def read_tail(log: Path, start: int = 0, lines: int = TAIL_LINES) -> str:
 
 
 def telling(error: str) -> str:
-    """The line of a worker's error that tells most: its own words come first; where it had none, the last of its log."""
+    """Return the line of a worker's error that says most: its own words, or without any the last line of its log."""
     first, *log = error.strip().splitlines() or [""]
     return log[-1] if log and _BARE.match(first) else first
 
 
 def signal_of(code: int) -> int:
-    """Number of the signal that ended the process, 0 when none did."""
+    """Return the number of the signal that ended the process, 0 if none did."""
     number = -code if code < 0 else code - 128
     return number if number > 0 and number in set(signal.valid_signals()) else 0
 
@@ -63,8 +63,11 @@ def _name(number: int) -> str:
 
 
 def explain(code: int | None, tail: str, oom_kills: int = 0, why: str = "") -> Status:
-    """oom_kills: how many processes the kernel killed for want of memory while the worker lived; why: what the
-    supervisor knows itself (start time-out, order, failed spawn), told first."""
+    """Explain an exit code and the end of the log.
+
+    `oom_kills` counts the processes that the kernel killed for lack of memory while the worker lived. `why` is what the
+    supervisor itself knows (start time-out, order, failed spawn); the text begins with it.
+    """
     number = 0 if code is None else signal_of(code)
     if code is None:
         how = "no process could be made"

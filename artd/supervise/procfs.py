@@ -1,7 +1,7 @@
-"""What /proc says about processes: identities, sessions, environment tags, memory-killer counts.
+"""Reads /proc: identities, sessions and environment tags of processes, and the counts of the kernel's memory killer.
 
-Owner of: no state. Invariants: a process is named by (pid, start ticks), within one boot of the machine; a process
-that vanishes while it is read is absent, never an error.
+Invariants: (pid, start ticks) names a process within one boot of the machine. A process that vanishes during a read counts as
+absent, never as an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Identity(NamedTuple):
-    """A process for ever. boot_id: the kernel's; ticks: start time in clock ticks since the machine's start."""
+    """Names one process for ever. `boot_id` is the kernel's; `ticks` is the start time in clock ticks since the machine's start."""
 
     boot_id: str
     pid: int
@@ -43,7 +43,7 @@ def boot_id() -> str:
 
 
 def identity(pid: int | None = None) -> Identity:
-    """Identity of a living process (default: this one). Raises ProcessLookupError."""
+    """Return the identity of a living process, by default this one. Raises ProcessLookupError."""
     stat = read_stat(os.getpid() if pid is None else pid)
     if stat is None:
         raise ProcessLookupError(f"no process {pid}")
@@ -51,13 +51,13 @@ def identity(pid: int | None = None) -> Identity:
 
 
 def alive(who: Identity) -> bool:
-    """Whether that very process lives; a zombie does not."""
+    """Return whether that very process lives; a zombie does not."""
     stat = read_stat(who.pid)
     return stat is not None and stat.ticks == who.ticks and not stat.dead and boot_id() == who.boot_id
 
 
 def strike(processes: Iterable[Stat], number: int) -> None:
-    """Signal each of them exactly. One that belongs to another user stays, and shows in the caller's next look."""
+    """Signal exactly these processes. A process of another user stays, and the caller's next look finds it again."""
     for stat in processes:
         try:
             signal_exact(stat.pid, stat.ticks, number)
@@ -66,7 +66,8 @@ def strike(processes: Iterable[Stat], number: int) -> None:
 
 
 def oom_kills() -> int:
-    """Kills by the kernel for want of memory: in this process's control group where it counts them, else machine-wide."""
+    """Return how many processes the kernel killed for lack of memory: in this process's control group if that counts them, else
+    on the machine."""
     for path in (_memory_events(), Path("/proc/vmstat")):
         if path is None or not path.exists():
             continue

@@ -1,9 +1,9 @@
-"""At boot: end what older boots of this instance left behind, and nothing else.
+"""Ends, at boot, the processes that older boots of this instance left behind, and no others.
 
-Owner of: no state. Invariants: a process is touched only when it is the recorded (boot id, pid, start ticks), or carries
-this instance's tag with an older boot, or descends from (or shares the session of) such a one; never when its owner (by
-daemon.json, or by its own ARTD_OWNER tag) lives, so a copied data folder cannot end the original's workers; the time
-is bounded, and what does not die is reported as broken(pid, state).
+Invariants: it signals a process only if that is the recorded (boot id, pid, start ticks), or has this instance's tag with an
+older boot, or descends from (or shares the session of) such a process. It never signals a process whose owner (by daemon.json,
+or by its own ARTD_OWNER tag) lives, so a copied data folder cannot end the original's workers. The time is bounded; it reports
+a process that does not die as broken(pid, state).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A row of table `process`: the guardian that a worker had. session: the session that it led, if it was one."""
+    """A row of table `process`: the guardian of a worker. `session` is the session that it led, None if it led none."""
 
     name: str
     boot_id: str
@@ -37,7 +37,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A process of an older boot. name: its worker; state: of /proc/PID/stat, when last seen."""
+    """A process of an older boot. `name` is its worker, `state` the last seen state of /proc/PID/stat."""
 
     name: str
     pid: int
@@ -54,7 +54,8 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Reaped:
-    """ended: proven dead; broken: still there after the bound. Nothing is looked for when the owner lives."""
+    """The result of reaping: `ended` processes are proven dead, `broken` ones outlived the bound. Both are empty if the owner
+    lives."""
 
     ended: tuple[Leftover, ...] = ()
     broken: tuple[Leftover, ...] = ()
@@ -63,14 +64,14 @@ class Reaped:
 async def reap(
     instance: str, boot: int, recorded: Iterable[Recorded], owner: Identity | None, within_s: float = REAP_S
 ) -> Reaped:
-    """End the leftovers of boots of `instance` older than `boot`. owner: the daemon that daemon.json named before
-    this one. Wait at most `within_s` seconds for their death."""
+    """End the leftovers of boots of `instance` older than `boot`, and wait at most `within_s` seconds for their death. `owner` is
+    the daemon that daemon.json named before this one."""
     if owner is not None and owner.pid != os.getpid() and procfs.alive(owner):
         return Reaped()
     rows = tuple(recorded)
     known: dict[Key, Leftover] = {}
     deadline = time.monotonic() + within_s
-    # Frozen first: one that forks while it is looked for could have a child that carries no tag.
+    # Stop them first: a process that forks during the search could have a child without a tag.
     while new := [left for left in find(instance, boot, rows, known) if left.key not in known]:
         known |= {left.key: left for left in new}
         _strike(new, signal.SIGSTOP)
@@ -88,7 +89,7 @@ async def reap(
 
 
 def strike_again(leftovers: Iterable[Leftover]) -> tuple[Leftover, ...]:
-    """Those that live still, as of now; each has got another SIGKILL."""
+    """Send another SIGKILL to the leftovers that still live. Returns them with their present state."""
     stats = [(left, procfs.read_stat(left.pid)) for left in leftovers]
     living = tuple(
         replace(left, state=stat.state)
@@ -102,10 +103,11 @@ def strike_again(leftovers: Iterable[Leftover]) -> tuple[Leftover, ...]:
 def find(
     instance: str, boot: int, recorded: Iterable[Recorded], known: Mapping[Key, Leftover] = MappingProxyType({})
 ) -> list[Leftover]:
-    """Living leftovers now. known: those found before; they and what descends from them belong to the result."""
+    """Return the leftovers that live now. The result includes those of `known` that an earlier call found, and their
+    descendants."""
     stats = {stat.pid: stat for stat in procfs.all_stats()}
     names = {pid: left.name for (pid, ticks), left in known.items() if pid in stats and stats[pid].ticks == ticks}
-    names |= {stat.pid: name for stat in stats.values() if (name := _tagged(stat, instance, boot))}
+    names |= {stat.pid: name for stat in stats.values() if (name := _worker_of(stat, instance, boot))}
     machine = procfs.boot_id()
     for row in recorded:
         stat = stats.get(row.pid)
@@ -117,7 +119,7 @@ def find(
         ):
             continue
         names[row.pid] = row.name
-        # Its leader is still in the table, so the session's number cannot belong to a stranger.
+        # The leader still exists, so no other session can have the same number.
         names |= {other.pid: row.name for other in stats.values() if other.session == row.session == row.pid}
     for root, name in list(names.items()):
         for stat in procfs.descendants([root], stats.values()):
@@ -134,8 +136,8 @@ def _strike(leftovers: Iterable[Leftover], number: int) -> None:
     procfs.strike((Stat(left.pid, 0, 0, left.state, left.ticks) for left in leftovers), number)
 
 
-def _tagged(stat: Stat, instance: str, boot: int) -> str:
-    """Name of the worker when the process is of an older boot of this instance and its owner is dead, else ""."""
+def _worker_of(stat: Stat, instance: str, boot: int) -> str:
+    """Return the name of the worker if the process is of an older boot of this instance and its owner is dead, else ""."""
     env = procfs.environment(stat.pid)
     number = env.get("ARTD_BOOT", "")
     if env.get("ARTD_INSTANCE") != instance or not number.isdecimal() or int(number) >= boot or _owner_lives(env):
@@ -149,7 +151,7 @@ def _owner_lives(env: dict[str, str]) -> bool:
 
 
 def _lineage(stats: dict[int, Stat]) -> set[int]:
-    """This process and its ancestors: never a leftover, whatever environment they were started in."""
+    """Return this process and its ancestors. They are never leftovers, whatever environment they started in."""
     found: set[int] = set()
     pid = os.getpid()
     while pid and pid not in found:

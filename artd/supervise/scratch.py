@@ -1,7 +1,7 @@
-"""What dead processes left: scratch folders below the runtime folder, and what an engine's record names.
+"""Removes the scratch folders that dead processes left below the runtime folder.
 
-Owner of: no state. Invariants: called only when the processes of older boots were proven dead; a folder that any living process has
-as its TMPDIR or below, or works in, stays, whoever's process that is.
+Invariants: the daemon calls it only after the processes of older boots are proven dead. A folder stays if any living process,
+whoever owns it, works in it or has its TMPDIR there or below.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from . import procfs
 
 SPAWN = re.compile(r"[a-z][0-9]+")
-"""The first letter of a worker's name, and a spawn number: see rundir.DataDir.spawn_dir."""
+"""The first letter of a worker's name, and a spawn number: see layout.DataDir.spawn_dir."""
 
 
 def sweep_folders(runtime: Path) -> list[Path]:
-    """Remove the scratch folders of which no process lives; returns them."""
+    """Remove the scratch folders that no living process uses. Returns the removed folders."""
     found = [path for path in runtime.iterdir() if SPAWN.fullmatch(path.name) and path.is_dir()]
-    used = _used(runtime) if found else set()
+    used = _find_used(runtime) if found else set()
     gone = [path for path in found if path.name not in used]
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
     return gone
 
 
-def _used(runtime: Path) -> set[str]:
-    """Names below the runtime folder in which somebody lives."""
+def _find_used(runtime: Path) -> set[str]:
+    """Return the names below the runtime folder that a living process uses."""
     within = f"{runtime}/"
     used = set()
     for stat in procfs.all_stats():
@@ -41,5 +41,5 @@ def _used(runtime: Path) -> set[str]:
 def _working_in(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/cwd")
-    except OSError:  # it is gone, or another user's
+    except OSError:  # the process is gone, or belongs to another user
         return ""

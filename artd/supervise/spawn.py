@@ -1,8 +1,8 @@
-"""One process of a worker: made under a guardian, waited for, ended, and proven dead.
+"""Starts one process of a worker under a guardian, ends it, and proves its death.
 
-Owner of: the write end of the child's death pipe, its pidfd, and the guardian's unreaped zombie. Invariants: the guardian
-is reaped only after nothing of its session lives, because its number cannot be given to a stranger before; every signal
-goes to a (pid, start ticks) that was read again; the death pipe's write end is inherited by nobody.
+Owner of: the write end of the child's death pipe, its pidfd, and the guardian's unreaped zombie. Invariants: artd reaps the
+guardian only after no process of its session lives, because no other process can get the guardian's number before. Every signal
+goes to a (pid, start ticks) that was read again. No process inherits the write end of the death pipe.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .postmortem import TAIL_LINES, read_tail
 GUARDIAN = Path(__file__).with_name("guardian.py")
 TAGS = ("ARTD_INSTANCE", "ARTD_BOOT", "ARTD_WORKER", "ARTD_SPAWN")
 PROOF_S = 15.0
+"""How long a killed subtree may take to vanish before artd reports that it does not die: freeing tens of gigabytes, or a GPU's
+context, takes seconds on a busy machine."""
 LOOK_S = (0.005, 0.1)
-"""Between two looks at who is left: the first, and the longest."""
-"""How long a killed subtree may take to be gone before it is reported as not dying: giving back tens of gigabytes, or a
-GPU's context, takes seconds on a busy machine."""
+"""The first and the longest pause between two looks at the survivors."""
 
 
 class Undead(Exception):
-    """A process outlives SIGKILL: its worker is broken(pid, state) until it is gone."""
+    """A process outlives SIGKILL. Its worker is broken(pid, state) until the process is gone."""
 
     def __init__(self, name: str, pid: int, state: str) -> None:
         super().__init__(
@@ -47,8 +47,8 @@ class Undead(Exception):
 
 @dataclass
 class Child:
-    """A guardian and its subtree. session: id of the session that the guardian leads (its pid); log_start: size of the log
-    before this process wrote to it."""
+    """A guardian and its subtree. `session` is the id of the session that the guardian leads (its pid). `log_start` is the size of
+    the log before this process wrote to it."""
 
     name: str
     who: procfs.Identity
@@ -69,23 +69,23 @@ class Child:
 
     @property
     def exited(self) -> bool:
-        """Whether the guardian has ended (the proof that nothing else lives comes with `kill`)."""
+        """Whether the guardian has ended; only `kill` proves that the rest of the subtree is dead."""
         return self._exited.is_set()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """Last lines that this process wrote to its log."""
+        """Return the last lines that this process wrote to its log."""
         return read_tail(self.log, self.log_start, lines)
 
     def terminate(self) -> None:
-        """SIGTERM for the main child, through the guardian; no effect when it has ended."""
+        """Send SIGTERM to the main child through the guardian; do nothing if it has ended."""
         self._signal(signal.SIGTERM)
 
     def trace(self) -> None:
-        """SIGUSR1 for the main child, which is to tell its log where every thread is, or else ends."""
+        """Send SIGUSR1 to the main child, which then writes the stack of every thread to its log, or ends."""
         procfs.strike([stat for stat in procfs.all_stats() if stat.ppid == self.pid], signal.SIGUSR1)
 
     def sever(self) -> None:
-        """Order the guardian to SIGKILL the whole subtree. Returns at once; may be called again."""
+        """Order the guardian to kill the whole subtree, and return at once. A second call does nothing."""
         if self._death >= 0:
             with contextlib.suppress(BrokenPipeError):  # the guardian has ended
                 os.write(self._death, ORDER)
@@ -94,8 +94,10 @@ class Child:
             self._signal(signal.SIGCONT)
 
     async def kill(self, within_s: float = PROOF_S) -> int:
-        """SIGKILL the subtree, if it lives, and prove it dead within about `within_s` seconds; may be called again. Returns the exit
-        status: the main child's, 128 + n after signal n, -n if the guardian got signal n. Raises Undead."""
+        """Kill the subtree if it lives, and prove its death within about `within_s` seconds. It may be called again.
+
+        Returns the exit status of the main child, 128 + n after signal n, -n if signal n killed the guardian. Raises Undead.
+        """
         self.sever()
         try:
             await asyncio.wait_for(self._exited.wait(), within_s / 2)
@@ -104,7 +106,7 @@ class Child:
         return await self._collect(within_s / 2)
 
     def _signal(self, number: int) -> None:
-        # Without the pidfd the process is reaped, without a pidfd's target it is a zombie: nothing is left to signal.
+        # With a code the process is reaped; a lookup error means that it is a zombie. Neither can be signalled.
         if self._code is None:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -112,7 +114,7 @@ class Child:
                 return
 
     async def _kill_around_guardian(self, within_s: float) -> None:
-        """The guardian does not do it (stuck, or waiting for one that cannot die): take its part."""
+        """Kill the subtree in place of a guardian that is stuck, or that waits for a process that cannot die."""
         below = procfs.descendants([self.pid], procfs.all_stats())
         procfs.strike(below, signal.SIGKILL)
         self._signal(signal.SIGKILL)
@@ -140,7 +142,7 @@ class Child:
         stats = list(procfs.all_stats())
         found = [stat for stat in stats if stat.session == self.session]
         if not orderly:
-            # A killed guardian proved nothing: whoever made a session of his own is known by his tag only.
+            # A killed guardian proved nothing, and only its tags identify a process that made its own session.
             found += [stat for stat in stats if self.tags and self.tags.items() <= procfs.environment(stat.pid).items()]
             found += procfs.descendants([stat.pid for stat in found], stats)
         return [stat for stat in dict.fromkeys(found) if not stat.dead]
@@ -160,7 +162,7 @@ def _lives(stat: procfs.Stat) -> bool:
 async def _prove(name: str, survivors: Callable[[], Iterable[procfs.Stat]], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     pause = LOOK_S[0]
-    while left := await _seen(survivors):
+    while left := await _look(survivors):
         procfs.strike(left, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise Undead(name, left[0].pid, left[0].state)
@@ -168,8 +170,8 @@ async def _prove(name: str, survivors: Callable[[], Iterable[procfs.Stat]], with
         pause = min(2 * pause, LOOK_S[1])
 
 
-async def _seen(survivors: Callable[[], Iterable[procfs.Stat]]) -> list[procfs.Stat]:
-    """Who lives. Without a file descriptor left nobody can tell, which passes."""
+async def _look(survivors: Callable[[], Iterable[procfs.Stat]]) -> list[procfs.Stat]:
+    """Return the survivors. Without a free file descriptor it cannot look, so it waits for one."""
     while True:
         try:
             return await asyncio.to_thread(lambda: list(survivors()))  # each look reads all of /proc
@@ -179,14 +181,14 @@ async def _seen(survivors: Callable[[], Iterable[procfs.Stat]]) -> list[procfs.S
         await asyncio.sleep(0.2)
 
 
-def guarded(death: int, argv: Sequence[str]) -> list[str]:
-    """The command that runs argv under a guardian. death: the read end of its death pipe, to be inherited."""
+def guard_command(death: int, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs argv under a guardian, which must inherit `death`, the read end of its death pipe."""
     return [sys.executable, "-I", "-S", str(GUARDIAN), str(death), "--", *argv]
 
 
 @contextlib.contextmanager
 def death_pipe() -> Iterator[int]:
-    """The read end of a pipe for `guarded`. What runs by it is ended when the block is left, or with this process."""
+    """Yield the read end of a pipe for `guard_command`. The command ends with the `with` block, or with this process."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     try:
         yield reading
@@ -207,8 +209,9 @@ def spawn(
 ) -> Child:
     """Start argv under a guardian; call it in the event loop's thread.
 
-    log: output is appended (0600). fds: inherited, by the guardian too. cwd: never the user's, so that `-m` finds no stray module there. woken: called in the
-    loop when the guardian has ended. Raises OSError when no process can be made or the log cannot be opened.
+    The process appends its output to `log` (mode 0600). It and the guardian inherit `fds`. `cwd` is never the user's folder, so that
+    `-m` finds no stray module there. The loop calls `woken` when the guardian has ended.
+    Raises OSError when no process can be made or the log cannot be opened.
     """
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -217,7 +220,7 @@ def spawn(
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             process = subprocess.Popen(
-                guarded(reading, argv),
+                guard_command(reading, argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

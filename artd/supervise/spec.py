@@ -1,6 +1,6 @@
-"""What the supervisor is told about a worker, and what it tells about it.
+"""Defines the data that describes a worker to the supervisor, and the protocol by which the supervisor reports on it.
 
-Owner of: no state. Invariants: plain data and one protocol; the daemon implements `Listener` over the store.
+The daemon implements `Listener` over the store.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .states import State
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How to make one process. tmpdir: made (0700) before it and removed after its proven death; also its cwd. fds: descriptors
-    that it inherits, under the same numbers."""
+    """How to start one process. `tmpdir` is also its cwd: the supervisor makes it (mode 0700) before the process and removes it after
+    the proven death. The process inherits the descriptors `fds` under the same numbers."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -31,8 +31,8 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A worker. launch: called with each new spawn number; start_timeout_s: from its start to Ready; leftovers: processes
-    of it from older boots that outlived SIGKILL: nothing is started beside them."""
+    """A worker. The supervisor calls `launch` with each new spawn number. `start_timeout_s` limits the time from its start to Ready.
+    `leftovers` are its processes from older boots that outlived SIGKILL; the supervisor starts nothing beside them."""
 
     name: str
     kind: WorkerKind
@@ -43,7 +43,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """What table `process` holds of a worker. pid, ticks, session: None while it has no process; a leftover of an older
+    """The row of a worker in table `process`. `pid`, `ticks` and `session` are None while it has no process; a leftover of an older
     boot counts as one."""
 
     kind: WorkerKind
@@ -58,13 +58,13 @@ class Info:
 
 
 class Listener(Protocol):
-    """The daemon's side; every call is awaited by the worker's task, in order, before it goes on."""
+    """The daemon's side. The worker's task awaits every call, in order, before it goes on."""
 
     async def next_spawn(self, name: str) -> int:
-        """A number that this worker never had, durable before it is returned."""
+        """Return a number that this worker never had; it is durable before this returns."""
 
     async def on_exit(self, name: str, spawn: int, status: Status, ordered: bool, tail: str) -> None:
-        """A process of the worker is proven dead, with its whole subtree."""
+        """Record that a process of the worker and its whole subtree are proven dead."""
 
     async def on_state(self, name: str, state: State, info: Info) -> None:
-        """The worker is now in `state`; called again in `starting` once the process is there."""
+        """Record that the worker is now in `state`. The worker calls it again in `starting` when the process exists."""

@@ -1,7 +1,7 @@
-"""The states of a worker to its supervisor; which may follow which is in `artd.core.states` under `process`.
+"""Names the states of a worker; `artd.core.states` holds the transitions between them under `process`.
 
-Owner of: no state. Invariants: pure; a pair that is not in the table is an error. In table `process` a ready trainer with a job is
-`busy` besides: that is the dispatcher's word, in the transaction of the claim.
+Invariants: pure; a transition that is not in that table is an error. Table `process` has one more state: a ready trainer with a job
+is `busy`, which the dispatcher sets in the transaction of the claim.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ State = Literal["stopped", "starting", "ready", "draining", "backoff", "broken"]
 
 
 def follow(state: State, to: State) -> State:
-    """`to`, when it may follow `state`. Errors: artd.core.states.IllegalTransition."""
+    """Return `to` if it may follow `state`. Raises artd.core.states.IllegalTransition."""
     check("process", state, to)
     return to

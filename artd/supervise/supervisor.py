@@ -1,7 +1,7 @@
-"""The managed workers of one daemon, by name.
+"""Manages the workers of one daemon, by name.
 
-Owner of: the set of workers; each worker's task owns the rest. Invariants: tasks live in the task group that is passed
-in, so a failing callback ends the daemon; no process outlives the group; words of an older spawn are refused.
+Owner of: the set of workers; each worker's task owns the rest. Invariants: tasks run in the caller's task group, so a failing
+callback ends the daemon. No process outlives the group. The supervisor refuses reports of an older spawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UnknownWorker(KeyError):
 
 
 class Supervisor:
-    """Starts, watches, restarts and ends workers. clock: monotonic seconds; uniform: random numbers in [0, 1)."""
+    """Starts, watches, restarts and ends workers. `clock` returns monotonic seconds, `uniform` random numbers in [0, 1)."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Supervisor:
         self._workers: dict[str, Worker] = {}
 
     def add(self, spec: Spec, start: bool = True) -> None:
-        """Supervise a worker from now on, running unless `start` is False. Raises ValueError when the name is taken."""
+        """Supervise a worker from now on, and start it unless `start` is False. Raises ValueError when the name is taken."""
         if spec.name in self._workers:
-            raise ValueError(f"worker {spec.name!r} is there already")
+            raise ValueError(f"worker {spec.name!r} exists already")
         worker = Worker(spec, self._listener, Backoff(self._policy, self._uniform), self._clock)
         self._workers[spec.name] = worker
         self._group.start_soon(worker.run, name=f"worker {spec.name}")
@@ -55,37 +55,37 @@ class Supervisor:
             worker.start()
 
     def start(self, name: str) -> None:
-        """Want a stopped worker running. A broken one needs `retry_broken`."""
+        """Start a stopped worker. A broken one needs `retry_broken`."""
         self._of(name).start()
 
     def retry_broken(self, name: str) -> None:
-        """Start it now, past breaker and back-off; its deaths are forgotten. One that lives is started again when it dies next,
-        however often it has died before."""
+        """Start a worker now, regardless of breaker and back-off, and forget its deaths. A worker that lives starts again after its
+        next death, however often it has died before."""
         self._of(name).retry()
 
     async def ready(self, name: str, spawn: int) -> bool:
-        """The process of that spawn can take work. False: it is not the present one, or it is being ended."""
+        """Note that the process of that spawn can take work. Returns False if it is not the present one, or is being ended."""
         return await self._of(name).ready(spawn)
 
     async def kill(
         self, name: str, spawn: int | None = None, reason: str = "killed by artd", traced: bool = False
     ) -> None:
-        """SIGKILL the subtree; return when it is proven dead and `on_exit` (ordered) has returned. It starts again.
+        """Kill the subtree of a worker; return when it is proven dead and `on_exit` (ordered) has returned. The worker starts again.
 
-        spawn: do nothing unless that one is the present process; traced: first its main process is to tell its log where every
-        thread is (SIGUSR1). Raises Undead when it does not die.
+        With `spawn`, do nothing unless that one is the present process. With `traced`, first let its main process write the stack
+        of every thread to its log (SIGUSR1). Raises Undead when it does not die.
         """
         await self._of(name).kill(spawn, reason, traced)
 
     async def stop(self, name: str, grace_s: float = 15.0, reason: str = "stopped by artd") -> None:
-        """End it (SIGTERM, grace_s, SIGKILL) and keep it stopped; return when it is proven dead. Raises Undead.
+        """End a worker (SIGTERM, grace_s, SIGKILL) and keep it stopped; return when it is proven dead. Raises Undead.
 
-        A second call with a shorter grace shortens the first one's.
+        A second call with a shorter grace shortens the grace of the first.
         """
         await self._of(name).stop(grace_s, reason)
 
     async def stop_all(self, grace_s: float = 15.0, reason: str = "artd is stopping") -> None:
-        """`stop` for all at once. Raises what the stops raised, after all of them ended."""
+        """Stop all workers at once. Raises an ExceptionGroup of what the stops raised, after all of them ended."""
         stops = [worker.stop(grace_s, reason) for worker in self._workers.values()]
         results = await asyncio.gather(*stops, return_exceptions=True)
         failed = [result for result in results if isinstance(result, Exception)]
@@ -103,5 +103,5 @@ class Supervisor:
 
     def _of(self, name: str) -> Worker:
         if name not in self._workers:
-            raise UnknownWorker(f"no worker {name!r}; there are: {', '.join(self._workers) or 'none'}")
+            raise UnknownWorker(f"no worker {name!r}; use one of: {', '.join(self._workers) or 'none'}")
         return self._workers[name]

@@ -1,9 +1,9 @@
-"""One supervised worker: a single task that starts its process, watches it, and starts it again by the policy.
+"""Supervises one worker in a single task: starts its process, watches it, and starts it again by the policy.
 
-Owner of: the worker's state, its living process and its back-off. Invariants: at most one process, and the next one is
-made only after the last one is proven dead, whichever boot made it (until then the worker is broken; the breaker besides
-waits for the operator); the spawn number is durable before the process exists; a state is told (and persisted by the
-listener) before what follows from it; a listener never calls back into the worker it hears of.
+Owner of: the worker's state, its living process and its back-off. Invariants: there is at most one process, and the next one starts
+only after the last one is proven dead, whichever boot made it (until then the worker is broken; a tripped breaker also waits for
+the operator). The spawn number is durable before the process exists. The listener learns (and stores) a state before anything
+follows from it. A listener never calls back into the worker that reports to it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .states import State, follow
 
 ERROR_LINES = 10
 TRACE_S = 1.0
-"""How long a process that is to be killed may take to tell where it is."""
+"""How long a process may take to write its stacks before it is killed."""
 START_LOOK_S = 5.0
-"""How often a worker that starts is looked at: time in which the daemon was stopped is none of its start's."""
+"""The period of looks at a worker that starts, so that time in which the daemon was stopped does not count."""
 LOOK_S = 2.0
-"""How often a broken worker looks whether the process that does not die is gone."""
+"""The period in which a broken worker checks whether the process that does not die is gone."""
 
 
 class Worker:
-    """Run `run()` in a task; the other methods order and inform it. clock: monotonic seconds."""
+    """One worker. A task runs `run()`; the other methods give that task orders and news. `clock` returns monotonic seconds."""
 
     def __init__(
         self, spec: Spec, listener: Listener, backoff: Backoff, clock: Callable[[], float] = time.monotonic
@@ -71,33 +71,32 @@ class Worker:
     # ---- orders and news, from other tasks --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Want it running. A broken worker stays broken until `retry`."""
+        """Start the worker. A broken one stays broken until `retry`."""
         self._wanted = True
         self._wake.set()
 
     def retry(self) -> None:
-        """The operator's word: start it now, past back-off and breaker; its deaths are forgotten."""
+        """Start the worker now, regardless of back-off and breaker, and forget its deaths. The operator asks for this."""
         self._wanted = self._retry = True
         self._wake.set()
 
     async def stop(self, grace_s: float, reason: str) -> None:
-        """Return when it is stopped and proven dead. Raises Undead."""
+        """Stop the worker; return when its process is proven dead. Raises Undead."""
         self._wanted = False
         if self.state != "stopped":
             await self._order(grace_s, reason)
 
     async def kill(self, spawn: int | None, reason: str, traced: bool = False) -> None:
-        """Return when the process (of that spawn number, if given) is proven dead; another follows if it is wanted. traced: it is
-        asked first where it is (`Child.trace`).
+        """Kill the process (of that spawn number, if given); return when it is proven dead. Another follows if it is wanted.
 
-        Raises Undead when it does not die.
+        With `traced`, the process first writes its stacks (`Child.trace`). Raises Undead when it does not die.
         """
         if spawn in (None, self.spawn) and self._has_process():
             self._traced = traced and self._grace is None
             await self._order(0.0, reason)
 
     async def ready(self, spawn: int) -> bool:
-        """The process can take work. False: the word comes from an older process, or too late."""
+        """Note that the process can take work. Returns False if the report comes from an older process, or too late."""
         async with self._lock:
             child = self._child
             late = child is None or child.exited or self._grace is not None
@@ -126,7 +125,7 @@ class Worker:
     # ---- the task ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Supervise until cancelled; then the subtree is killed and proven dead. A listener's exception ends it."""
+        """Supervise until cancelled, then kill the subtree and prove its death. An exception of the listener ends it too."""
         act = {"stopped": self._rest, "broken": self._lie_broken, "backoff": self._hold_off, "starting": self._live}
         try:
             while True:
@@ -169,7 +168,7 @@ class Worker:
             await self._sleep(LOOK_S if self._child is not None or self._leftovers else None)
 
     def _haunted(self) -> bool:
-        """Whether a process of an older boot lives still, in spite of yet another SIGKILL."""
+        """Send another SIGKILL to the processes of older boots. Returns whether one still lives."""
         self._leftovers = strike_again(self._leftovers)
         if self._leftovers:
             first = self._leftovers[0]
@@ -199,7 +198,7 @@ class Worker:
             buried = await self._bury()
         else:
             buried = self._ordered or await self._record(None)
-        delay = 0.0 if self._ordered else self._backoff.died(started, self._clock())
+        delay = 0.0 if self._ordered else self._backoff.record_death(started, self._clock())
         self._delay = delay or 0.0
         if buried and self._ordered and self.state == "draining":
             await self._set("stopped")
@@ -210,7 +209,7 @@ class Worker:
                 await self._set("broken")
 
     def _make(self) -> tuple[str, bool]:
-        """Make the process; else say why there is none, and whether that was ordered."""
+        """Make the process. Returns ("", False), or why there is none and whether that was ordered."""
         if self._grace is not None or not self._wanted:
             return self._reason, True
         self._oom_kills = procfs.oom_kills()
@@ -231,7 +230,8 @@ class Worker:
         return "", False
 
     async def _watch(self, child: Child) -> tuple[str, bool]:
-        """Until the process ended or has to: (what the supervisor itself knows of the reason, whether it is ordered)."""
+        """Wait until the process has ended or must end. Returns (what the supervisor itself knows of the reason, whether it was
+        ordered)."""
         awake = Awake(self._clock, 2 * START_LOOK_S)
         while not child.exited:
             if self._grace is not None:
@@ -256,13 +256,14 @@ class Worker:
         await self._give(child, lambda: TRACE_S)
 
     async def _give(self, child: Child, seconds: Callable[[], float]) -> None:
-        """Wait for its end, no longer than so many seconds; they may become fewer meanwhile."""
+        """Wait for the end of the process, at most `seconds()`, which may become fewer meanwhile."""
         began = self._clock()
         while not child.exited and (left := began + seconds() - self._clock()) > 0:
             await self._sleep(left)
 
     async def _bury(self) -> bool:
-        """Kill what is left and prove it dead; False (and the error kept and told to who waits) when it does not die."""
+        """Kill the rest of the subtree and prove its death. Returns False if it does not die; `error` says so then, and the waiting
+        orders raise it."""
         assert self._child is not None and self._launch is not None
         try:
             code = await self._child.kill()
@@ -272,7 +273,7 @@ class Worker:
             return False
         await self._record(code)
         self._child = None
-        # Sockets and scratch files of a dead process; what cannot be removed stays in a folder that nobody uses again.
+        # It holds sockets and scratch files of a dead process; no spawn uses the folder again, so errors do not matter.
         remove = functools.partial(shutil.rmtree, self._launch.tmpdir, ignore_errors=True)
         await anyio.to_thread.run_sync(remove)
         return True
@@ -285,7 +286,7 @@ class Worker:
         await self._listener.on_exit(self.spec.name, self.spawn, status, self._ordered, tail)
         return True
 
-    # ---- small things -----------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     async def _set(self, state: State) -> None:
         async with self._lock:
@@ -299,7 +300,7 @@ class Worker:
         await self._listener.on_state(self.spec.name, state, self.info())
 
     def info(self) -> Info:
-        """What table `process` holds of it, as of now."""
+        """Return the worker's row of table `process` as of now."""
         child, launch = self._child, self._launch
         who: procfs.Identity | None = child.who if child else None
         if who is None and self._leftovers:
@@ -317,13 +318,13 @@ class Worker:
         )
 
     async def _sleep(self, seconds: float | None) -> None:
-        """Until something new is there, or the time is over. What came before it is seen at once."""
+        """Sleep until there is news, at most `seconds`. Earlier news end the sleep at once."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), seconds)
         self._wake.clear()
 
     def _settle(self, error: Exception | None = None) -> None:
-        """Nothing is left to order: answer everybody who waits."""
+        """Answer all waiting orders, because none is left to carry out."""
         waiters, self._waiters = self._waiters, []
         self._grace, self._reason, self._traced = None, "", False
         for done in waiters:

@@ -74,7 +74,7 @@ def test_somebody_elses_folder_is_refused_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     said = refused(project(tmp_path / "p"), capsys, *words)
-    assert "holds what is not artd's (checkpoints, tmp)" in said and "--data-dir NEW" in said
+    assert "holds files that are not artd's (checkpoints, tmp)" in said and "--data-dir NEW" in said
 
 
 def one_file(root: Path) -> None:
@@ -262,7 +262,7 @@ def test_rows_that_are_only_in_the_log_are_not_thrown_away(tmp_path: Path, capsy
     """SQLite deletes a write-ahead log beside a database of no bytes."""
     folder.take(tmp_path / "p")
     (tmp_path / "p" / f"{DATABASE}-wal").write_bytes(b"acknowledged")
-    assert f"{DATABASE}-wal is there" in refused(tmp_path / "p", capsys)
+    assert f"but it holds {DATABASE}-wal" in refused(tmp_path / "p", capsys)
 
 
 def test_a_restore_that_did_not_finish_is_no_data_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +353,7 @@ def test_a_subfolder_on_another_disk_is_refused_by_name(
     try:
         (data / name).symlink_to(away)
         before = look(away)
-        assert f"{data / name} lies on another file system" in refused(data, capsys)
+        assert f"{data / name} is on another file system" in refused(data, capsys)
         assert look(away) == before
     finally:
         shutil.rmtree(away)

@@ -115,7 +115,7 @@ def test_gpus(tmp_path: Path) -> None:
 
 
 def test_other_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ARTD_LOG: 'loud' is no log level"):
+    with pytest.raises(ConfigError, match=r"ARTD_LOG: invalid log level 'loud'"):
         load(env={"ARTD_LOG": "loud"})
     with pytest.raises(ConfigError, match="there is no configuration file"):
         load(str(tmp_path / "none.toml"), env={})

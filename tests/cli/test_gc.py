@@ -83,4 +83,4 @@ def test_not_beside_a_check(folder: Path, artctl: Call) -> None:
     fcntl.flock(handle, fcntl.LOCK_SH)
     code, _, err = artctl("gc")
     os.close(handle)
-    assert code == 6 and "is being read by" in err
+    assert code == 6 and "is reading" in err

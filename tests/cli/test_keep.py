@@ -123,7 +123,7 @@ def test_no_daemon_starts_while_a_folder_is_checked(world: Path, call: Call, mon
     real = verb.looked_at
 
     def look(*args: object, **more: object) -> object:
-        with pytest.raises(lock.Owned, match="is being read by `artd check`"):
+        with pytest.raises(lock.Owned, match="`artd check` is reading"):
             lock.acquire(world, "9", 1.0)
         seen.append(lock.held(world))  # for `artctl status` it is down all the while
         with lock.reading(world) as alone:

@@ -4,7 +4,7 @@ Run under the shim. Each line on stdin is one life (`Life`, JSON), each line on 
 so that what costs time, the imports, is paid once.
 Owner of: nothing but the folder that it is given. Invariants: the services are the daemon's own and are wired as `services`
 does it, with a fork-free packer, a trainer and an engine without processes, and clocks that run fast; what ends the
-daemon ends the process in the same way (`daemon._fatal`, `daemon._ended`).
+daemon ends the process in the same way (`daemon._fatal`, `daemon._explain_end`).
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def live(life: Life) -> Ended:
             anyio.run(made.run)
     except Exception as error:
         try:
-            code = daemon._ended(made.data, error)
+            code = daemon._explain_end(made.data, error)
         except BaseException:
             code, said = UNCLEAR, traceback.format_exc()
     return Ended(code, said, made.booted, tuple(made.answers))

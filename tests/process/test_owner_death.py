@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from artd.supervise import procfs
-from artd.supervise.spawn import guarded
+from artd.supervise.spawn import guard_command
 from tests.process import helpers
 
 BOUND_S = 2.0
@@ -62,7 +62,7 @@ def test_a_guardian_whose_daemon_is_dead_starts_nothing(tmp_path: Path) -> None:
     """As when it was stopped before its first instruction, and somebody woke it long after."""
     reading, writing = os.pipe()
     os.close(writing)
-    command = guarded(reading, ["/bin/sh", "-c", ": > ran"])
+    command = guard_command(reading, ["/bin/sh", "-c", ": > ran"])
     for _ in range(5):  # one that starts it, and kills it at once, is now and then quick enough
         ended = subprocess.run(command, cwd=tmp_path, pass_fds=(reading,), check=False)
         assert ended.returncode == 128 + signal.SIGKILL

@@ -21,7 +21,7 @@ CALM = Policy(deaths=1000)
 def delays(backoff: Backoff, deaths: int, up_s: float = 1.0) -> list[float | None]:
     now, found = 0.0, []
     for _ in range(deaths):
-        found.append(backoff.died(now, now + up_s))
+        found.append(backoff.record_death(now, now + up_s))
         now += up_s
     return found
 
@@ -42,8 +42,8 @@ def test_jitter_stays_below_the_cap() -> None:
 def test_two_minutes_up_forget_the_row_of_deaths() -> None:
     backoff = Backoff(CALM, lambda: 0.5)
     assert delays(backoff, 3) == [0, 1, 2]
-    assert backoff.died(10.0, 10.0 + 119.9) == 4
-    assert backoff.died(200.0, 200.0 + 120.0) == 0
+    assert backoff.record_death(10.0, 10.0 + 119.9) == 4
+    assert backoff.record_death(200.0, 200.0 + 120.0) == 0
 
 
 def test_five_deaths_in_ten_minutes_break() -> None:

@@ -343,9 +343,9 @@ async def test_words_that_come_too_early_or_too_late(rig: Make) -> None:
         await until(lambda: len(helpers.tagged(each.instance)) == 2)
         assert each.supervisor.state("trainer") == "starting"
         assert not await each.supervisor.ready("trainer", 2)
-        with pytest.raises(UnknownWorker, match="no worker 'engine'; there are: trainer"):
+        with pytest.raises(UnknownWorker, match="no worker 'engine'; use one of: trainer"):
             await each.supervisor.ready("engine", 1)
-        with pytest.raises(ValueError, match="there already"):
+        with pytest.raises(ValueError, match="exists already"):
             each.add(helpers.SLEEP)
 
 

@@ -101,18 +101,18 @@ async def test_the_writer_lives_only_when_a_transaction_of_its_own_ended(folder:
     task = asyncio.create_task(made.run())
     try:
         await until(lambda: len(alive) > 3)
-        before = pulse.seen(folder)
+        before = pulse.read(folder)
         await asyncio.sleep(0.1)
-        after = pulse.seen(folder)
+        after = pulse.read(folder)
         assert before and after and len(asked) == 1  # one question, however long it takes
         assert after.writer >= before.writer + 0.1 and after.loop < 0.1
         asked[0].set_exception(OSError("full"))  # an answer all the same
         await until(lambda: len(asked) == 2)
-        assert (found := pulse.seen(folder)) and found.writer < 0.1
+        assert (found := pulse.read(folder)) and found.writer < 0.1
     finally:
         task.cancel()
     made.close()
-    assert pulse.seen(folder) is None
+    assert pulse.read(folder) is None
 
 
 @pytest.mark.asyncio

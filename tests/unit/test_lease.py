@@ -35,7 +35,7 @@ class Bench:
     def hear(self, *names: str) -> None:
         for holder in self.holders:
             if holder.name in names:
-                self.leases.heard(*holder)
+                self.leases.renew(*holder)
 
 
 def test_the_silent_one_is_ended_and_nobody_else():
@@ -53,7 +53,7 @@ def test_the_next_process_has_a_lease_of_its_own():
     it.holders[0] = Holder("trainer", 2)
     it.wait(25, "engine")
     assert it.kills == []
-    it.leases.heard("trainer", 1)  # an old one that was let go
+    it.leases.renew("trainer", 1)  # an old one that was let go
     it.wait(8, "engine")
     assert it.kills == [("trainer", 2)]
 

@@ -326,8 +326,8 @@ def request(data):
 
 def command(monkeypatch, code):
     """Let the child be this program."""
-    real = process.guarded
-    monkeypatch.setattr(process, "guarded", lambda death, _: real(death, [sys.executable, "-c", code]))
+    real = process.guard_command
+    monkeypatch.setattr(process, "guard_command", lambda death, _: real(death, [sys.executable, "-c", code]))
 
 
 def gone(path):

@@ -152,7 +152,7 @@ async def test_a_packer_that_cannot_be_made_is_a_failure_like_any_other(tmp_path
 
 
 async def test_a_packer_that_dies_before_it_reads_a_large_request_is_a_failure_like_any_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("artd.packing.process.guarded", lambda *_: ["/bin/false"])
+    monkeypatch.setattr("artd.packing.process.guard_command", lambda *_: ["/bin/false"])
     answer = await run_child(request(data_dir(tmp_path), 200_000))
     assert isinstance(answer, PackFailure) and "status 1" in answer.error
 

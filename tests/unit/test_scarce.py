@@ -9,7 +9,7 @@ import pytest
 from artd import services
 from artd.net.descriptors import is_scarce, reserve
 from artd.services import patient
-from artd.supervise.spawn import _seen
+from artd.supervise.spawn import _look
 
 pytestmark = pytest.mark.asyncio
 
@@ -44,7 +44,7 @@ async def test_a_look_for_survivors_waits_for_a_descriptor():
             raise failures.pop()
         return []
 
-    assert await _seen(look) == [] and not failures
+    assert await _look(look) == [] and not failures
 
 
 async def test_clients_never_get_all_descriptors():
