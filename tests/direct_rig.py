@@ -26,11 +26,11 @@ from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters, survey
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.push.direct.checksums import Served
-from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.direct.checksums import ServedWeights
+from artd_workers.trainer.push.direct.feeder import Aborted, Feeder
 from artd_workers.trainer.push.direct.plan import make_plan
-from artd_workers.trainer.push.direct.source import Aborted, Source
-from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.direct.weight_lock import WeightLock
+from artd_workers.trainer.push.direct.weight_source import WeightSource
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.transfer import checksum
 from artd_workers.transfer.checksum import WORD, Span
@@ -197,8 +197,8 @@ def engine_table(model: nn.Module) -> EngineTable:
 class Pair:
     """A trainer's source and an engine's session over one model. base: by Hugging Face name; live: the trained adapter."""
 
-    served: Served
-    source: Source
+    served: ServedWeights
+    feeder: Feeder
     session: Session
     port: MemoryPort
     plan: Plan
@@ -216,7 +216,7 @@ class Pair:
         return Fence("i", 1, self.number, self.number)
 
     def open(self, offer: Offer | None = None) -> None:
-        self.session.open(offer or self.source.offer())
+        self.session.open(offer or self.feeder.offer())
 
     def stage(self) -> dict[str, int]:
         """As a checkpoint does; returns its checksums by name."""
@@ -224,11 +224,11 @@ class Pair:
         return {entry.name: entry.sum64 for entry in self.snapshot.entries if entry.sum64 is not None}
 
     def feed(self, fence: int, timeout_s: float) -> None:
-        """Feed a push of what was staged. Raises what `Source.feed` raises, Stale."""
+        """Feed a push of what was staged. Raises what `Feeder.feed` raises, Stale."""
         assert self.snapshot is not None
         deadline = Deadline(timeout_s)
-        with self.snapshot.held(deadline, self.source.abort):
-            self.source.feed(fence, deadline)
+        with self.snapshot.hold(deadline, self.feeder.abort):
+            self.feeder.feed(fence, deadline)
 
     def push(self, timeout_s: float = 20.0) -> dict[str, float]:
         fence = self.fence()
@@ -254,7 +254,7 @@ class feeding:
 
     def __exit__(self, error: object, *_: object) -> None:
         if error is not None:  # nobody takes the rest
-            self._pair.source.abort()
+            self._pair.feeder.abort()
         self._thread.join()
 
 
@@ -277,10 +277,10 @@ def pair(
     live = dict(adapter_for(config, held, rank)) if rank else {}
     model = engine_model(config, dtype)
     table, port = engine_table(model), MemoryPort()
-    holdings = Holdings(port, plan.codec, weights, Frozen(live, dict, 2.0), dtype, buffers, buffer_bytes)
-    served = Served(holdings, tuple(held))
-    made = make_plan(table, plan.codec, holdings.shapes, dtype.itemsize)
-    source = Source(holdings, made, folder)
+    weight_source = WeightSource(port, plan.codec, weights, WeightLock(live, dict, 2.0), dtype, buffers, buffer_bytes)
+    served = ServedWeights(weight_source, tuple(held))
+    made = make_plan(table, plan.codec, weight_source.shapes, dtype.itemsize)
+    feeder = Feeder(weight_source, made, folder)
     found = parameters(model)
     session = Session(Gate("i", 1), port, tuple(found), tuple(found.values()))
-    return Pair(served, source, session, port, made, table, model, held, weights, live, 2.0)
+    return Pair(served, feeder, session, port, made, table, model, held, weights, live, 2.0)

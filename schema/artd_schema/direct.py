@@ -103,16 +103,16 @@ class Run(Struct, frozen=True, array_like=True):
 
 
 class Unit(Struct, frozen=True, array_like=True):
-    """What is copied at once. turn: -1 = it lies ready at any time; else it is in a slot of the ring once `turn` + 1 slots
-    were filled, and until the engine says that it has copied `turn` + 1."""
+    """What is copied at once. slot: -1 = it lies ready at any time; else it is in a slot of the ring once `slot` + 1 slots
+    were filled, and until the engine says that it has copied `slot` + 1."""
 
-    turn: int
+    slot: int
     runs: tuple[Run, ...]
 
 
 class Feed(Struct, frozen=True, kw_only=True):
     """What one trainer process gives. page: path of its `ring.Page`, empty over NCCL; nccl: id of the communicator (128 bytes)
-    over which each turn's buffer is sent into the engine's segment of that number modulo their count; empty where the engine
+    over which each slot's buffer is sent into the engine's segment of that number modulo their count; empty where the engine
     opens the segments. pid, ticks: the process (start time in clock ticks): when it dies, the engine closes the segments by
     itself, because an open mapping pins the memory of a process that has died."""
 

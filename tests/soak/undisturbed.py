@@ -60,7 +60,7 @@ def check(request: Request) -> Answer:
         run = msgspec.structs.replace(job.run, parent=parent)
         staged = trainer.run(run)
         parent = msgspec.structs.replace(job.committed, sha=staged.sha, dir=run.dir)
-        trainer.committed(parent, run.fence)
+        trainer.mark_committed(parent, run.fence)
         assert parent.step == run.step and trainer.resident is not None, f"step {run.step} is not the next one"
         _files(answer, Path(job.committed.dir), Path(run.dir), run.step)
         for probe in request.probes:

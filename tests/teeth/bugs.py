@@ -550,7 +550,7 @@ BUGS = (
     ),
     Bug(
         "everybody-waits-at-every-row", "workers/artd_workers/trainer/parallel/ranks.py",
-        "        return self._heard(before)\n", "        return self._heard(before) or self._heard(self._under_way)\n",
+        "        return self._has_said(before)\n", "        return self._has_said(before) or self._has_said(self._under_way)\n",
         "tests/trainer/test_parallel.py::test_nobody_waits_for_the_slowest_at_every_row",
         "the first rank waited", torch=True,
     ),

@@ -57,11 +57,11 @@ class Side:
         self, rank: int, folder: Path, port: MemoryPort, edit: Callable[[Run], Run | None] = lambda run: run
     ) -> None:
         self.page = Page.make(folder / f"page-{rank}")
-        self._lying, self._turns = pieces(rank)
+        self._lying, self._slots = pieces(rank)
         self._memory = torch.zeros(1024, dtype=torch.bfloat16)
         self._buffers = [torch.zeros(BUFFER, dtype=torch.bfloat16) for _ in range(BUFFERS)]
         self.port, self.edit = port, edit
-        self.fill_turn: Callable[[int], None] = lambda turn: None
+        self.fill_slot: Callable[[int], None] = lambda slot: None
 
     def offer(self, pid: int | None = None) -> Feed:
         memory, at, segments = [self._memory, *self._buffers], 0, []
@@ -73,7 +73,7 @@ class Side:
             runs.append(_run(piece, 0, 2 * at))
             at += runs[-1].count
         units = [Unit(-1, self._edited(runs))]
-        units += [Unit(i, self._edited([_run(p, 1 + i % BUFFERS, 0)])) for i, p in enumerate(self._turns)]
+        units += [Unit(i, self._edited([_run(p, 1 + i % BUFFERS, 0)])) for i, p in enumerate(self._slots)]
         pid = pid or os.getpid()
         return Feed(
             pid=pid, ticks=process_ticks(pid) or 0, segments=tuple(segments), units=tuple(units),
@@ -90,15 +90,15 @@ class Side:
     def feed(self, fence: int, parts: list[Tensor], stop: threading.Event) -> None:
         """Fill buffers as they are emptied; returns when all were."""
         self.begin(fence, parts)
-        for turn, piece in enumerate(self._turns):
-            while self.page.done + BUFFERS <= turn and not stop.wait(0.0002):
+        for slot, piece in enumerate(self._slots):
+            while self.page.done + BUFFERS <= slot and not stop.wait(0.0002):
                 pass
-            self.fill_turn(turn)
+            self.fill_slot(slot)
             if stop.is_set():
                 return
-            self._buffers[turn % BUFFERS].copy_(_padded(_of(piece, parts), BUFFER))
+            self._buffers[slot % BUFFERS].copy_(_padded(_of(piece, parts), BUFFER))
             self.page.ready += 1
-        while self.page.done < len(self._turns) and not stop.wait(0.0002):
+        while self.page.done < len(self._slots) and not stop.wait(0.0002):
             pass
 
 

@@ -41,11 +41,11 @@ def main() -> None:
     folder, rank = Path(given["folder"]), given["rank"]
     meeting = folder / f"meeting-{given['world']}"
     meeting.mkdir(exist_ok=True)
-    ranks.met(given["world"], rank, meeting, cuda=False)
+    ranks.meet(given["world"], rank, meeting, cuda=False)
     head.CHUNK = parallel_rig.CHUNK
     report = {}
     for name, layout in given["layouts"].items():
-        together = ranks.grouped(Parallel(**layout["sizes"]), rank)
+        together = ranks.make_groups(Parallel(**layout["sizes"]), rank)
         # A layer's experts are one parameter, as on a GPU, or many.
         placement.of = partial(_placed, layout["grouped"])
         jobs = Jobs(folder, name, together, **layout.get("spec", {}))
@@ -79,7 +79,7 @@ def _placed(grouped: bool, _spec: RunSpec, _layers: int) -> Placement:
 def looked(together: Ranks) -> dict[str, Any]:
     """Rank 0 looks twice while the others come late to the first look; what each look gave it, and how long it took."""
     answers, said, seconds = iter((True, False, False)), list[bool](), list[float]()
-    looks = together.looks(lambda: next(answers))
+    looks = together.poll(lambda: next(answers))
     for pause in (0.0, 1.2):
         time.sleep(pause if together.first else 0.8)
         started = time.monotonic()

@@ -81,7 +81,7 @@ class Jobs:
         job = w.Run(job=step + 1, fence=1, kind="train" if step else "init", step=step, epoch=step, lineage=0,
                     dir=str(self.out / name), instance="i", parent=ref, **files)  # fmt: skip
         staged = self.trainer.run(job, cancelled=cancelled)
-        self.trainer.committed(_ref(self.out / name, step), 1)
+        self.trainer.mark_committed(_ref(self.out / name, step), 1)
         return staged.metrics
 
     def rounding(self) -> dict[str, float]:
@@ -103,7 +103,7 @@ class Jobs:
         """On another rank: as many jobs as rank 0 leads; what was raised. unreadable: the job whose batch this rank cannot read."""
         raised = []
         for number in range(orders):
-            order = msgspec.msgpack.decode(self.trainer.ranks.hear(), type=Order)
+            order = msgspec.msgpack.decode(self.trainer.ranks.receive_order(), type=Order)
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     if number == unreadable:

@@ -61,7 +61,7 @@ def make_past(root: Path, spec: RunSpec, batch: Callable[[Path, int], Files]) ->
         staged = trainer.run(order)
         target = Path(order.dir).rename(root / f"checkpoint-{step}")
         ref = w.CheckpointRef(run="r", step=step, epoch=step, lineage=0, sha=staged.sha, dir=str(target))
-        trainer.committed(ref, order.fence)
+        trainer.mark_committed(ref, order.fence)
         past.refs.append(ref)
         past.orders.append(order)
     torch.use_deterministic_algorithms(False)  # a trainer makes its process so for good; tests share theirs

@@ -27,7 +27,7 @@ from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.parallel.ranks import Ranks
 from artd_workers.trainer.placement import Placement
 from artd_workers.trainer.push import serving
-from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.direct.weight_source import WeightSource
 from artd_workers.trainer.push.pusher import Pusher
 from artd_workers.trainer.trainer import Order
 from tests.other_memory import OtherPort
@@ -42,11 +42,11 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     # Buffers that are filled many times in a push; a layer's experts are one parameter, as on a GPU.
-    serving.Holdings = partial(Holdings, buffers=3, buffer_bytes=1 << 15)
+    serving.WeightSource = partial(WeightSource, buffers=3, buffer_bytes=1 << 15)
     placement.of = lambda spec, layers: Placement(grouped=True)
     meeting = Path(given["folder"]) / "meeting"
     meeting.mkdir(exist_ok=True)
-    ranks.met(given["world"], given["rank"], meeting, cuda=False)
+    ranks.meet(given["world"], given["rank"], meeting, cuda=False)
     lines = (json.loads(line) for line in sys.stdin)
     for line in lines:
         layout(Path(given["folder"]), given["rank"], line, lines)
@@ -54,7 +54,7 @@ def main() -> None:
 
 def layout(folder: Path, rank: int, told: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
     spec = msgspec.convert(told["spec"], RunSpec)
-    together = ranks.grouped(Parallel.of(spec), rank)
+    together = ranks.make_groups(Parallel.of(spec), rank)
     channels: list[Channel] = []
     make = Ranks.channel
     Ranks.channel = lambda self, *rest: channels.append(make(self, *rest)) or channels[-1]
@@ -73,7 +73,7 @@ def layout(folder: Path, rank: int, told: dict[str, Any], lines: Iterator[dict[s
 
 
 def follow(desk: Desk) -> None:
-    while (data := desk.trainer.ranks.hear()) != OVER:
+    while (data := desk.trainer.ranks.receive_order()) != OVER:
         try:
             desk.trainer.follow(msgspec.msgpack.decode(data, type=Order))
         except Exception as error:
@@ -93,7 +93,7 @@ class Lead:
             if line["do"] == "over":
                 break
             getattr(self, line["do"])(**line["with"])
-        self._desk.trainer.ranks.tell(OVER)
+        self._desk.trainer.ranks.send_order(OVER)
 
     def commit(self, step: int, parent: dict[str, Any] | None) -> None:
         """In a thread of its own: pushes go on beside."""

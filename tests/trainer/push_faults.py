@@ -15,8 +15,8 @@ import pytest
 
 from artd_schema.direct import Feed, Run
 from artd_workers.trainer.push import rank_shares, serving
+from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.trainer.push.direct.layout import WHOLE
-from artd_workers.trainer.push.direct.source import Source
 
 
 @contextmanager
@@ -36,13 +36,13 @@ def _twice(patch: pytest.MonkeyPatch) -> None:
 
 def _missing(patch: pytest.MonkeyPatch) -> None:
     """A tensor of which it has a part is not given."""
-    whole = serving.given
+    whole = serving.own_shards
 
     def less(*rest: Any) -> Any:
         codec, shares = whole(*rest)
         return replace(codec, rows=codec.rows[:-1]), shares
 
-    patch.setattr(serving, "given", less)
+    patch.setattr(serving, "own_shards", less)
 
 
 def _column(patch: pytest.MonkeyPatch) -> None:
@@ -60,9 +60,9 @@ def _offers(change: Callable[[Run], Run | None]) -> Callable[[pytest.MonkeyPatch
     """What it offers is not what it planned, in the first run with rows."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        offered = Source.given
+        offered = Feeder.own_feed
 
-        def given_(source: Source) -> Feed:
+        def given_(source: Feeder) -> Feed:
             feed, done = offered(source), False
             units = []
             for unit in feed.units:
@@ -75,7 +75,7 @@ def _offers(change: Callable[[Run], Run | None]) -> Callable[[pytest.MonkeyPatch
                 units.append(msgspec.structs.replace(unit, runs=tuple(runs)))
             return msgspec.structs.replace(feed, units=tuple(units))
 
-        patch.setattr(Source, "given", given_)
+        patch.setattr(Feeder, "own_feed", given_)
 
     return plant
 

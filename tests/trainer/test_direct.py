@@ -17,13 +17,13 @@ from torch import Tensor
 from artd_schema.direct import EngineTable, EngineTensor, Obstacle, Run, Segment
 from artd_workers.deadline import Deadline
 from artd_workers.engines.gate import FenceError
-from artd_workers.engines.pull.pull import _joined
+from artd_workers.engines.pull.pull import _join_copies
 from artd_workers.engines.pull.session import WrongWeights
 from artd_workers.engines.vllm.direct.fusions import parts_of
 from artd_workers.engines.vllm.direct.survey import parameters, survey
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.push.direct.plan import PlanError, make_plan
-from artd_workers.trainer.push.direct.schedule import schedule
+from artd_workers.trainer.push.direct.schedule import make_schedule
 from artd_workers.transfer import checksum
 from artd_workers.transfer.contracts import PullError
 from artd_workers.transfer.coverage import CoverError
@@ -62,7 +62,7 @@ def ready(tmp_path: Path) -> Iterator[Pair]:
     one.session.expect(one.stage())
     yield one
     one.session.close()
-    one.source.close()
+    one.feeder.close()
 
 
 def served(one: Pair, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 def test_exchanged_parts_are_refused_by_the_sums_of_their_places(first: str, second: str, tmp_path: Path) -> None:
     """The engine sums each range as the part that the plan of its own table names there."""
     one = made(MOE, tmp_path, buffer_bytes=1 << 22)
-    one.open(exchanged(one.source.offer(), first, second))
+    one.open(exchanged(one.feeder.offer(), first, second))
     one.session.expect(one.stage())
     with pytest.raises(WrongWeights, match="2 of"):
         one.push()
@@ -163,20 +163,20 @@ def test_one_flipped_bit_is_refused(ready: Pair) -> None:
 
 
 def test_a_missing_range_is_refused_before_anything_is_opened(ready: Pair) -> None:
-    gone = next(run for run in runs_of(ready.source.offer()) if run.first)
+    gone = next(run for run in runs_of(ready.feeder.offer()) if run.first)
     with pytest.raises(CoverError, match="in no piece"):
-        ready.session.open(changed(ready.source.offer(), lambda run: None if run == gone else run))
+        ready.session.open(changed(ready.feeder.offer(), lambda run: None if run == gone else run))
     twice = msgspec.structs.replace(gone, at=gone.at - 8)
     with pytest.raises(CoverError, match="in two pieces"):
-        ready.session.open(changed(ready.source.offer(), lambda run: twice if run == gone else run))
+        ready.session.open(changed(ready.feeder.offer(), lambda run: twice if run == gone else run))
     outside = msgspec.structs.replace(gone, byte=1 << 40)
     with pytest.raises(CoverError, match="outside of the memory"):
-        ready.session.open(changed(ready.source.offer(), lambda run: outside if run == gone else run))
+        ready.session.open(changed(ready.feeder.offer(), lambda run: outside if run == gone else run))
     assert ready.port.opened == []
 
 
 def test_an_offer_that_cannot_be_opened_leaves_nothing_open(ready: Pair) -> None:
-    offer = ready.source.offer()
+    offer = ready.feeder.offer()
     (feed,) = offer.feeds
     feed = msgspec.structs.replace(feed, segments=(*feed.segments, Segment(b"short", 1)))
     broken = msgspec.structs.replace(offer, feeds=(feed,))
@@ -194,8 +194,8 @@ def test_a_trainer_that_fails_or_is_silent_ends_the_pull(ready: Pair) -> None:
     fence = ready.fence()
     with pytest.raises(PullError, match="0.05 s passed"):
         ready.session.pull(fence, 0.05)
-    ready.source.outlet.begin(7)
-    ready.source.outlet.fail()
+    ready.feeder.outlet.begin(7)
+    ready.feeder.outlet.fail()
     with pytest.raises(PullError, match="failed to fill"):
         ready.session._link.pull.run(7, Deadline(5.0), None)
 
@@ -210,10 +210,10 @@ def test_nothing_is_copied_before_the_trainer_feeds_this_fence(ready: Pair) -> N
 def test_neighbours_are_one_copy_within_a_tensor_only() -> None:
     """CUDA refuses a copy that goes on into the next allocation, and two tensors often are neighbours."""
     first, second, other = Run(0, 0, 0, 0, 0, 0, 8), Run(0, 8, 1, 0, 0, 16, 4), Run(1, 0, 2, 0, 0, 24, 4)
-    assert _joined([first, second, other], [1000, 1024], [500], 2) == [(1000, 500, 24), (1024, 524, 8)]
+    assert _join_copies([first, second, other], [1000, 1024], [500], 2) == [(1000, 500, 24), (1024, 524, 8)]
     elsewhere = msgspec.structs.replace(second, segment=1, byte=0)
-    assert _joined([first, elsewhere], [1000, 1024], [500, 516], 2) == [(1000, 500, 16), (1016, 516, 8)]
-    assert _joined([second, first], [1000, 1024], [500], 2) == [(1016, 516, 8), (1000, 500, 16)]
+    assert _join_copies([first, elsewhere], [1000, 1024], [500, 516], 2) == [(1000, 500, 16), (1016, 516, 8)]
+    assert _join_copies([second, first], [1000, 1024], [500], 2) == [(1016, 516, 8), (1000, 500, 16)]
 
 
 def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
@@ -224,8 +224,8 @@ def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
     fence, ended = one.fence(), threading.Event()
     feed = threading.Thread(target=lambda: (one.feed(fence.fence, 20.0), ended.set()))
     feed.start()
-    turns = sum(unit.turn >= 0 for unit in one.source.offer().feeds[0].units)
-    while one.source.outlet.ready < turns:
+    turns = sum(unit.slot >= 0 for unit in one.feeder.offer().feeds[0].units)
+    while one.feeder.outlet.ready < turns:
         pass
     assert turns <= 3 and not ended.wait(0.05)
     one.session.pull(fence, 20.0)
@@ -236,7 +236,7 @@ def test_a_feed_lasts_until_the_engine_has_copied_all(tmp_path: Path) -> None:
 def test_a_feed_nobody_takes_ends(ready: Pair) -> None:
     with pytest.raises(TimeoutError, match="0 of"):
         ready.feed(9, 0.05)
-    page = ready.source.outlet
+    page = ready.feeder.outlet
     assert isinstance(page, Page) and page.failed
 
 
@@ -306,7 +306,7 @@ def test_the_plan_of_the_recorded_table() -> None:
     assert len(plan.pieces) == 3 + 2 * (3 * groups + 1 + 2 + 2 + 1 + 3 * experts)
     assert sum(piece.count for piece in plan.pieces) == sum(torch.Size(t.shape).numel() for t in recorded().tensors)
     made = {i: held[name][-1] for i, name in enumerate(plan.sources) if "linear_" in name}
-    turns = schedule(plan, made, 128 << 20).turns
+    turns = make_schedule(plan, made, 128 << 20).slots
     assert len(turns) == -(-sum(p.count for p in plan.pieces if p.source in made) // (128 << 20))
     for fills in turns:  # back to back
         assert [one.at for one in fills] == [sum(x.piece.count for x in fills[:i]) for i in range(len(fills))]

@@ -50,11 +50,11 @@ def ready(tmp_path: Path, other: subprocess.Popen[bytes]) -> Iterator[Pair]:
     one.session.expect(one.stage())
     yield one
     one.session.close()
-    one.source.close()
+    one.feeder.close()
 
 
 def offered_by(one: Pair, pid: int, ticks: int) -> Offer:
-    offer = one.source.offer()
+    offer = one.feeder.offer()
     feeds = tuple(msgspec.structs.replace(feed, pid=pid, ticks=ticks) for feed in offer.feeds)
     return msgspec.structs.replace(offer, feeds=feeds)
 
@@ -88,7 +88,7 @@ def test_staging_that_waits_for_a_dead_trainer_ends_at_once(ready: Pair, other: 
         ready.session.staged()
     with pytest.raises(PullError, match="nothing is staged"):
         ready.session.swap(fence)
-    ready.session.open(ready.source.offer())  # the next trainer's; the engine's weights were never touched
+    ready.session.open(ready.feeder.offer())  # the next trainer's; the engine's weights were never touched
     ready.session.expect(ready.stage())
     ready.push()
 
@@ -118,7 +118,7 @@ def test_no_mapping_is_closed_under_a_copy(
         time.sleep(0.05)  # what closes them would have come by now
         go.set()
         pull.join()
-        ready.source.abort()  # nobody takes the rest
+        ready.feeder.abort()  # nobody takes the rest
     assert open_then and all(open_then)
     wait_until(lambda: not ready.port.opened, SOON_S)
 
@@ -146,7 +146,7 @@ def test_the_end_of_a_trainer_before_leaves_the_next_ones_offer_open(
 ) -> None:
     first = ready.session._link
     assert first is not None
-    ready.session.open(ready.source.offer())
+    ready.session.open(ready.feeder.offer())
     ready.session.expect(ready.stage())
     other.kill()
     other.wait()

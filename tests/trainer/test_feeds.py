@@ -17,9 +17,9 @@ import torch
 from artd_schema.direct import Run
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import FenceError
-from artd_workers.engines.pull.pull import _grids, _joined
+from artd_workers.engines.pull.pull import _grids, _join_copies
 from artd_workers.engines.pull.session import WrongWeights
-from artd_workers.engines.pull.staging import whole
+from artd_workers.engines.pull.staging import join_rows
 from artd_workers.engines.vllm.direct import extension
 from artd_workers.engines.vllm.direct.extension import DirectExtension
 from artd_workers.transfer.checksum import Span
@@ -69,10 +69,10 @@ def test_two_feeds_fill_the_engine_bit_for_bit(team: Team) -> None:
 def test_feeds_are_pulled_side_by_side(team: Team) -> None:
     """Each process fills its next buffer only when the engine has copied as many of the other's."""
     pages = [side.page for side in team.sides]
-    team.sides[0].fill_turn = lambda turn: wait_until(
-        lambda: team.stop.is_set() or pages[1].done >= min(turn, 2), SOON_S
+    team.sides[0].fill_slot = lambda slot: wait_until(
+        lambda: team.stop.is_set() or pages[1].done >= min(slot, 2), SOON_S
     )
-    team.sides[1].fill_turn = lambda turn: wait_until(lambda: team.stop.is_set() or pages[0].done >= turn + 1, SOON_S)
+    team.sides[1].fill_slot = lambda slot: wait_until(lambda: team.stop.is_set() or pages[0].done >= slot + 1, SOON_S)
     team.open()
     team.pull()
     assert team.same()
@@ -105,8 +105,8 @@ def test_staged_nothing_is_touched_before_the_swap_and_no_row_is_copied_by_itsel
 def test_rows_that_go_on_are_one_copy(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process's experts lie one behind the other: no copy for each."""
     lying = team.sides[1]
-    lying._lying += lying._turns
-    lying._turns = []
+    lying._lying += lying._slots
+    lying._slots = []
     calls: list[tuple[int, ...]] = []
     copy2d = MemoryQueue.copy2d
 
@@ -130,7 +130,7 @@ def test_rows_are_joined_within_a_tensor_and_where_both_sides_go_on() -> None:
         other = msgspec.structs.replace(second, **change)
         assert _grids([first, other], [1000, 1000], [500, 500], 2)[0] == alone
     assert (
-        _joined([first, second], [1000], [500], 2)
+        _join_copies([first, second], [1000], [500], 2)
         == _grids([msgspec.structs.replace(first, width=0)], [1], [1], 2)
         == []
     )
@@ -138,7 +138,7 @@ def test_rows_are_joined_within_a_tensor_and_where_both_sides_go_on() -> None:
 
 def test_only_the_rows_of_a_whole_part_are_one_span() -> None:
     left, right = Span(1000, 0, 6, 0, 5000, 2, 4, 4), Span(1016, 2, 6, 0, 5016, 2, 4, 4)
-    assert whole([right, left]) == [Span(1000, 0, 12, 0, 5000)]
+    assert join_rows([right, left]) == [Span(1000, 0, 12, 0, 5000)]
     apart = [
         [left],
         [right],
@@ -147,7 +147,7 @@ def test_only_the_rows_of_a_whole_part_are_one_span() -> None:
         [left, replace(right, first=6)],
     ]
     for spans in apart:
-        assert whole(spans) == spans
+        assert join_rows(spans) == spans
 
 
 # ---- what is wrong ----------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_an_offer_that_is_not_whole_is_not_opened(team: Team) -> None:
 def test_columns_from_the_wrong_places_are_refused_by_the_sums(team: Team) -> None:
     """Right pieces, but a process holds the columns of another expert."""
     team.open()
-    team.sides[1]._turns.reverse()
+    team.sides[1]._slots.reverse()
     with pytest.raises(WrongWeights, match="2 of 5 .* first is expert.1"):
         team.pull()
     with pytest.raises(FenceError, match="unknown"):
@@ -190,7 +190,7 @@ def test_one_that_fails_ends_the_pull_when_nothing_runs_any_more(team: Team, mon
     monkeypatch.setattr(MemoryQueue, "settle", lambda queue: settled.append(id(queue)))
     monkeypatch.setattr(team.port, "queue", lambda: (queues.append(MemoryQueue()), queues[-1])[1])
     team.open()
-    team.sides[1].fill_turn = lambda turn: team.sides[1].page.fail() or team.stop.set() if turn else None
+    team.sides[1].fill_slot = lambda slot: team.sides[1].page.fail() or team.stop.set() if slot else None
     with pytest.raises(PullError, match="failed to fill"):
         team.pull()
     assert set(settled) == {id(queue) for queue in queues} and len(queues) == 4
@@ -235,13 +235,13 @@ def test_the_end_of_a_process_that_has_given_all_ends_the_pull_too(team: Team, o
     team.open(pids=(None, other.pid))
     pages = [side.page for side in team.sides]
 
-    def late(turn: int) -> None:
-        if turn == 3:
+    def late(slot: int) -> None:
+        if slot == 3:
             wait_until(lambda: pages[1].done == 2, SOON_S)
             other.kill()
             team.stop.wait(SOON_S)
 
-    team.sides[0].fill_turn = late
+    team.sides[0].fill_slot = late
     with pytest.raises(PullError, match=f"pid {other.pid}"):
         team.pull()
 

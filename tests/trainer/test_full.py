@@ -241,10 +241,10 @@ def test_a_full_checkpoint(toy_folders: dict[str, Path], tmp_path: Path, family:
     assert set(stored) == set(base) and all(torch.equal(stored[name], base[name]) for name in base)
     table = json.loads((Path(zero.dir) / "weights.json").read_text())
     assert table["mode"] == "merged" and [entry["name"] for entry in table["tensors"]] == list(base)
-    jobs.trainer.committed(zero, 1)
+    jobs.trainer.mark_committed(zero, 1)
     one = jobs.do(1, zero)
     assert jobs.trainer.snapshot_of(one) is None, "uncommitted weights were offered"
-    jobs.trainer.committed(one, 1)
+    jobs.trainer.mark_committed(one, 1)
     assert jobs.trainer.snapshot_of(one) is not None
     jobs.trainer.discard()
     assert files_in(Path(jobs.do(1, zero).dir)) == files_in(Path(one.dir))

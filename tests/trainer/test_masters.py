@@ -237,7 +237,7 @@ def test_jobs_on_a_gpu_s_placement(
     monkeypatch.setattr(placement, "of", lambda *_: GROUPED)
     jobs = make_jobs(tmp_path / "jobs", toy_folders["moe"], parameters="full", engine=EngineSpec(dtype="bfloat16"))
     zero = jobs.do(0, None)
-    jobs.trainer.committed(zero, 1)
+    jobs.trainer.mark_committed(zero, 1)
     one = jobs.do(1, zero)
     stored = load_file(Path(one.dir) / MODEL_FILE)
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())

@@ -66,7 +66,7 @@ class Desk:
     def commit(self, step: int, parent: w.CheckpointRef | None) -> w.CheckpointRef:
         order = self.order(step, parent)
         ref = self.stage(order)
-        self.trainer.committed(ref, order.fence)
+        self.trainer.mark_committed(ref, order.fence)
         return ref
 
 
@@ -210,7 +210,7 @@ def test_a_namesake_of_another_lineage_is_not_resident(tmp_path: Path, undisturb
     assert desk.trainer.snapshot_of(other) is None
     desk.trainer.discard()
     desk.stage(desk.order(2, one))
-    desk.trainer.committed(other, 9)  # a late word about another result
+    desk.trainer.mark_committed(other, 9)  # a late word about another result
     assert holds_nothing(desk.trainer, one, other)
 
 

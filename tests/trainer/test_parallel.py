@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from artd_schema.spec import RunSpec, TrainerSpec
 from artd_workers.models.base import UnsupportedModel
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.parallel.context import padded
+from artd_workers.trainer.parallel.context import pad_row
 from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.placement import Placement
 
@@ -165,7 +165,7 @@ def test_several_processes_lose_as_much_to_bf16_as_one(done: Done, layout: str) 
 @pytest.mark.parametrize("layout", EACH)
 def test_each_rank_replays_the_routes_of_its_rows(done: Done, layout: str) -> None:
     sizes = Parallel(**LAYOUTS[layout]["sizes"])
-    turns, layers = -(-parallel_rig.GROUPS // sizes.shares), moe_rig.SHAPE.layers // sizes.pp
+    turns, layers = -(-parallel_rig.GROUPS // sizes.replicas), moe_rig.SHAPE.layers // sizes.pp
     assert done.first[layout]["metrics"][1]["replay_calls"] == turns * layers
 
 
@@ -220,7 +220,9 @@ def test_nobody_waits_for_the_slowest_at_every_row(fast: Done) -> None:
 def test_a_layout_that_no_model_has_is_refused() -> None:
     sizes = TrainerSpec(tensor_parallel=2, context_parallel=3, pipeline_parallel=2, expert_parallel=12)
     layout = Parallel.of(RunSpec(model="m", trainer=sizes))
-    assert layout == Parallel(tp=2, ep=12, pp=2, cp=3) and layout.world == sizes.processes == 24 and layout.shares == 2
+    assert (
+        layout == Parallel(tp=2, ep=12, pp=2, cp=3) and layout.world == sizes.processes == 24 and layout.replicas == 2
+    )
     with pytest.raises(ValueError, match="one must divide the other"):
         Parallel.of(RunSpec(model="m", trainer=TrainerSpec(tensor_parallel=3, expert_parallel=2)))
 
@@ -252,8 +254,8 @@ def test_sizes_that_the_process_groups_lack_are_refused() -> None:
 def test_padding_sees_itself_and_is_not_seen() -> None:
     row = ROWS[2]
     size = len(row.tokens)
-    tokens, positions, hidden_from = padded(row.tokens, row.positions, row.hidden_from, 4)
+    tokens, positions, hidden_from = pad_row(row.tokens, row.positions, row.hidden_from, 4)
     assert len(tokens) == len(positions) == len(hidden_from) == 12 and size == 11
     assert torch.equal(tokens[:size], row.tokens) and torch.equal(hidden_from[:size, :size], row.hidden_from)
     assert hidden_from[:size, size:].all() and hidden_from[size:].sum() == 11 and not hidden_from[11, 11]
-    assert padded(row.tokens, row.positions, row.hidden_from, 1)[0] is row.tokens
+    assert pad_row(row.tokens, row.positions, row.hidden_from, 1)[0] is row.tokens

@@ -128,7 +128,7 @@ def test_queries_of_a_part_see_what_they_see_in_the_row(monkeypatch: pytest.Monk
     (4608, 2, 1, True, 2304), (4609, 2, 2, True, 2560),
 ])  # fmt: skip
 def test_parts_of_a_row_are_whole_blocks_on_a_gpu(size: int, cp: int, tp: int, blocks: bool, part: int) -> None:
-    assert context.each(Parallel(tp=tp, cp=cp), size, blocks) == part
+    assert context.tokens_per_rank(Parallel(tp=tp, cp=cp), size, blocks) == part
 
 
 def test_a_row_mask_is_never_another_rows() -> None:
@@ -212,7 +212,7 @@ def test_experts_take_rows_that_a_dispatcher_sorted(toy_folders: dict[str, Path]
     counts = torch.bincount(chosen.flatten(), minlength=shape.experts)
     rows, _ = experts(x[order.order // shape.topk], counts, probs.flatten()[order.order])
     inputs = (x, probs, experts.linear_fc1.adapter.a, experts.linear_fc1.adapter.b, experts.linear_fc2.adapter.b)
-    found, wanted = rows[order.place].unflatten(0, (9, -1)).sum(1), experts.routed(x, probs, order)
+    found, wanted = rows[order.place].unflatten(0, (9, -1)).sum(1), experts.expert_layers(x, probs, order)
     assert (found - wanted).abs().max() <= 1e-5
     slopes = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
     assert all(rig.relative(a, b) <= 1e-5 for a, b in zip(*slopes, strict=True))

@@ -67,7 +67,7 @@ def test_every_phase_and_file_of_a_job_is_marked(tmp_path: Path, toy_folders: di
         assert marks.made == 2 * rows + len(staged.seconds) + len(files) + CHUNKS
         parent = w.CheckpointRef(run="r", step=step, epoch=step, lineage=0, sha=staged.sha, dir=order.dir)
         if step == 0:
-            desk.trainer.committed(parent, order.fence)
+            desk.trainer.mark_committed(parent, order.fence)
 
 
 def test_a_large_file_is_marked_while_it_is_written(tmp_path: Path) -> None:

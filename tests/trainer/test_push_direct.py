@@ -26,13 +26,13 @@ from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.trainer import placement, trainer
 from artd_workers.trainer.placement import Placement
 from artd_workers.trainer.push import serving
-from artd_workers.trainer.push.direct.holdings import Holdings
-from artd_workers.trainer.push.direct.source import Source
-from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.direct.feeder import Feeder
+from artd_workers.trainer.push.direct.weight_lock import WeightLock
+from artd_workers.trainer.push.direct.weight_source import WeightSource
 from artd_workers.trainer.worker import TrainerWorker
 from artd_workers.transfer import checksum
 from artd_workers.transfer.contracts import DeviceError, Port, PullError
-from artd_workers.transfer.merge import BaseWeights, Stored, merged_tensors, rounded
+from artd_workers.transfer.merge import BaseWeights, Stored, explain_rounding, merged_tensors
 from tests import toys
 from tests.awake import Awake, wait_until
 from tests.direct_rig import MemoryPort, engine_model, engine_table, fused
@@ -135,7 +135,7 @@ class Bench:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Buffers that are filled many times in a push."""
-    monkeypatch.setattr(serving, "Holdings", partial(Holdings, buffers=3, buffer_bytes=1 << 17))
+    monkeypatch.setattr(serving, "WeightSource", partial(WeightSource, buffers=3, buffer_bytes=1 << 17))
     yield
     torch.use_deterministic_algorithms(False)  # a trainer makes its process so for good; tests share theirs
 
@@ -190,8 +190,8 @@ def test_training_waits_for_a_push_and_does_not_change_it(
     before = clones(bench)
     number = bench.push(zero, engine)
     wait_until((engine.meeting / "offer").exists)
-    renew, train = Frozen.renew, trainer.train_step
-    monkeypatch.setattr(Frozen, "renew", lambda frozen: (waiting.set(), renew(frozen))[1])
+    renew, train = WeightLock.renew, trainer.train_step
+    monkeypatch.setattr(WeightLock, "renew", lambda weight_lock: (waiting.set(), renew(weight_lock))[1])
     monkeypatch.setattr(trainer, "train_step", lambda *rest: (training.set(), train(*rest))[1])
     done: list[w.CheckpointRef] = []
     job = threading.Thread(target=lambda: done.append(bench.desk.commit(1, zero)))
@@ -234,16 +234,16 @@ def test_an_end_that_is_told_before_the_trainer_has_seen_the_last_copy_leaves_th
     tmp_path: Path, toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path, toy_folders["qwen3"])
-    engine, told, wait = bench.engine("engine"), threading.Event(), Source._wait
+    engine, told, wait = bench.engine("engine"), threading.Event(), Feeder._wait
 
-    def late(source: Source, *rest: Any) -> None:
+    def late(source: Feeder, *rest: Any) -> None:
         wait(source, *rest)
-        if source.outlet.ready == len(source._lane.turns):
+        if source.outlet.ready == len(source._schedule.slots):
             assert told.wait(WAIT_S)  # the engine takes the last buffer meanwhile
 
     zero = bench.desk.commit(0, None)
     with monkeypatch.context() as patch:
-        patch.setattr(Source, "_wait", late)
+        patch.setattr(Feeder, "_wait", late)
         number = bench.push(zero, engine)
         engine.pull(zero, number)
         assert bench.worker._pusher._running
@@ -338,9 +338,9 @@ def test_what_cannot_be_planned_is_refused_by_name(
 def test_a_base_that_was_rounded_is_served_from_copies(toy_folders: dict[str, Path]) -> None:
     base = BaseWeights(toy_folders["qwen3"])
     assert base.dtypes() == {torch.float32}
-    assert "stored in torch.float32" in rounded(base, {torch.bfloat16})
-    assert not rounded(base, {torch.float32})
-    assert not rounded({"a": torch.ones(1, dtype=torch.bfloat16)}, {torch.bfloat16, torch.float32})
+    assert "stored in torch.float32" in explain_rounding(base, {torch.bfloat16})
+    assert not explain_rounding(base, {torch.float32})
+    assert not explain_rounding({"a": torch.ones(1, dtype=torch.bfloat16)}, {torch.bfloat16, torch.float32})
 
 
 def test_a_trainer_that_rounds_its_base_offers_no_direct_push(toy_folders: dict[str, Path]) -> None:
@@ -356,16 +356,16 @@ def test_a_trainer_that_rounds_its_base_offers_no_direct_push(toy_folders: dict[
 def test_the_copy_has_one_reader_at_a_time() -> None:
     """And changes only when it has none: the reader's deadline is what `renew` waits for."""
     live = torch.ones(3)
-    frozen, aborted = Frozen({"a": live}), threading.Event()
-    version = frozen.renew()
-    frozen.refill()
-    renewed = threading.Thread(target=lambda: (frozen.renew(), frozen.refill()))
-    with frozen.read(version, Deadline(0.1), aborted.set):
-        with pytest.raises(TimeoutError, match="another push"), frozen.read(version, Deadline(0.02), lambda: None):
+    weight_lock, aborted = WeightLock({"a": live}), threading.Event()
+    version = weight_lock.renew()
+    weight_lock.copy_adapter()
+    renewed = threading.Thread(target=lambda: (weight_lock.renew(), weight_lock.copy_adapter()))
+    with weight_lock.read(version, Deadline(0.1), aborted.set):
+        with pytest.raises(TimeoutError, match="another push"), weight_lock.read(version, Deadline(0.02), lambda: None):
             raise AssertionError
         live.mul_(2)
         renewed.start()
         assert aborted.wait(WAIT_S) and renewed.is_alive()
-        assert frozen.adapter["a"].tolist() == [1, 1, 1]
+        assert weight_lock.adapter["a"].tolist() == [1, 1, 1]
     renewed.join(WAIT_S)
-    assert frozen.adapter["a"].tolist() == [2, 2, 2] and frozen.flat.numel() == 64
+    assert weight_lock.adapter["a"].tolist() == [2, 2, 2] and weight_lock.flat.numel() == 64

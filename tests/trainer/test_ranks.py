@@ -153,7 +153,7 @@ def test_torchrun_is_told_to_meet_in_a_file(tmp_path: Path) -> None:
 
 
 def test_one_process_starts_no_other() -> None:
-    with launch.started(Parallel(), cuda=False) as alone:
+    with launch.start_ranks(Parallel(), cuda=False) as alone:
         assert alone.alone and alone.first and not alone.broken
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from artd_schema.trajectory import RouteShape
 from artd_workers.trainer.model.experts.router_replay import ALLOWED, Replay, ReplayError
 from artd_workers.trainer.model.model import Policy
-from artd_workers.trainer.parallel.context import chunk
+from artd_workers.trainer.parallel.context import routes_of_rank
 
 from . import moe_rig, routes_rig
 from .moe_rig import FOREIGN, ROWS, SHAPE, Gradients, gradients, ids, loss, trained
@@ -433,9 +433,9 @@ def test_nothing_stays_after_an_exception(policies: dict[str, Policy], place: st
 
 def test_chunks_are_contiguous_and_padded() -> None:
     routes = routes_rig.random_routes(SHAPE, 7).to(torch.uint8)
-    parts = [chunk(routes, rank, 2) for rank in range(4)]
+    parts = [routes_of_rank(routes, rank, 2) for rank in range(4)]
     assert all(part.shape == (SHAPE.layers, 2, SHAPE.topk) and part.dtype == torch.uint8 for part in parts)
     joined = torch.cat(parts, 1)
     assert torch.equal(joined[:, :7], routes) and joined[:, 7].tolist() == [[0, 1]] * SHAPE.layers
-    beyond = chunk(routes[:, :1], 3, 1)
+    beyond = routes_of_rank(routes[:, :1], 3, 1)
     assert beyond.tolist() == [[[0, 1]]] * SHAPE.layers

@@ -15,12 +15,12 @@ from artd_schema.direct import EngineTable, Plan
 from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.models.codec import Codec
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.push.direct.checksums import Served
-from artd_workers.trainer.push.direct.collectives import One
+from artd_workers.trainer.push.direct.checksums import ServedWeights
+from artd_workers.trainer.push.direct.collectives import SingleRank
 from artd_workers.trainer.push.direct.layout import Share, Spread
-from artd_workers.trainer.push.direct.plan import PlanError, check_whole, make_plan, whole
-from artd_workers.trainer.push.direct.schedule import schedule
-from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.direct.plan import PlanError, check_coverage, make_plan, whole_tensors
+from artd_workers.trainer.push.direct.schedule import make_schedule
+from artd_workers.trainer.push.direct.weight_lock import WeightLock
 from artd_workers.transfer.coverage import CoverError
 from tests.direct_rig import engine_model, engine_table, fused, pair
 
@@ -31,7 +31,7 @@ COLUMN, ROW = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"), (
 
 
 class Rank:
-    """One of `size`: codec, weights and shares of what it gives."""
+    """SingleRank of `size`: codec, weights and shares of what it gives."""
 
     def __init__(self, index: int, size: int, config: dict[str, Any], base: dict[str, Tensor]) -> None:
         made = plan_for(config).codec
@@ -56,7 +56,7 @@ class Rank:
         return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
 
     def model(self) -> dict[str, tuple[int, ...]]:
-        return whole(self.codec, self.sizes, self.shares)
+        return whole_tensors(self.codec, self.sizes, self.shares)
 
 
 def plans(table: EngineTable, ranks: list[Rank], itemsize: int = 4) -> list[Plan]:
@@ -66,7 +66,7 @@ def plans(table: EngineTable, ranks: list[Rank], itemsize: int = 4) -> list[Plan
 
 def spread(table: EngineTable, ranks: list[Rank], made: list[Plan]) -> None:
     sizes = {name: torch.Size(size).numel() for rank in ranks for name, size in rank.model().items()}
-    check_whole(
+    check_coverage(
         table, made[0].parts, [sizes[part] for part in made[0].parts], [p for plan in made for p in plan.pieces]
     )
 
@@ -88,8 +88,8 @@ def test_the_pieces_of_all_make_the_engine(buffer: int) -> None:
     for rank, plan in zip(ranks, made, strict=True):
         weights = [rank.weights[name].flatten() for name in plan.sources]
         rows = {i: rank.weights[name].shape[-1] for i, name in enumerate(plan.sources)}
-        fills = schedule(plan, rows if buffer else {}, buffer)
-        pieces = [*fills.lying, *(fill.piece for turn in fills.turns for fill in turn)]
+        fills = make_schedule(plan, rows if buffer else {}, buffer)
+        pieces = [*fills.in_place, *(fill.piece for turn in fills.slots for fill in turn)]
         assert len(pieces) > len(plan.pieces) or not buffer
         for p in pieces:
             given, width = weights[p.source][p.begin : p.begin + p.count], p.width or p.count
@@ -112,9 +112,9 @@ def test_stages_give_their_layers() -> None:
     made = [make_plan(table, codec, rank.sizes, 4, Spread({}, model)) for codec in codecs]
     assert made[0].parts == made[1].parts == tuple(model)
     sizes = [torch.Size(size).numel() for size in model.values()]
-    check_whole(table, tuple(model), sizes, [*made[0].pieces, *made[1].pieces])
+    check_coverage(table, tuple(model), sizes, [*made[0].pieces, *made[1].pieces])
     with pytest.raises(CoverError, match=r"the engine's model\.layers\.0.* in no piece"):
-        check_whole(table, tuple(model), sizes, made[1].pieces)
+        check_coverage(table, tuple(model), sizes, made[1].pieces)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_a_copy_that_is_given_twice_or_never_is_named() -> None:
     less = [p for p in made[0].pieces if p not in again]
     sizes = [torch.Size(ranks[0].model()[part]).numel() for part in made[0].parts]
     with pytest.raises(CoverError, match=r"model\.norm\.weight.* two pieces"):
-        check_whole(table, made[0].parts, sizes, [*made[0].pieces, *made[1].pieces, *again])
+        check_coverage(table, made[0].parts, sizes, [*made[0].pieces, *made[1].pieces, *again])
     with pytest.raises(CoverError, match=r"model\.norm\.weight.* in no piece"):
-        check_whole(table, made[0].parts, sizes, [*less, *made[1].pieces])
+        check_coverage(table, made[0].parts, sizes, [*less, *made[1].pieces])
 
 
 def test_rows_that_are_no_whole_words_are_refused() -> None:
@@ -162,22 +162,24 @@ def test_the_first_rank_turns_to_the_next_version_before_the_others(
     """Its push reads until all have ended theirs; another that went ahead would refuse what it is about to be asked for."""
     done: list[str] = []
 
-    class Ranks(One):
-        def agreed(self) -> AbstractContextManager[None]:
+    class Ranks(SingleRank):
+        def share_errors(self) -> AbstractContextManager[None]:
             done.append("agreed")
-            return super().agreed()
+            return super().share_errors()
 
-        def told(self, value: int) -> int:
+        def broadcast(self, value: int) -> int:
             done.append("told")
             return 7
 
     Ranks.first = first
-    renew = Frozen.renew
-    monkeypatch.setattr(Frozen, "renew", lambda frozen, *to: (done.append(f"renewed {to}"), renew(frozen, *to))[1])
+    renew = WeightLock.renew
+    monkeypatch.setattr(
+        WeightLock, "renew", lambda weight_lock, *to: (done.append(f"renewed {to}"), renew(weight_lock, *to))[1]
+    )
     base = base_of(MOE)
     one = pair(MOE, base, tmp_path)
-    snapshot = Served(one.served.holdings, tuple(base), Ranks()).stage()
-    one.source.close()
+    snapshot = ServedWeights(one.served.weight_source, tuple(base), Ranks()).stage()
+    one.feeder.close()
     assert snapshot.version == 7 and done[-1] == "agreed"  # the last one's are the sums
     assert done[:4] == (
         ["agreed", "renewed ()", "told", "agreed"] if first else ["agreed", "told", "agreed", "renewed (7,)"]

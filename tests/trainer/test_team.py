@@ -16,11 +16,22 @@ from artd_schema.direct import Feed
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.direct import member, team
 from artd_workers.trainer.push.direct import pair as pair_module
+from artd_workers.trainer.push.direct.feeder import Aborted
 from artd_workers.trainer.push.direct.member import Member
-from artd_workers.trainer.push.direct.pair import Direct
-from artd_workers.trainer.push.direct.source import Aborted
-from artd_workers.trainer.push.direct.team import Abort, Answer, Close, Ended, Give, Open, Opened, Order, Others, Team
-from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.direct.pair import DirectWay
+from artd_workers.trainer.push.direct.team import (
+    Abort,
+    Answer,
+    Close,
+    Ended,
+    Give,
+    Open,
+    Opened,
+    Order,
+    PeerParts,
+    Team,
+)
+from artd_workers.trainer.push.direct.weight_lock import WeightLock
 from artd_workers.trainer.push.ways import Unable
 from tests.awake import wait_until
 
@@ -50,17 +61,17 @@ def obedient(order: Order) -> list[Answer]:
     return [Ended("p", order.fence)] if isinstance(order, Give) else []
 
 
-def ready(say: Callable[[Order], list[Answer]]) -> tuple[Script, Others]:
+def ready(say: Callable[[Order], list[Answer]]) -> tuple[Script, PeerParts]:
     script = Script(lambda order: [Opened("p", FEED)] if isinstance(order, Open) else say(order))
     script.others.begin()
-    assert script.others.opened() == (FEED,)
+    assert script.others.await_feeds() == (FEED,)
     return script, script.others
 
 
 def test_a_push_has_ended_when_all_have() -> None:
     script, others = ready(obedient)
     others.give(3, 7, Deadline(5.0))
-    assert others.ended(5.0) == "" and not script.failed.is_set()
+    assert others.await_end(5.0) == "" and not script.failed.is_set()
     assert isinstance(script.heard[1], Give) and (script.heard[1].version, script.heard[1].fence) == (3, 7)
 
 
@@ -68,14 +79,14 @@ def test_an_answer_to_another_push_counts_for_nothing() -> None:
     _, others = ready(lambda order: [Ended("p", 6), Ended("q", 7), Opened("p", FEED)])
     others.give(3, 7, Deadline(5.0))
     with pytest.raises(TimeoutError, match="rank 1 did not end its part of push fence 7"):
-        others.ended(0.01)
+        others.await_end(0.01)
 
 
 def test_one_that_cannot_is_named() -> None:
     script = Script(lambda order: [Opened("p", None, "no memory")])
     script.others.begin()
     with pytest.raises(Unable, match="rank 1: no memory"):
-        script.others.opened()
+        script.others.await_feeds()
     assert script.failed.is_set()
 
 
@@ -84,31 +95,31 @@ def test_one_that_is_silent_or_told_to_stop_is_not_waited_for(monkeypatch: pytes
     script.others.begin()
     threading.Timer(0.05, script.others.abort).start()
     with pytest.raises(Aborted, match="only 0 of 1"):
-        script.others.opened()
+        script.others.await_feeds()
     assert script.heard == [Open("p"), Abort("p")]
     monkeypatch.setattr(team, "OPEN_S", 0.01)
     with pytest.raises(Aborted):
-        Script(lambda order: []).others.opened()
+        Script(lambda order: []).others.await_feeds()
 
 
 def test_one_that_dies_ends_the_push_and_takes_no_other() -> None:
     script, others = ready(lambda order: [])
     others.give(1, 2, Deadline(5.0))
     script.team.take(1, None)
-    assert others.ended(5.0) == "rank 1: its process has ended" and script.failed.is_set()
+    assert others.await_end(5.0) == "rank 1: its process has ended" and script.failed.is_set()
     with pytest.raises(Aborted, match="has ended"):
         others.give(1, 3, Deadline(5.0))
     later = script.team.pair("later", lambda: None)
     later.begin()
     with pytest.raises(Unable, match="has ended"):
-        later.opened()
+        later.await_feeds()
 
 
 def test_an_error_is_there_when_the_end_is() -> None:
     """Whoever waits for the end must not see it before what went wrong."""
     script, others = ready(lambda order: [Ended("p", 2, "Stale: older")] if isinstance(order, Give) else [])
     found = []
-    waiter = threading.Thread(target=lambda: found.append(others.ended(5.0)))
+    waiter = threading.Thread(target=lambda: found.append(others.await_end(5.0)))
     others._busy = {1}
     waiter.start()
     others.give(1, 2, Deadline(5.0))
@@ -138,12 +149,12 @@ class Own:
 def pair(tmp_path: Path) -> Any:
     """A pair that has been offered; `say` gives rank 1's answer to its push of fence 2."""
     script = Script(lambda order: [Opened("p", FEED)] if isinstance(order, Open) else [])
-    direct, own = Direct(str(tmp_path / "p")), Own()
-    direct._giver = own
+    direct, own = DirectWay(str(tmp_path / "p")), Own()
+    direct._local = own
     script.team.pair("p", lambda: None)
-    others = direct._others = script.team.pair("p", direct.abort)
+    others = direct._peers = script.team.pair("p", direct.abort)
     others.begin()
-    others.opened()
+    others.await_feeds()
 
     def send(seconds: float = 30.0) -> None:
         message, snapshot = SimpleNamespace(fence=2), SimpleNamespace(version=1)
@@ -201,7 +212,7 @@ class Slow:
         self.folder, self.aborted, self.closed = folder, threading.Event(), threading.Event()
         Slow.made.append(self)
 
-    def open(self, holdings: Any) -> Feed:
+    def open(self, weight_source: Any) -> Feed:
         return FEED
 
     def feed(self, fence: int, deadline: Deadline) -> None:
@@ -218,23 +229,23 @@ class Slow:
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says what it answers."""
-    monkeypatch.setattr(member, "Giver", Slow)
+    monkeypatch.setattr(member, "LocalPart", Slow)
     Slow.made.clear()
-    frozen, said = Frozen({}), []
+    weight_lock, said = WeightLock({}), []
     made = Member(
         3,
-        SimpleNamespace(frozen=frozen, device=torch.device("cpu")),
+        SimpleNamespace(weight_lock=weight_lock, device=torch.device("cpu")),
     )
     made.line = SimpleNamespace(send=lambda data: said.append(msgspec.msgpack.decode(data, type=Answer)))
     return SimpleNamespace(
-        frozen=frozen, said=said, tell=lambda order: made.take(msgspec.msgpack.encode(order)), end=made.take
+        weight_lock=weight_lock, said=said, tell=lambda order: made.take(msgspec.msgpack.encode(order)), end=made.take
     )
 
 
 def test_abort_comes_through_while_a_push_is_fed(peer: Any) -> None:
     peer.tell(Open("/x/direct-1"))
     peer.tell(Give("/x/direct-1", 0, 5, 10.0))
-    wait_until(lambda: peer.frozen._reader)
+    wait_until(lambda: peer.weight_lock._reader)
     peer.tell(Abort("/x/direct-1"))
     wait_until(lambda: len(peer.said) == 2)
     assert peer.said == [Opened("/x/direct-1", FEED), Ended("/x/direct-1", 5, "Aborted: over")]
@@ -245,7 +256,7 @@ def test_abort_comes_through_while_a_push_is_fed(peer: Any) -> None:
 
 def test_another_version_is_not_fed(peer: Any) -> None:
     peer.tell(Open("/x/p"))
-    peer.frozen.renew(4)
+    peer.weight_lock.renew(4)
     peer.tell(Give("/x/p", 3, 5, 10.0))
     wait_until(lambda: len(peer.said) == 2)
     assert "Stale" in peer.said[1].error
@@ -255,7 +266,7 @@ def test_another_version_is_not_fed(peer: Any) -> None:
 def test_what_is_fed_ends_before_its_page_goes(peer: Any, how: str) -> None:
     peer.tell(Open("/x/p"))
     peer.tell(Give("/x/p", 0, 5, 10.0))
-    wait_until(lambda: peer.frozen._reader)
+    wait_until(lambda: peer.weight_lock._reader)
     peer.tell(Close("/x/p")) if how == "closed" else peer.end(None)
     assert Slow.made[0].closed.wait(30.0)
     assert peer.said[1].error == "Aborted: over"

@@ -39,7 +39,7 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Path, toy_folders: dict[str, P
 def test_a_tensor_of_half_a_word_leaves_the_stock_push(tmp_path: Path, parameters: str) -> None:
     """Norms of six numbers: 12 bytes in bf16, 24 in fp32."""
     folder = str(drawn(tmp_path, "qwen3", head_dim=6))
-    assert "k_norm" in serving.uneven(open_base(folder).sizes(), torch.bfloat16)
+    assert "k_norm" in serving.explain_uneven(open_base(folder).sizes(), torch.bfloat16)
     for dtype, ways in (("bfloat16", ("stock",)), ("float32", ("direct", "nccl", "stock"))):
         spec = RunSpec(model=folder, parameters=parameters, engine=EngineSpec(dtype=dtype))
         assert serving.transfers(spec, MemoryPort()) == ways

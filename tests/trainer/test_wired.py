@@ -21,13 +21,13 @@ import torch
 from artd_schema.direct import Feed, Offer
 from artd_schema.paths import process_ticks
 from artd_workers.deadline import Deadline
-from artd_workers.engines.pull.nccl_feed import Wired
+from artd_workers.engines.pull.nccl_feed import NcclFeed
 from artd_workers.engines.pull.open_offer import WrongWeights
 from artd_workers.engines.vllm.direct.survey import parameters
-from artd_workers.trainer.push.direct.source import Source
+from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.transfer.contracts import PullError
 from artd_workers.transfer.nccl import NcclError
-from artd_workers.transfer.ring import turns_of
+from artd_workers.transfer.ring import slot_bytes
 from tests.awake import wait_until
 from tests.direct_rig import MemoryPort, Pair, feeding
 from tests.plain_wire import PlainWire
@@ -59,7 +59,7 @@ class Both(Pair):
 
     def _meet(self) -> None:
         with self.ours.within(PATIENCE_S):
-            self.ours.join(self.source.outlet.name, 0)  # type: ignore[attr-defined]
+            self.ours.join(self.feeder.outlet.name, 0)  # type: ignore[attr-defined]
 
     def feed(self, fence: int, timeout_s: float) -> None:
         with self.ours.within(timeout_s):
@@ -69,14 +69,14 @@ class Both(Pair):
 @contextmanager
 def wired(shape: dict[str, Any], folder: Path, **rest: Any) -> Iterator[Both]:
     one = Both(**vars(made(shape, folder, **rest)))
-    one.source.close()
+    one.feeder.close()
     one.ours = one.port.wire()
-    one.source = Source(one.served.holdings, one.plan, folder, one.ours)
+    one.feeder = Feeder(one.served.weight_source, one.plan, folder, one.ours)
     try:
         yield one
     finally:
         one.session.close()
-        one.source.close()
+        one.feeder.close()
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def test_pushes_follow_each_other_over_one_connection(ready: Both) -> None:
 
 
 def test_the_wire_form_is_a_header_and_each_turns_bytes(ready: Both) -> None:
-    (feed,) = ready.source.offer().feeds
+    (feed,) = ready.feeder.offer().feeds
     ready.push()
-    sizes = turns_of(feed, 2)
+    sizes = slot_bytes(feed, 2)
     assert [size for _, size in ready.ours.log] == [size for _, size in ready.theirs.log] == [8, *sizes]
     assert sum(sizes) == 2 * sum(tensor.numel() for tensor in parameters(ready.model).values())
     assert (feed.page, len(feed.nccl), {segment.handle for segment in feed.segments}) == ("", 128, {b""})
@@ -154,7 +154,7 @@ def test_nothing_is_received_into_a_buffer_that_was_not_copied(ready: Both, monk
     assert ready.theirs.log == []
     fence = ready.fence()
     pull = threading.Thread(target=ready.session.pull, args=(fence, PATIENCE_S))
-    monkeypatch.setattr(ready.source._lane.queue, "mark", lambda: _Made(), raising=False)
+    monkeypatch.setattr(ready.feeder._schedule.queue, "mark", lambda: _Made(), raising=False)
     with feeding(ready, fence.fence, PATIENCE_S):
         pull.start()
         wait_until(lambda: ready.theirs.worked == 4)
@@ -232,10 +232,10 @@ def test_a_trainer_that_hangs_in_the_middle_ends_the_pull_at_its_deadline(ready:
 
 def half(one: Both, fence: int) -> None:
     """Header and two turns."""
-    outlet: Any = one.source.outlet
+    outlet: Any = one.feeder.outlet
     outlet.begin(fence)
-    for turn in range(2):
-        one.source._lane.fill(turn)
+    for slot in range(2):
+        one.feeder._schedule.fill(slot)
     outlet.ready = 2
 
 
@@ -245,7 +245,7 @@ def test_a_trainer_that_dies_in_the_middle_ends_the_pull_at_once(tmp_path: Path,
     trainer = subprocess.Popen(["sleep", "60"])
     try:
         with wired(MOE, tmp_path) as one:
-            offer = one.source.offer()
+            offer = one.feeder.offer()
             who = {"pid": trainer.pid, "ticks": process_ticks(trainer.pid)}
             one.open(msgspec.structs.replace(offer, feeds=(msgspec.structs.replace(offer.feeds[0], **who),)))
             one.session.expect(one.stage())
@@ -288,10 +288,10 @@ def test_an_abort_from_outside_ends_either_side(ready: Both) -> None:
 
 def test_an_engine_that_nobody_meets_gives_up_and_keeps_nothing(tmp_path: Path) -> None:
     with wired(MOE, tmp_path) as one:
-        one.session.open(one.source.offer(), SHORT_S)
+        one.session.open(one.feeder.offer(), SHORT_S)
         with pytest.raises(PullError, match=r"was not met over NCCL: it was not done within 0.3 s"):
             one.session._link.pull.run(1, Deadline(PATIENCE_S), None)
-        one.session.open(one.source.offer(), 60.0)
+        one.session.open(one.feeder.offer(), 60.0)
         with pytest.raises(PullError, match=r"was not met over NCCL: 0.3 s passed"):
             one.session._link.pull.run(1, Deadline(SHORT_S), None)
         assert one.theirs.watchdog.bitten.wait(PATIENCE_S) and untouched(one)
@@ -299,7 +299,7 @@ def test_an_engine_that_nobody_meets_gives_up_and_keeps_nothing(tmp_path: Path) 
 
 def test_a_new_offer_ends_the_connection_of_the_one_before(ready: Both, tmp_path: Path) -> None:
     before, opened = ready.theirs, ready.session._link._opened[0]
-    assert isinstance(opened, Wired) and len(opened._ring) == 3
+    assert isinstance(opened, NcclFeed) and len(opened._ring) == 3
     (other := tmp_path / "other").mkdir()
     with wired(MOE, other) as one:
         one.session = ready.session
@@ -317,21 +317,21 @@ def change(feed: Feed, **values: Any) -> Feed:
 
 def test_feeds_that_are_no_ring_are_refused_before_anybody_is_met(tmp_path: Path) -> None:
     with wired(MOE, tmp_path) as one:
-        (feed,) = one.source.offer().feeds
+        (feed,) = one.feeder.offer().feeds
         port, none = MemoryPort(), lambda: None
 
         def refused(match: str, feed: Feed) -> None:
             with pytest.raises(PullError, match=match):
-                Wired(port, feed, none, Deadline(SHORT_S), 2)
+                NcclFeed(port, feed, none, Deadline(SHORT_S), 2)
             assert port.wires == []
 
         first, second, *rest = feed.units
         refused("unit 0 of", change(feed, units=(second, first, *rest)))
         refused("unit 1 of", change(feed, units=(first, msgspec.structs.replace(second, runs=first.runs), *rest)))
-        refused("unit 0 of", change(feed, units=(msgspec.structs.replace(first, turn=-1), second, *rest)))
+        refused("unit 0 of", change(feed, units=(msgspec.structs.replace(first, slot=-1), second, *rest)))
         refused("unit 0 of", change(feed, segments=()))
         small = [msgspec.structs.replace(segment, size=64) for segment in feed.segments]
-        refused("turn 0 has", change(feed, segments=tuple(small)))
+        refused("slot 0 has", change(feed, segments=tuple(small)))
 
 
 def test_an_engine_without_room_for_the_ring_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,5 +341,5 @@ def test_an_engine_without_room_for_the_ring_says_so(tmp_path: Path, monkeypatch
     with wired(MOE, tmp_path) as one:
         monkeypatch.setattr(PlainWire, "memory", memory)
         with pytest.raises(PullError, match=f"no room for the {3 << 14} bytes"):
-            one.session.open(one.source.offer(), PATIENCE_S)
+            one.session.open(one.feeder.offer(), PATIENCE_S)
         assert one.theirs.watchdog.bitten.is_set()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from artd_schema.direct import EngineTable
 from artd_workers.models.codec import peft_names
-from artd_workers.trainer.push.direct.source import write_offer
+from artd_workers.trainer.push.direct.feeder import write_offer
 from artd_workers.transfer.device import Cuda
 from artd_workers.transfer.merge import BaseWeights
 from tools.gpu.push_refusals import changed, runs_of
@@ -31,7 +31,7 @@ from tools.gpu.push_trainer import Trainer
 
 RANK, AT = 4, 3
 BUFFERS = {"buffers": 2, "buffer_bytes": 1 << 20}
-"""Small ones: the toy takes many turns."""
+"""Small ones: the toy takes many slots."""
 
 
 class Toy(Trainer):
@@ -62,18 +62,18 @@ class Toy(Trainer):
 
 def spoil(toy: Toy, flaw: str, folder: Path) -> None:
     """Make the flaw show in the feed that comes."""
-    assert toy.source is not None
-    lane: Any = toy.source._lane
-    fill = lane.fill
+    assert toy.feeder is not None
+    schedule: Any = toy.feeder._schedule
+    fill = schedule.fill
 
-    def spoiled(turn: int) -> None:
-        if turn == AT and flaw == "dies":
+    def spoiled(slot: int) -> None:
+        if slot == AT and flaw == "dies":
             os._exit(9)
-        if turn == AT and flaw == "stalls":
+        if slot == AT and flaw == "stalls":
             time.sleep(3600)
-        fill(turn)
+        fill(slot)
 
-    lane.fill = spoiled
+    schedule.fill = spoiled
     if flaw == "short":
         gone = list(runs_of(toy.offer))[-1]
         write_offer(changed(toy.offer, lambda run: None if run == gone else run), folder / "offer")
@@ -87,7 +87,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         toy.adopt(Path(order["checkpoint"]))
-        if toy.source is None:
+        if toy.feeder is None:
             folder.mkdir()
             toy.open(msgspec.msgpack.decode(table.read_bytes(), type=EngineTable), Cuda(0), folder, **BUFFERS)
         toy.stage(folder / "sums.json")

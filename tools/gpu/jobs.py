@@ -55,7 +55,7 @@ def done_by(trainer: Trainer, folder: Path) -> Iterator[dict[str, Any]]:
     for job in jobs(folder):
         done = trainer.run(replaced(job, parent))
         parent = CheckpointRef(run="gpu", step=job.step, epoch=job.epoch, lineage=0, sha=done.sha, dir=job.dir)
-        trainer.committed(parent, 1)
+        trainer.mark_committed(parent, 1)
         if job.step == 1:
             (folder / "parent.json").write_bytes(msgspec.json.encode(parent))
         yield {"what": f"{job.kind} job of step {job.step}", "seconds": done.seconds} | kept(done.metrics)
@@ -135,7 +135,7 @@ def one_by_one(trainer: Trainer) -> dict[str, Any]:
     ))  # fmt: skip
     assert snapshot is not None
     kept, started = [], time.perf_counter()
-    with snapshot.held(Deadline(60.0), lambda: None):
+    with snapshot.hold(Deadline(60.0), lambda: None):
         for number, (entry, tensor) in enumerate(snapshot.tensors):
             kept += [] if number % 50 else [(entry, tensor)]
         if torch.cuda.is_available():

@@ -155,8 +155,8 @@ def led(name: str, folder: Path, tiny: bool) -> None:
     from artd_workers.trainer.trainer import Trainer
 
     config = TrainerConfig(run="gpu", spec=spec, base_digest="base")
-    with launch.started(launch.layout(spec), cuda=not tiny) as ranks:
-        ranks.tell(msgspec.msgpack.encode(config))
+    with launch.start_ranks(launch.layout(spec), cuda=not tiny) as ranks:
+        ranks.send_order(msgspec.msgpack.encode(config))
         steps = jobs(Trainer(config, {}, ranks), folder, name)
     memory = {} if tiny else {"peak_gb": torch.cuda.max_memory_allocated() / 1e9}
     (folder / name / "metrics.json").write_text(json.dumps({"init": steps[0], "steps": steps[1:]} | memory))
@@ -171,7 +171,7 @@ def jobs(trainer: Any, folder: Path, name: str) -> list[dict[str, Any]]:
                   dir=str(folder / name / str(step)), instance="i", parent=parent, **files)  # fmt: skip
         staged = trainer.run(job)
         parent = CheckpointRef(run="gpu", step=step, epoch=step, lineage=0, sha=staged.sha, dir=job.dir)
-        trainer.committed(parent, 1)
+        trainer.mark_committed(parent, 1)
         kept = ("loss", "grad_norm", "tokens_per_s", "trained_tokens", "physical_tokens", "replay_calls")
         steps.append({key: staged.metrics[key] for key in kept if key in staged.metrics} | {"seconds": staged.seconds})
     return steps

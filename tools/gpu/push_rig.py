@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from artd_schema.direct import Offer
-from artd_workers.trainer.push.direct.source import write_offer
+from artd_workers.trainer.push.direct.feeder import write_offer
 from artd_workers.transfer.contracts import Port
 
 from .push_trainer import Trainer

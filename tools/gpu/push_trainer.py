@@ -1,4 +1,4 @@
-"""A trainer's tensors of the GPU scripts' model, as Megatron holds them, and a `Source` over them; no Megatron-Core.
+"""A trainer's tensors of the GPU scripts' model, as Megatron holds them, and a `Feeder` over them; no Megatron-Core.
 
 Owner of: base weights (a layer's experts are one buffer each for fc1 and fc2, as `grouped.GroupedLinear` has them), the live
 adapter, one flat buffer of fp32 masters, and what serves both.
@@ -23,11 +23,11 @@ from artd_schema.manifest import WeightTable
 from artd_workers.deadline import Deadline
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for
-from artd_workers.trainer.push.direct.checksums import Served
-from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.direct.checksums import ServedWeights
+from artd_workers.trainer.push.direct.feeder import Feeder, write_offer
 from artd_workers.trainer.push.direct.plan import make_plan
-from artd_workers.trainer.push.direct.source import Source, write_offer
-from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.direct.weight_lock import WeightLock
+from artd_workers.trainer.push.direct.weight_source import WeightSource
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.transfer.contracts import Port
 from artd_workers.transfer.merge import merge
@@ -48,9 +48,9 @@ class Trainer:
         self._sizes = self._adapter_sizes()
         self.flat = torch.empty(sum(a * b for a, b in self._sizes.values()), device=device).normal_(0, 0.02)
         self.live = self._views({"flat": self.flat})
-        self.served: Served | None = None
+        self.served: ServedWeights | None = None
         self.snapshot: Snapshot | None = None
-        self.source: Source | None = None
+        self.feeder: Feeder | None = None
 
     def _draw(self, drawn: shape.RandomWeights) -> dict[str, Tensor]:
         buffers: dict[str, Tensor] = {}
@@ -86,23 +86,23 @@ class Trainer:
         """Change every adapter a little, as a train step would."""
         self.flat.mul_(1.02 if number % 2 else 1 / 1.02)
 
-    def serve(self, port: Port, **buffers: int) -> Holdings:
+    def serve(self, port: Port, **buffers: int) -> WeightSource:
         """What the checksums and each served tensor are made of."""
-        frozen = Frozen({"flat": self.flat}, self._views, SCALE, self.device)
-        holdings = Holdings(port, self.codec, self.weights, frozen, self.dtype, **buffers)
-        self.served = Served(holdings, [part for row in self.codec.rows for part in row.parts])
-        return holdings
+        weight_lock = WeightLock({"flat": self.flat}, self._views, SCALE, self.device)
+        weight_source = WeightSource(port, self.codec, self.weights, weight_lock, self.dtype, **buffers)
+        self.served = ServedWeights(weight_source, [part for row in self.codec.rows for part in row.parts])
+        return weight_source
 
     def open(self, table: EngineTable, port: Port, folder: Path, **buffers: int) -> dict[str, float]:
         """Returns seconds: what makes the checksums, the plan, the tables and buffers, the offer."""
         marks = [time.perf_counter()]
-        holdings = self.serve(port, **buffers)
+        weight_source = self.serve(port, **buffers)
         marks.append(time.perf_counter())
-        plan = make_plan(table, self.codec, holdings.shapes, self.dtype.itemsize)
+        plan = make_plan(table, self.codec, weight_source.shapes, self.dtype.itemsize)
         marks.append(time.perf_counter())
-        self.source = Source(holdings, plan, folder)
+        self.feeder = Feeder(weight_source, plan, folder)
         marks.append(time.perf_counter())
-        self.offer = self.source.offer()
+        self.offer = self.feeder.offer()
         write_offer(self.offer, folder / "offer")
         marks.append(time.perf_counter())
         names = ("served", "plan", "source", "offer")
@@ -118,10 +118,10 @@ class Trainer:
 
     def feed(self, fence: int, timeout_s: float) -> None:
         """Feed a push of what was staged. Raises TimeoutError."""
-        assert self.source is not None and self.snapshot is not None
+        assert self.feeder is not None and self.snapshot is not None
         deadline = Deadline(timeout_s)
-        with self.snapshot.held(deadline, self.source.abort):
-            self.source.feed(fence, deadline)
+        with self.snapshot.hold(deadline, self.feeder.abort):
+            self.feeder.feed(fence, deadline)
 
     def merged(self) -> dict[str, Tensor]:
         """What is served, by Hugging Face name, made by torch on this device: another road than the kernel's."""

@@ -35,7 +35,7 @@ from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, Train
 from artd_schema.worker import CheckpointRef, Push, Run, TrainerConfig
 from artd_workers.trainer import placement
 from artd_workers.trainer.parallel import launch
-from artd_workers.trainer.push.direct.source import write_offer
+from artd_workers.trainer.push.direct.feeder import write_offer
 from artd_workers.transfer import checksum
 from artd_workers.transfer.merge import merged_tensors, open_base
 from tools.gpu import parallel, shape
@@ -90,7 +90,7 @@ class Bench:
         staged = self._trainer.run(job)
         self.seconds = staged.seconds
         ref = CheckpointRef(run="gpu", step=step, epoch=step, lineage=0, sha=staged.sha, dir=job.dir)
-        self._trainer.committed(ref, 1)
+        self._trainer.mark_committed(ref, 1)
         return ref
 
     def meet(self) -> None:
@@ -225,8 +225,8 @@ def bench(folder: Path, tiny: bool, served: Any) -> Iterator[Bench]:
         ranks_peer.stand_in()
         launch.PEER = ranks_peer.__name__
     config = TrainerConfig(run="gpu", spec=spec, base_digest="base")
-    with launch.started(launch.layout(spec), cuda=not tiny) as ranks:
-        ranks.tell(msgspec.msgpack.encode(config))
+    with launch.start_ranks(launch.layout(spec), cuda=not tiny) as ranks:
+        ranks.send_order(msgspec.msgpack.encode(config))
         yield Bench(Trainer(config, {}, ranks), served, folder)
 
 

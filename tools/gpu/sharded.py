@@ -109,8 +109,8 @@ def rank(item: str, folder: Path, kind: str, tiny: bool, world: int, number: int
     """One of the processes."""
     parallel = Parallel(cp=world)
     placement.prepare(RunSpec(model="/drawn", trainer=TrainerSpec(device="cpu" if tiny else "cuda")))
-    ranks.met(world, number, folder, cuda=not tiny)
-    ranks.grouped(parallel, number)
+    ranks.meet(world, number, folder, cuda=not tiny)
+    ranks.make_groups(parallel, number)
     given = torch.load(folder / "batches.pt", weights_only=False)
     if item == "two":
         found = two_steps(tiny, kind, given, parallel)[2] | {"rank": number}

@@ -66,7 +66,7 @@ def yardstick(tiny: bool, layers: int = 48) -> Iterator[Line]:
                 if number == ROUNDS - 1:
                     engine.probe("probe_spoil")
                 deadline = Deadline(60.0)
-                with trainer.snapshot.held(deadline, sender.abort):
+                with trainer.snapshot.hold(deadline, sender.abort):
                     tensors = (tensor for _, tensor in trainer.snapshot.tensors)
                     found.append(push(engine, sender, trainer.snapshot.entries, tensors, plain) | {"staged": staged})
             scores[plain] = engine.score("r", PROMPTS, Deadline(60.0))

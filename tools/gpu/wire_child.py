@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from artd_schema.direct import EngineTable
-from artd_workers.trainer.push.direct.source import write_offer
+from artd_workers.trainer.push.direct.feeder import write_offer
 from artd_workers.transfer.contracts import Port
 from artd_workers.transfer.device import Cuda
 from tests.direct_rig import MemoryPort
@@ -35,7 +35,7 @@ def main(folder: Path, layers: int, fence: int, tiny: bool) -> None:
     write_offer(trainer.offer, folder / "offer")
     assert trainer.wire is not None
     with trainer.wire.within(TIMEOUT_S):
-        half(trainer.source, fence)
+        half(trainer.feeder, fence)
     print("half", flush=True)
     time.sleep(TIMEOUT_S)
 

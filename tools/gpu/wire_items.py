@@ -86,7 +86,7 @@ def silent(rig: WireRig, _rounds: int) -> Iterator[Line]:
     yield from after(rig)
     right = rig.fence()
     with rig.trainer.wire.within(TIMEOUT_S):  # type: ignore[attr-defined]
-        half(rig.trainer.source, right["fence"])
+        half(rig.trainer.feeder, right["fence"])
     yield {"what": "two buffers are sent", "deadline": HANG_S, **ends(rig, right)}
     yield from after(rig)
     began = time.perf_counter()
@@ -136,9 +136,9 @@ def killed(rig: WireRig, _rounds: int) -> Iterator[Line]:
 def half(source: Any, fence: int) -> None:
     """Send the header and two buffers of a push."""
     source.outlet.begin(fence)
-    for turn in range(2):
-        source._lane.fill(turn)
-    source._lane.queue.settle()
+    for slot in range(2):
+        source._schedule.fill(slot)
+    source._schedule.queue.settle()
     source.outlet.ready = 2
 
 

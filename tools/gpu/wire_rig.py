@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from artd_schema.direct import EngineTable, Offer
-from artd_workers.trainer.push.direct.source import Source
+from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.transfer.contracts import Port, Wire
 from artd_workers.transfer.nccl import NcclError
 from artd_workers.transfer.stock import TRAINER
@@ -37,7 +37,7 @@ class Sent:
         """Also by CUDA IPC, which is offered in another folder."""
         (folder / "ipc").mkdir(exist_ok=True)
         self.alike = self._trainer.open(table, port, folder / "ipc", **buffers)
-        self.shared = self._trainer.source
+        self.shared = self._trainer.feeder
         self._port, self._folder, self._table = port, folder, table
         self.connect()
         return self.alike | {"turns": len(self.offer.feeds[0].units)}
@@ -45,10 +45,10 @@ class Sent:
     def connect(self) -> None:
         """A new connection, and its offer."""
         trainer = self._trainer
-        holdings = trainer.served.holdings
+        weight_source = trainer.served.weight_source
         self.wire = self._port.wire()
-        trainer.source = Source(holdings, holdings.plan(self._table), self._folder, self.wire)
-        self.offer: Offer = trainer.source.offer()
+        trainer.feeder = Feeder(weight_source, weight_source.plan(self._table), self._folder, self.wire)
+        self.offer: Offer = trainer.feeder.offer()
 
     def join(self) -> None:
         assert self.wire is not None
@@ -57,7 +57,7 @@ class Sent:
 
     def feed(self, fence: int, timeout_s: float) -> None:
         """Raises TimeoutError for whatever ends it: the rig takes it that the engine refused."""
-        if self._trainer.source is self.shared:
+        if self._trainer.feeder is self.shared:
             return self._trainer.feed(fence, timeout_s)
         assert self.wire is not None
         try:
@@ -113,5 +113,5 @@ class WireRig(Rig):
         self.disconnect()
         self.shared = True
         sent: Any = self.trainer
-        sent._trainer.source = sent.shared
+        sent._trainer.feeder = sent.shared
         return self.open(sent._trainer.offer)

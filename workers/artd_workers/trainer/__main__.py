@@ -60,8 +60,8 @@ def main() -> int:
         from .trainer import Trainer
         from .worker import TrainerWorker
 
-        with launch.started(parallel, device_of(spec) == "cuda") as ranks:
-            ranks.tell(msgspec.msgpack.encode(welcome.trainer))
+        with launch.start_ranks(parallel, device_of(spec) == "cuda") as ranks:
+            ranks.send_order(msgspec.msgpack.encode(welcome.trainer))
             trainer = Trainer(welcome.trainer, versions(), ranks)
             base.verify()
             return TrainerWorker(link, trainer).run()

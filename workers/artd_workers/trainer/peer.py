@@ -30,7 +30,7 @@ def main(folder: str, device: str, layout: str) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     from artd_workers.trainer.parallel.layout import Parallel
-    from artd_workers.trainer.parallel.ranks import joined
+    from artd_workers.trainer.parallel.ranks import join_ranks
 
     from .trainer import Order, Trainer
     from .worker import SWITCH_S
@@ -38,12 +38,12 @@ def main(folder: str, device: str, layout: str) -> int:
     sys.setswitchinterval(SWITCH_S)
     # torchrun counts its own processes, and rank 0 is none of them.
     parallel = msgspec.json.decode(layout, type=Parallel)
-    ranks = joined(parallel, int(os.environ["RANK"]) + 1, Path(folder), device == "cuda")
+    ranks = join_ranks(parallel, int(os.environ["RANK"]) + 1, Path(folder), device == "cuda")
     ranks.pids()
-    config = msgspec.msgpack.decode(ranks.hear(), type=TrainerConfig)
+    config = msgspec.msgpack.decode(ranks.receive_order(), type=TrainerConfig)
     trainer = Trainer(config, {}, ranks)
     while True:
-        order = msgspec.msgpack.decode(ranks.hear(), type=Order)
+        order = msgspec.msgpack.decode(ranks.receive_order(), type=Order)
         try:
             trainer.follow(order)
         except Exception:

@@ -127,7 +127,7 @@ class Trainer:
             and resident is not None
             and (resident.run, resident.step, resident.sha) == (parent.run, parent.step, parent.sha)
         )
-        self.ranks.tell(msgspec.msgpack.encode(Order(job=job, held=held)))
+        self.ranks.send_order(msgspec.msgpack.encode(Order(job=job, held=held)))
         return self._do(job, held, progress, cancelled)
 
     def follow(self, order: Order) -> None:
@@ -137,14 +137,14 @@ class Trainer:
     def _do(self, job: Run, held: bool, progress: Callable[[], None], cancelled: Callable[[], bool]) -> Staged:
         seconds = Phases(progress)
         policy = self._load_policy(seconds)
-        with self.ranks.agreed():
-            self._serving.before()
+        with self.ranks.share_errors():
+            self._serving.await_readers()
             state = self._state if held else self._begin(job, seconds)
             batch = self._read_batch(policy, job, seconds) if job.parent is not None else None
         metrics: dict[str, float] = {}
         with self.ranks.in_step(NonFinite, Cancelled, ArithmeticError):
             if batch is not None and job.parent is not None:
-                started, asked = time.perf_counter(), self.ranks.looks(cancelled)
+                started, asked = time.perf_counter(), self.ranks.poll(cancelled)
                 metrics = train_step(
                     policy, self._optimizer, batch, self.spec.loss, job.parent.epoch, progress, asked, asked.now
                 )
@@ -156,7 +156,7 @@ class Trainer:
                 state = folder.with_rng(state, self._cuda)
             self._state = state
             started = time.perf_counter()
-            probe = canary.score(policy, self.spec.engine.dtype, self.ranks.least, self._base_scores(policy))
+            probe = canary.score(policy, self.spec.engine.dtype, self.ranks.all_reduce_min, self._base_scores(policy))
             seconds["canary"] = time.perf_counter() - started
             if batch is not None and (lost := merge_loss.metrics(policy, self._trained.base, self.spec)):
                 metrics |= lost
@@ -172,7 +172,7 @@ class Trainer:
         self._trained.release()
         return Staged(sha, metrics, dict(seconds))
 
-    def committed(self, ref: CheckpointRef, fence: int) -> None:
+    def mark_committed(self, ref: CheckpointRef, fence: int) -> None:
         """The staged result is durable: the weights in memory are this checkpoint, if they are."""
         if self._staged is not None and self._staged[0] == ref.sha:
             self.resident = Resident(ref.run, ref.step, ref.sha, fence)
@@ -202,7 +202,7 @@ class Trainer:
         """Together."""
         if self._policy is None:
             started = time.perf_counter()
-            with self.ranks.agreed():
+            with self.ranks.share_errors():
                 policy, self._trained = open_model(self.spec, self.ranks.parallel)
                 self._base_files.unchanged()
             with self.ranks.in_step():
@@ -210,7 +210,7 @@ class Trainer:
             self._policy = policy
             seconds["build"] = time.perf_counter() - started
         else:  # weights of the base are read again for what an engine is served
-            with self.ranks.agreed():
+            with self.ranks.share_errors():
                 self._base_files.unchanged()
         return self._policy
 

@@ -99,7 +99,7 @@ class TrainerWorker:
             return
         if isinstance(message, w.Committed):
             reach("train.committed")
-            self._trainer.committed(message.checkpoint, message.fence)
+            self._trainer.mark_committed(message.checkpoint, message.fence)
         else:
             self._trainer.discard()
             if isinstance(message, w.Fenced) and self._staged is not None:

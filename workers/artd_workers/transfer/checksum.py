@@ -132,6 +132,6 @@ def wrong_parts(found: Tensor, wanted: Tensor, parts: Sequence[str]) -> list[str
     return [parts[i] for i in (found != wanted).nonzero().flatten().tolist()]
 
 
-def expected(parts: Iterable[str], sums: dict[str, int]) -> Tensor:
+def expected_sums(parts: Iterable[str], sums: dict[str, int]) -> Tensor:
     """The manifest's sums in the order of `parts`. Raises KeyError for a part that it lacks."""
     return torch.tensor([sums[part] for part in parts], dtype=torch.int64)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # what shares a page of memory needs no torch
     from .checksum import Span
 
 HEADER_BYTES = 8
-"""Of a push over a wire: its fence as an int64, before the first turn's message."""
+"""Of a push over a wire: its fence as an int64, before the first slot's message."""
 
 
 class PullError(Exception):

@@ -47,7 +47,7 @@ def check(what: str, names: Sequence[str], sizes: Sequence[int], pieces: Iterabl
             raise CoverError(f"{what} {names[piece[0]]}: {piece[1:]} are no elements, or no whole rows")
         found[piece[0]].append(run)
     for name, size, runs in zip(names, sizes, found, strict=True):
-        fault = _rows(runs, size) if any(run.width for run in runs) else _tiled([run[:2] for run in runs], size)
+        fault = _rows(runs, size) if any(run.width for run in runs) else _check_tiling([run[:2] for run in runs], size)
         if fault:
             raise CoverError(f"{what} {name}: {fault}")
 
@@ -61,7 +61,7 @@ def _run(at: int, count: int, width: int = 0, pitch: int = 0) -> _Run:
     return _Run(at, at + (count // width - 1) * pitch + width, width, pitch)
 
 
-def _tiled(intervals: Iterable[tuple[int, int]], size: int, at: int = 0) -> str:
+def _check_tiling(intervals: Iterable[tuple[int, int]], size: int, at: int = 0) -> str:
     """What is wrong with intervals that should be 0 .. size - 1; at: what is added to be said, where 0 is not the tensor's."""
     end, runs = 0, sorted(intervals)
     for first, stop in runs:
@@ -96,7 +96,7 @@ def _rows(runs: Sequence[_Run], size: int) -> str:
             next_box += 1
         if not active:
             return f"elements {top * pitch} to {bottom * pitch - 1} are in no piece"
-        if fault := _tiled(((box.left, box.right) for box in active), pitch, top * pitch):
+        if fault := _check_tiling(((box.left, box.right) for box in active), pitch, top * pitch):
             return fault
     return ""
 

@@ -32,7 +32,7 @@ class Cuda:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.init()
-        self._runtime = ctypes.CDLL(_loaded("libcudart.so"))
+        self._runtime = ctypes.CDLL(_loaded_path("libcudart.so"))
         self._driver = ctypes.CDLL("libcuda.so.1")
         with torch.cuda.device(self.device):
             self._check(self._runtime.cudaFree(None), "cudaFree(0)")
@@ -141,7 +141,7 @@ class CudaQueue:
         self._stream.synchronize()
 
 
-def _loaded(name: str) -> str:
+def _loaded_path(name: str) -> str:
     """Path of a library that this process has loaded."""
     with open("/proc/self/maps") as maps:
         for line in maps:

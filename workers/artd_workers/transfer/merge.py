@@ -167,7 +167,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
     return result
 
 
-def rounded(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
+def explain_rounding(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
     """Why weights of these dtypes are not the stored ones; "" = they are, bit for bit."""
     stored = (
         base.dtypes() if isinstance(base, BaseWeights | seeded.SeededWeights) else {next(iter(base.values())).dtype}

@@ -96,7 +96,7 @@ class Communicator:
         self._library = library
         self._handle = ctypes.c_void_p()
         self._aborted = ""
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def join(self, unique_id: bytes, world: int, rank: int = TRAINER) -> None:
         """Wait until all ranks are there."""
@@ -123,7 +123,7 @@ class Communicator:
     def settled(self, what: str) -> bool:
         """Whether the last call has come to its end. Raises NcclError when it failed, or what is under way did."""
         state = ctypes.c_int()
-        with self._turn:
+        with self._lock:
             self._require(what)
             self._library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
         self._library.check(state.value, what)
@@ -132,16 +132,16 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """End whatever the communicator does, here and on the GPU. A call that hangs inside NCCL does not keep it from that."""
         self._aborted = reason
-        held = self._turn.acquire(timeout=_LOCK_S)
+        held = self._lock.acquire(timeout=_LOCK_S)
         try:
             if self._handle:
                 self._library.call("ncclCommAbort", self._handle)
         finally:
             if held:
-                self._turn.release()
+                self._lock.release()
 
     def _do(self, name: str, *arguments: Any) -> None:
-        with self._turn:
+        with self._lock:
             self._require(name)
             self._library.call(name, *arguments)
         while not self.settled(name):

@@ -24,7 +24,7 @@ class ProcessWatch:
         self.gone = threading.Event()
         self._then = then
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._process = _opened(pid, ticks)
+        self._process = _open_pidfd(pid, ticks)
         if self._process < 0:
             self.gone.set()
         threading.Thread(target=self._watch, name="artd-trainer-watch", daemon=True).start()
@@ -52,7 +52,7 @@ class ProcessWatch:
         return self._stop not in {descriptor for descriptor, _ in poller.poll()}
 
 
-def _opened(pid: int, ticks: int) -> int:
+def _open_pidfd(pid: int, ticks: int) -> int:
     """A pidfd, or -1 when the process has ended."""
     try:
         descriptor = os.pidfd_open(pid)

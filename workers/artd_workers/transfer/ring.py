@@ -111,16 +111,16 @@ class Page:
         self._map.close()
 
 
-def turns_of(feed: Feed, itemsize: int) -> list[int]:
-    """Bytes of each turn's message. Raises PullError for a feed that is not all turns, each in the buffer whose turn it is."""
+def slot_bytes(feed: Feed, itemsize: int) -> list[int]:
+    """Bytes of each slot's message. Raises PullError for a feed that is not all slots, each in the buffer whose slot it is."""
     sizes: list[int] = []
     for number, unit in enumerate(feed.units):
-        slot = number % max(len(feed.segments), 1)
-        if not feed.segments or unit.turn != number or not unit.runs or {run.segment for run in unit.runs} != {slot}:
+        buffer = number % max(len(feed.segments), 1)
+        if not feed.segments or unit.slot != number or not unit.runs or {run.segment for run in unit.runs} != {buffer}:
             raise PullError(
-                f"unit {number} of the trainer's offer is not turn {number} of a ring of {len(feed.segments)}"
+                f"unit {number} of the trainer's offer is not slot {number} of a ring of {len(feed.segments)}"
             )
         sizes.append(max(run.byte + run.count * itemsize for run in unit.runs))
-        if sizes[-1] > feed.segments[slot].size:
-            raise PullError(f"turn {number} has {sizes[-1]} bytes, and its buffer {feed.segments[slot].size}")
+        if sizes[-1] > feed.segments[buffer].size:
+            raise PullError(f"slot {number} has {sizes[-1]} bytes, and its buffer {feed.segments[buffer].size}")
     return sizes

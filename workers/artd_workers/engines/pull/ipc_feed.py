@@ -1,6 +1,6 @@
 """The engine's end of a feed: the memory that it pulls from, and what says how far that is filled.
 
-Purpose: `Opened` is the contract, `Mapped` a feed of this host (CUDA IPC); `wire.Wired` is one over NCCL. Owner of: what was
+Purpose: `OpenFeed` is the contract, `IpcFeed` a feed of this host (CUDA IPC); `wire.NcclFeed` is one over NCCL. Owner of: what was
 opened, until `close`. Invariants: whoever closes has ended the pulls first; nothing is left open by a constructor that raises.
 """
 
@@ -17,10 +17,10 @@ from artd_workers.transfer.contracts import Port, PullError
 from artd_workers.transfer.process_watch import ProcessWatch
 from artd_workers.transfer.ring import Intake, Page
 
-from .nccl_feed import Wired
+from .nccl_feed import NcclFeed
 
 
-class Opened(Protocol):
+class OpenFeed(Protocol):
     """intake: how far the feed's buffers are filled; bases: address of each of its segments, by number."""
 
     intake: Intake
@@ -33,7 +33,7 @@ class Opened(Protocol):
         """Let go of everything. Any thread, once."""
 
 
-class Mapped:
+class IpcFeed:
     """A trainer process's own memory. on_end: called in a thread of its own once that process has ended: an open mapping pins
     the memory of a process that has died."""
 
@@ -54,6 +54,6 @@ class Mapped:
             self.close = stack.pop_all().close
 
 
-def open_feed(port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int) -> Opened:
-    """By the feed's way. Raises what `Mapped` and `Wired` raise."""
-    return Wired(port, feed, on_end, deadline, itemsize) if feed.nccl else Mapped(port, feed, on_end)
+def open_feed(port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int) -> OpenFeed:
+    """By the feed's way. Raises what `IpcFeed` and `NcclFeed` raise."""
+    return NcclFeed(port, feed, on_end, deadline, itemsize) if feed.nccl else IpcFeed(port, feed, on_end)

@@ -1,12 +1,12 @@
 """The direct push without CUDA IPC: a trainer's buffers come as messages, into a ring that is the engine's own.
 
-Purpose: `Wired` is an offer's feed, opened over a `contracts.Wire`, and
+Purpose: `NcclFeed` is an offer's feed, opened over a `contracts.Wire`, and
 `Receiver` what its pulls see of it. Owner of: the engine's ring, its end of the connection, and a watch of the trainer's process
 where that is one of this machine's.
 Invariants: a message goes only into a buffer that was copied; the two meet in a thread, and nothing is received but within a pull,
 so an engine that only generates waits for nobody; a pull that raises aborts the connection, which then is dead for good; every wait
 has a deadline.
-Wire form: for each push its fence (int64), then each turn's used bytes, turn by turn.
+Wire form: for each push its fence (int64), then each slot's used bytes, slot by slot.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from artd_workers.deadline import Deadline
 from artd_workers.transfer.contracts import HEADER_BYTES, Mark, Port, PullError, Wire
 from artd_workers.transfer.nccl import NcclError
 from artd_workers.transfer.process_watch import ProcessWatch
-from artd_workers.transfer.ring import Intake, turns_of
+from artd_workers.transfer.ring import Intake, slot_bytes
 from artd_workers.transfer.stock import ENGINE
 
 
 class Receiver:
-    """`ring.Intake` of a connection. sizes: bytes of each turn's message; bases: addresses of the ring's buffers; joining: the
+    """`ring.Intake` of a connection. sizes: bytes of each slot's message; bases: addresses of the ring's buffers; joining: the
     thread in which the two meet, while they do."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Receiver:
     def take(self, fence: int, deadline: Deadline) -> Iterator[None]:
         """A pull of this fence is the body. Raises PullError; whatever is raised ends the connection."""
         self._meet(deadline)
-        with told("the pull over NCCL"), self._wire.within(deadline.left):
+        with as_pull_error("the pull over NCCL"), self._wire.within(deadline.left):
             self._expected, self._fence = fence, -1
             self._posted = self._ready = self._done = 0
             self._wire.recv(self._header.data_ptr(), HEADER_BYTES)
@@ -80,7 +80,7 @@ class Receiver:
     @done.setter
     def done(self, count: int) -> None:
         self._done = count
-        with told("the pull over NCCL"):
+        with as_pull_error("the pull over NCCL"):
             self._post()
 
     @property
@@ -90,7 +90,7 @@ class Receiver:
         return False
 
     def _look(self) -> None:
-        with told("the pull over NCCL"):
+        with as_pull_error("the pull over NCCL"):
             self._wire.check()
             while self._marks and self._marks[0].done():
                 self._wire.check()  # what an abort has ended looks done
@@ -116,17 +116,17 @@ class Receiver:
             self._posted += 1
 
 
-class Wired:
-    """`opened.Opened` for a feed that comes over a connection. bases: of the ring's buffers, in this process. on_end: called in a
+class NcclFeed:
+    """`opened.OpenFeed` for a feed that comes over a connection. bases: of the ring's buffers, in this process. on_end: called in a
     thread of its own once the trainer's process has ended, where that is one of this machine's."""
 
     def __init__(
         self, port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int
     ) -> None:  # fmt: skip
         """deadline: of the meeting with the trainer, which the first pull waits for. Raises PullError."""
-        sizes = turns_of(feed, itemsize)
+        sizes = slot_bytes(feed, itemsize)
         self._over = threading.Event()
-        with ExitStack() as stack, told("no connection over NCCL"):
+        with ExitStack() as stack, as_pull_error("no connection over NCCL"):
             self._wire, self._on_end, self._ring = port.wire(), on_end, list[Tensor]()
             stack.callback(self._ring.clear)
             stack.callback(self._wire.close)
@@ -163,7 +163,7 @@ def _ring(wire: Wire, sizes: Sequence[int]) -> list[Tensor]:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def as_pull_error(what: str) -> Iterator[None]:
     """NcclError as PullError. what: was done."""
     try:
         yield

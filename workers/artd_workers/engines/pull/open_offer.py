@@ -1,6 +1,6 @@
 """One offer, open: its feeds, what their pulls go into, and the checksums that decide.
 
-Purpose: `Link` is what `Session` has of a trainer. Owner of: the opened feeds, until `close`. Invariants: an offer that does not
+Purpose: `OpenOffer` is what `Session` has of a trainer. Owner of: the opened feeds, until `close`. Invariants: an offer that does not
 fill the engine's tensors, each element once, from memory that it offers, is never opened; `on_end` may come at any time, also
 for a link that is closed.
 """
@@ -27,11 +27,16 @@ class WrongWeights(Exception):
     """The engine's checksums are not the manifest's: the engine must not serve."""
 
 
-class Link:
+class OpenOffer:
     """tensors: the engine's. on_end: told this link, once a process that it maps has ended."""
 
     def __init__(
-        self, port: Port, offer: Offer, tensors: Sequence[Tensor], on_end: Callable[[Link], None], deadline: Deadline
+        self,
+        port: Port,
+        offer: Offer,
+        tensors: Sequence[Tensor],
+        on_end: Callable[[OpenOffer], None],
+        deadline: Deadline,
     ) -> None:
         """Raises DeviceError, PullError, OSError."""
         self.offer, self._port = offer, port
@@ -58,9 +63,9 @@ class Link:
 
     def expect(self, sums: dict[str, int]) -> None:
         """The checksums that the next push must bring. Raises KeyError for a part without one."""
-        self._wanted.copy_(checksum.expected(self.offer.parts, sums))
+        self._wanted.copy_(checksum.expected_sums(self.offer.parts, sums))
 
-    def cleared(self) -> Tensor:
+    def zero_sums(self) -> Tensor:
         """Where the next pull's sums go [parts], all 0."""
         self._sums.zero_()
         if self._sums.is_cuda:

@@ -22,7 +22,7 @@ from artd_workers.transfer.checksum import WORD, Span
 from artd_workers.transfer.contracts import Mark, Port, PullError
 
 if TYPE_CHECKING:
-    from .ipc_feed import Opened
+    from .ipc_feed import OpenFeed
 
 Copy = tuple[int, int, int]
 """(to, from, bytes)."""
@@ -33,11 +33,11 @@ Grid = tuple[int, int, int, int, int]
 class Puller:
     """addresses: of the tensors that are filled, by index in the engine's table."""
 
-    def __init__(self, port: Port, opened: Opened, feed: Feed, itemsize: int, addresses: Sequence[int]) -> None:
+    def __init__(self, port: Port, opened: OpenFeed, feed: Feed, itemsize: int, addresses: Sequence[int]) -> None:
         self.pid, self.gone = feed.pid, opened.gone
         self._intake, bases = opened.intake, opened.bases
-        self._turns = [unit.turn for unit in feed.units]
-        self._copies = [_joined(unit.runs, addresses, bases, itemsize) for unit in feed.units]
+        self._slots = [unit.slot for unit in feed.units]
+        self._copies = [_join_copies(unit.runs, addresses, bases, itemsize) for unit in feed.units]
         self._grids = [_grids(unit.runs, addresses, bases, itemsize) for unit in feed.units]
         self._ends, self.spans = [0], list[Span]()
         for unit in feed.units:
@@ -56,9 +56,9 @@ class Puller:
         behind: deque[Mark] = deque()
         intake = self._intake
         yield from self._wait(lambda: True, fence, behind)  # also what lies ready is offered for this fence only
-        for number, (turn, copies, grids) in enumerate(zip(self._turns, self._copies, self._grids, strict=True)):
-            if turn >= 0:
-                yield from self._wait(lambda turn=turn: intake.ready > turn, fence, behind)  # type: ignore[misc]
+        for number, (slot, copies, grids) in enumerate(zip(self._slots, self._copies, self._grids, strict=True)):
+            if slot >= 0:
+                yield from self._wait(lambda slot=slot: intake.ready > slot, fence, behind)  # type: ignore[misc]
             for to, source, size in copies:
                 self.mover.copy(to, source, size)
             for grid in grids:
@@ -67,7 +67,7 @@ class Puller:
             if sums is not None:
                 self.summer.after(mark)
                 self.summer.sum(self._table, sums, (self._ends[number], self._ends[number + 1]))
-            if turn >= 0:
+            if slot >= 0:
                 behind.append(mark)
                 self._free(behind)
         yield from self._wait(lambda: not behind, fence, behind)
@@ -158,7 +158,7 @@ def span_of(run: Run, addresses: Sequence[int], itemsize: int) -> Span:
     return Span(address, first // WORD, words // WORD, run.part, 0, run.width * itemsize // WORD, pitch, pitch)
 
 
-def _joined(runs: Sequence[Run], addresses: Sequence[int], bases: Sequence[int], itemsize: int) -> list[Copy]:
+def _join_copies(runs: Sequence[Run], addresses: Sequence[int], bases: Sequence[int], itemsize: int) -> list[Copy]:
     """Copies of the runs that lie together. Those of one tensor out of one segment are joined; neighbours in two allocations
     must not be."""
     out: list[Copy] = []

@@ -1,6 +1,6 @@
 """The engine's side of the direct push: pulls in place or staged out of the offer that is open, and the gate around them.
 
-Purpose: `Session` is what an engine's worker extension calls. Owner of: the open `Link`, the spare tensors, the pull
+Purpose: `Session` is what an engine's worker extension calls. Owner of: the open `OpenOffer`, the spare tensors, the pull
 into them that is under way. Invariants: an update is finished at the gate only when every checksum is the manifest's, else
 it stays open and the weights count as unknown; the engine's tensors keep their addresses, so that its graphs stay valid;
 a new offer, `close`, or the end of any of the trainer's processes closes every mapping (they would pin a dead one's memory), and
@@ -22,7 +22,7 @@ from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate
 from artd_workers.transfer.contracts import Port, PullError
 
-from .open_offer import Link, WrongWeights, check
+from .open_offer import OpenOffer, WrongWeights, check
 from .staging import Spare, Staging
 
 __all__ = ["MARGIN_BYTES", "OPEN_S", "Session", "WrongWeights"]
@@ -39,7 +39,7 @@ class Session:
     def __init__(self, gate: Gate, port: Port, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._gate, self._port = gate, port
         self._names, self._tensors = tuple(names), tuple(tensors)
-        self._link: Link | None = None
+        self._link: OpenOffer | None = None
         self._spare_tensors: list[Tensor] = []
         self._spare: Spare | None = None
         self._staging: Staging | None = None
@@ -53,7 +53,7 @@ class Session:
         with self._lock:
             self.close()
             check(offer, self._names, self._tensors)
-            self._link = Link(self._port, offer, self._tensors, self._on_end, Deadline(timeout_s))
+            self._link = OpenOffer(self._port, offer, self._tensors, self._on_end, Deadline(timeout_s))
             return {"seconds": time.perf_counter() - began, "segments": self._link.segments}
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Session:
             if link is not None:
                 link.close()
 
-    def _on_end(self, link: Link) -> None:
+    def _on_end(self, link: OpenOffer) -> None:
         """A process of the trainer has ended (in the watch's thread); a pull that is under way ends by itself."""
         with self._lock:
             if self._link is link:
@@ -75,7 +75,7 @@ class Session:
     def expect(self, sums: dict[str, int]) -> None:
         """The checksums that the next push must bring. Raises KeyError for a part without one."""
         with self._lock:
-            self._opened().expect(sums)
+            self._open_offer().expect(sums)
 
     def room(self) -> bool:
         """Whether the spare memory is there, or fits into the device."""
@@ -85,17 +85,17 @@ class Session:
         """Copy the trainer's weights into the engine's tensors and check them; the engine is paused meanwhile. Returns
         seconds. Raises FenceError, PullError, WrongWeights."""
         with self._lock:
-            link = self._opened()
+            link = self._open_offer()
             self._end_staging()
             self._gate.begin(fence, "direct")
-            seconds = link.pull.run(fence.fence, Deadline(timeout_s), link.cleared())
+            seconds = link.pull.run(fence.fence, Deadline(timeout_s), link.zero_sums())
             return seconds | self._finish(link)
 
     def stage(self, fence: Fence, timeout_s: float) -> dict[str, float]:
         """Begin to copy into spare memory beside the running engine; returns at once what that takes on the first call.
         Raises FenceError, PullError."""
         with self._lock:
-            link = self._opened()
+            link = self._open_offer()
             self._end_staging()
             self._gate.admit(fence)
             self._spare_tensors = self._spare_tensors or [torch.empty_like(tensor) for tensor in self._tensors]
@@ -118,18 +118,18 @@ class Session:
             spare = self._spare
             if spare is None or self._staging is None or self._staging.fence != fence or not self._staging.result():
                 raise PullError(f"nothing is staged for push {fence.push} fence {fence.fence}")
-            link = self._opened()
+            link = self._open_offer()
             self._gate.begin(fence, "direct")
             began = time.perf_counter()
-            spare.copy(link.cleared())
+            spare.copy(link.zero_sums())
             self._staging = None
             return {"summed": time.perf_counter() - began} | self._finish(link)
 
     def check(self) -> dict[str, float]:
         """Sum the engine's tensors as they are now. Returns seconds. Raises PullError, WrongWeights."""
         with self._lock:
-            began, link = time.perf_counter(), self._opened()
-            link.pull.sum(link.cleared())
+            began, link = time.perf_counter(), self._open_offer()
+            link.pull.sum(link.zero_sums())
             return {"summed": time.perf_counter() - began} | link.compare()
 
     def drop_spare(self) -> None:
@@ -146,12 +146,12 @@ class Session:
             self._staging.join()
             self._staging = None
 
-    def _opened(self) -> Link:
+    def _open_offer(self) -> OpenOffer:
         if self._link is None:
             raise PullError("no trainer's offer is open")
         return self._link
 
-    def _finish(self, link: Link) -> dict[str, float]:
+    def _finish(self, link: OpenOffer) -> dict[str, float]:
         seconds = link.compare()
         self._gate.finish("direct")
         return seconds

@@ -15,7 +15,7 @@ from artd_workers.engines.adapter import Fence
 from artd_workers.transfer.checksum import WORD, Span
 from artd_workers.transfer.contracts import Port
 
-from .open_offer import Link
+from .open_offer import OpenOffer
 
 POLITE_S = 0.0005
 """Seconds between two looks at the page while the engine generates."""
@@ -24,10 +24,10 @@ POLITE_S = 0.0005
 class Spare:
     """A link's way into spare tensors, laid out as the engine's are, and on into those."""
 
-    def __init__(self, port: Port, link: Link, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, port: Port, link: OpenOffer, tensors: Sequence[Tensor]) -> None:
         self.pull = link.into(tensors, POLITE_S)
         both = zip(link.pull.spans, self.pull.spans, strict=True)
-        spans = whole([replace(place, other=spare.address) for place, spare in both])
+        spans = join_rows([replace(place, other=spare.address) for place, spare in both])
         self._count, self._table, self._queue = len(spans), port.sums(spans), port.queue()
 
     def copy(self, sums: Tensor) -> None:
@@ -36,7 +36,7 @@ class Spare:
         self._queue.settle()
 
 
-def whole(spans: Sequence[Span]) -> list[Span]:
+def join_rows(spans: Sequence[Span]) -> list[Span]:
     """The same words, none of them in two spans: rows of a part that lie between each other are one span."""
     groups: dict[tuple[int, int, int], list[Span]] = {}
     for span in spans:

@@ -43,16 +43,18 @@ def turns(rows: Sequence[PackedRow], parallel: Parallel, device: torch.device) -
     """This rank's turns at a batch's rows, in order, with their rows on `device`. rows: on the CPU."""
     firsts = [0, *accumulate(len(row.at) for row in rows)]
     found, cuda = [], device.type == "cuda"
-    for start in range(0, len(rows), parallel.shares):
-        here = start + (parallel_state.get_data_parallel_rank() // parallel.cp if parallel.shares > 1 else 0)
+    for start in range(0, len(rows), parallel.replicas):
+        here = start + (parallel_state.get_data_parallel_rank() // parallel.cp if parallel.replicas > 1 else 0)
         index, counts = min(here, len(rows) - 1), here < len(rows)
         row = rows[index] if counts else replace(rows[index], weights=torch.zeros_like(rows[index].weights))
         if parallel.ep > 1 and not cuda:
             # Megatron's exchange of tokens that a CPU can do wants as many from each.
-            row = filled(row, max(len(one.tokens) for one in rows[start : start + parallel.shares]))
+            row = filled(row, max(len(one.tokens) for one in rows[start : start + parallel.replicas]))
         before = 0
         if parallel.cp > 1:
-            row, before = trained_in(row, context.index(), context.each(parallel, len(row.tokens), cuda))
+            row, before = trained_in(
+                row, context.part_index(), context.tokens_per_rank(parallel, len(row.tokens), cuda)
+            )
         found.append(Turn(index, row.to(device), firsts[index] + before, counts))
     return found
 
@@ -69,7 +71,7 @@ def filled(row: PackedRow, size: int) -> PackedRow:
     if extra <= 0:
         return row
     tokens, positions = (F.pad(x, (0, extra)) for x in (row.tokens, row.positions))
-    routes = None if row.routes is None else context.filled(row.routes, size)
+    routes = None if row.routes is None else context.pad_routes(row.routes, size)
     return replace(row, tokens=tokens, positions=positions, until=tree_mask.fill(row.until, extra), routes=routes)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from artd_schema.spec import RunSpec
 from artd_workers.trainer.model.model import Policy
-from artd_workers.transfer.merge import rounded
+from artd_workers.transfer.merge import explain_rounding
 
 from . import canary
 from .canary import Row
@@ -44,7 +44,7 @@ def metrics(policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> dict[s
     """
     if spec.parameters != "lora" or spec.rollout_weights_mode != "merged" or spec.engine.dtype == "float32":
         return {}
-    if rounded(base, {policy.model.config.params_dtype}):
+    if explain_rounding(base, {policy.model.config.params_dtype}):
         return {}
     return measure(policy, getattr(torch, spec.engine.dtype), canary.row(policy.plan))
 

@@ -126,11 +126,11 @@ class TreeAttention(SelfAttention):
         size, part = len(mixed), None
         padded = size + tree_mask.padding(size)
         if size < len(until):  # other ranks have the rest of the row, in parts that need no padding
-            padded, part = size, (context.index() * size, size)
+            padded, part = size, (context.part_index() * size, size)
         q, k, v = qkv_split.split(
             mixed.view(size, groups, -1, dim), norms, turns, padded, self.config.layernorm_epsilon
         )
-        inward = (x.transpose(0, 1)[None] for x in (q, context.gathered(k), context.gathered(v)))
+        inward = (x.transpose(0, 1)[None] for x in (q, context.all_gather(k), context.all_gather(v)))
         scale, blocks = self.core_attention.scale, BLOCKS if mixed.dtype == torch.bfloat16 else None
         out = _compiled()(*inward, block_mask=self.rows.of(until, *(part or ())), scale=scale, kernel_options=blocks)
         # In memory a token's heads lie side by side, as the queries': this copies nothing, and `out[0]` would backwards.

@@ -84,7 +84,7 @@ class MaskedAttention(MegatronModule):
         self.scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, /, **_: Any) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, context.gathered(key), context.gathered(value)))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, context.all_gather(key), context.all_gather(value)))
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=~attention_mask, scale=self.scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)

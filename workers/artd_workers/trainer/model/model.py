@@ -123,7 +123,7 @@ class Policy:
         self._replay: Replay | None = None
         if plan.routes is not None:
             # Of the routes of all layers, those of the stage's own.
-            self._own = parallel.routed(plan)
+            self._own = parallel.expert_layers(plan)
             self._replay = Replay(model, msgspec.structs.replace(plan.routes, layers=self._own.stop - self._own.start))
         if lora is not None:
             lora.attach(model)
@@ -204,12 +204,12 @@ class Policy:
         """A row, or this rank's part of it, as the layers take it: token ids and positions [s'], mask as `layers` or
         `cuda_layers` has it, whose keys are the whole row's."""
         part = self._each(len(tokens))
-        own = slice(part * context.index(), part * (context.index() + 1))
+        own = slice(part * context.part_index(), part * (context.part_index() + 1))
         multiple = part * self.parallel.cp
         if seen.ndim == 1 and self.device.type == "cpu":
             seen = tree_mask.hidden(seen)
         if seen.ndim == 2:
-            ids, at, mask = context.padded(tokens, positions, seen, multiple)
+            ids, at, mask = context.pad_row(tokens, positions, seen, multiple)
             return ids[own].to(self.device), at[own].to(self.device), mask[own].to(self.device)[None, None]
         extra = multiple - len(tokens)
         ids, at = (F.pad(ahead(x, self.device), (0, extra))[own] for x in (tokens, positions))
@@ -219,20 +219,20 @@ class Policy:
         return ids, at, until
 
     def _each(self, size: int) -> int:
-        return context.each(self.parallel, size, self.device.type == "cuda")
+        return context.tokens_per_rank(self.parallel, size, self.device.type == "cuda")
 
     def own_tokens(self, size: int) -> range:
         """Which tokens of a row of `size` are this rank's, padding with it."""
         part = self._each(size)
-        return range(part * context.index(), part * (context.index() + 1))
+        return range(part * context.part_index(), part * (context.part_index() + 1))
 
     def _own_routes(self, routes: Tensor) -> Tensor:
         """Of a row's routes, those of this rank's layers and tokens."""
         near, part = self.parallel.tp, self._each(routes.shape[1])
         if self.parallel.world == 1:
             return routes
-        place = context.index() * near + parallel_state.get_tensor_model_parallel_rank()
-        return context.chunk(routes[self._own], place, part // near)
+        place = context.part_index() * near + parallel_state.get_tensor_model_parallel_rank()
+        return context.routes_of_rank(routes[self._own], place, part // near)
 
     def score(
         self,
@@ -272,7 +272,7 @@ class Policy:
         found = torch.zeros(len(mine), width, dtype=dtype, device=self.device)
         if self.stage.last:
             found[mine.to(self.device)] = out.detach()
-        return self.stage.told(context.added(found))
+        return self.stage.broadcast_from_last(context.all_reduce(found))
 
     def score_sequence(self, tokens: Tensor, temperature: float = 1.0, routes: Tensor | None = None) -> Tensor:
         """Logprobs [s - 1] of tokens 1.. of a plain sequence [s], without gradient. routes: as in `hidden_logits`."""

@@ -25,7 +25,7 @@ compilation."""
 _group: dist.ProcessGroup | None = None
 
 
-def opened(parallel: Parallel) -> None:
+def make_groups(parallel: Parallel) -> None:
     """Make the groups of a layout, on all ranks."""
     global _group
     _group = None
@@ -40,24 +40,24 @@ def opened(parallel: Parallel) -> None:
                 _group = group
 
 
-def index() -> int:
+def part_index() -> int:
     """Which part is this rank's."""
     return 0 if _group is None else dist.get_rank(_group)
 
 
-def gathered(x: Tensor) -> Tensor:
+def all_gather(x: Tensor) -> Tensor:
     """The parts [s / cp, ...] of all ranks [s, ...]; gradients of a part are added up over the ranks."""
     return x if _group is None else gather_from_sequence_parallel_region(x, group=_group)
 
 
-def added(x: Tensor) -> Tensor:
+def all_reduce(x: Tensor) -> Tensor:
     """Sum over the ranks, in place, without gradient."""
     if _group is not None:
         dist.all_reduce(x, group=_group)
     return x
 
 
-def each(parallel: Parallel, size: int, blocks: bool) -> int:
+def tokens_per_rank(parallel: Parallel, size: int, blocks: bool) -> int:
     """Tokens that each of the ranks which share a row's tokens has of a row of `size`, padding with it. blocks: parts must be
     made of FlexAttention's blocks."""
     part = -(-size // parallel.cp)
@@ -66,7 +66,7 @@ def each(parallel: Parallel, size: int, blocks: bool) -> int:
     return part + -part % parallel.tp
 
 
-def padded(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def pad_row(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """A row [s] whose length is a multiple, for sequence parallelism: padding sees itself only, and nothing sees it."""
     size, extra = len(tokens), -len(tokens) % multiple
     if extra == 0:
@@ -76,15 +76,15 @@ def padded(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: int
     return F.pad(tokens, (0, extra)), F.pad(positions, (0, extra)), mask
 
 
-def chunk(routes: Tensor, rank: int, size: int) -> Tensor:
+def routes_of_rank(routes: Tensor, rank: int, size: int) -> Tensor:
     """Routes [layers, size, topk] of one of the ranks that share a row: its contiguous part of [layers, T, topk].
 
     What lies beyond T is padding.
     """
-    return filled(routes[:, rank * size : (rank + 1) * size], size)
+    return pad_routes(routes[:, rank * size : (rank + 1) * size], size)
 
 
-def filled(routes: Tensor, size: int) -> Tensor:
+def pad_routes(routes: Tensor, size: int) -> Tensor:
     """Routes [layers, T, topk] with padding behind them up to `size` tokens, which has the ids 0 .. topk-1."""
     layers, tokens, topk = routes.shape
     padding = torch.arange(topk, dtype=routes.dtype, device=routes.device).expand(layers, size - tokens, topk)

@@ -25,7 +25,7 @@ from artd_schema.spec import RunSpec
 from artd_workers.trainer import placement
 
 from .layout import Parallel
-from .ranks import Ranks, joined
+from .ranks import Ranks, join_ranks
 
 PEER = "artd_workers.trainer.peer"
 _END_S = 5.0
@@ -43,7 +43,7 @@ def layout(spec: RunSpec) -> Parallel:
 
 
 @contextmanager
-def started(parallel: Parallel, cuda: bool) -> Iterator[Ranks]:
+def start_ranks(parallel: Parallel, cuda: bool) -> Iterator[Ranks]:
     """The ranks of a layout, with this process as the first; the others end with the block."""
     if parallel.world == 1:
         yield Ranks()
@@ -53,7 +53,7 @@ def started(parallel: Parallel, cuda: bool) -> Iterator[Ranks]:
     process = subprocess.Popen(torchrun(parallel, folder, cuda), stdin=subprocess.PIPE, env=environment)
     ending = threading.Event()
     _watch(process.pid, "torchrun", ending)
-    ranks = joined(parallel, 0, folder, cuda)
+    ranks = join_ranks(parallel, 0, folder, cuda)
     others = [_watch(pid, f"rank {number}", ending) for number, pid in enumerate(ranks.pids(), 1)]
     try:
         yield ranks

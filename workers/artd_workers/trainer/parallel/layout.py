@@ -56,24 +56,24 @@ class Parallel:
         return self.tp if self.ep == 1 else 1
 
     @property
-    def near(self) -> int:
+    def ranks_per_row(self) -> int:
         """Processes that share one row: they have neighbouring numbers."""
         return self.tp * self.cp
 
     @property
-    def stage(self) -> int:
+    def ranks_per_stage(self) -> int:
         """Processes of one stage: they have neighbouring numbers."""
-        return max(self.near, self.ep)
+        return max(self.ranks_per_row, self.ep)
 
     @property
     def world(self) -> int:
         """Processes in all."""
-        return self.stage * self.pp
+        return self.ranks_per_stage * self.pp
 
     @property
-    def shares(self) -> int:
+    def replicas(self) -> int:
         """How many rows are trained at a time, in each stage."""
-        return self.stage // self.near
+        return self.ranks_per_stage // self.ranks_per_row
 
     def settings(self) -> dict[str, Any]:
         """Arguments of TransformerConfig. Raises ValueError when Megatron's process groups have other sizes."""
@@ -130,7 +130,7 @@ class Parallel:
         first = each * parallel_state.get_pipeline_model_parallel_rank() if self.pp > 1 else 0
         return range(first, first + each)
 
-    def routed(self, plan: Plan) -> slice:
+    def expert_layers(self, plan: Plan) -> slice:
         """Which of the model's layers with experts, counted by themselves, are in this rank's stage."""
         sparse, own = sparse_of(plan), self.layers(plan)
         return slice(sum(sparse[: own.start]), sum(sparse[: own.stop]))

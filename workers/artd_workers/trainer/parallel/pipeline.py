@@ -27,7 +27,7 @@ class Stage:
         if self.count > 1:
             self.number = parallel_state.get_pipeline_model_parallel_rank()
             here = dist.get_rank()
-            self._before, self._after = here - parallel.stage, here + parallel.stage
+            self._before, self._after = here - parallel.ranks_per_stage, here + parallel.ranks_per_stage
             self._forth = parallel_state.get_pipeline_model_parallel_group()
         self._kind = {"dtype": dtype, "device": device}
         self._shape = shape
@@ -80,7 +80,7 @@ class Stage:
         if given is not None and given.grad is not None:
             self._send(given.grad, self._before, None)
 
-    def told(self, found: Tensor) -> Tensor:
+    def broadcast_from_last(self, found: Tensor) -> Tensor:
         """What the last stage found, on all: `found` is that, or room for it."""
         if self.count > 1:
             dist.broadcast(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=self._forth)
@@ -103,7 +103,7 @@ class Stage:
             self._sent.append((work, what))
 
 
-def opened(parallel: Parallel) -> None:
+def open_connections(parallel: Parallel) -> None:
     """Use each connection once, from the first stage to the last and back: the first use of one waits for both its ends."""
     if parallel.pp == 1:
         return
@@ -111,9 +111,9 @@ def opened(parallel: Parallel) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() != "gloo" else torch.device("cpu")
     word, forth = torch.zeros(1, device=device), parallel_state.get_pipeline_model_parallel_group()
     if number > 0:
-        dist.recv(word, here - parallel.stage, group=forth)
+        dist.recv(word, here - parallel.ranks_per_stage, group=forth)
     if number < parallel.pp - 1:
-        dist.send(word, here + parallel.stage, group=forth)
-        dist.recv(word, here + parallel.stage)
+        dist.send(word, here + parallel.ranks_per_stage, group=forth)
+        dist.recv(word, here + parallel.ranks_per_stage)
     if number > 0:
-        dist.send(word, here - parallel.stage)
+        dist.send(word, here - parallel.ranks_per_stage)

@@ -50,13 +50,13 @@ class Ranks:
         """Whether this is the process that speaks to the daemon and writes files."""
         return self.rank == 0
 
-    def tell(self, data: bytes) -> None:
+    def send_order(self, data: bytes) -> None:
         """Send rank 0's bytes to all others, who `hear` them."""
         if not self.alone:
             dist.broadcast(torch.tensor(len(data)), 0, group=self._orders)
             dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._orders)
 
-    def hear(self) -> bytes:
+    def receive_order(self) -> bytes:
         """What rank 0 tells next."""
         size = torch.zeros((), dtype=torch.int64)
         dist.broadcast(size, 0, group=self._orders)
@@ -70,11 +70,11 @@ class Ranks:
         dist.all_gather(found, torch.tensor(os.getpid()), group=self._orders)
         return [int(pid) for pid in found[1:]]
 
-    def looks(self, asked: Callable[[], bool]) -> Looks:
+    def poll(self, asked: Callable[[], bool]) -> RankZeroPoll:
         """What rank 0's `asked` says, on every rank, together; for one step."""
-        return Looks(self, asked)
+        return RankZeroPoll(self, asked)
 
-    def least(self, value: float) -> float:
+    def all_reduce_min(self, value: float) -> float:
         """The smallest of all ranks' values, together."""
         if self.alone:
             return value
@@ -82,7 +82,7 @@ class Ranks:
         dist.all_reduce(word, dist.ReduceOp.MIN, group=self._orders)
         return float(word)
 
-    def told(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         """What it is on rank 0, together."""
         if self.alone:
             return value
@@ -90,13 +90,13 @@ class Ranks:
         dist.broadcast(word, 0, group=self._orders)
         return int(word)
 
-    def added(self, numbers: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
         """int64 on the CPU, of one shape on all ranks -> their sum modulo 2^64, together."""
         if not self.alone:
             dist.all_reduce(numbers, group=self._orders)
         return numbers
 
-    def shared(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         """What each rank says, by rank, together."""
         if self.alone:
             return [data]
@@ -108,23 +108,23 @@ class Ranks:
         dist.all_gather(found, own, group=self._orders)
         return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
-    def first_said(self, text: str) -> str:
+    def first_nonempty(self, text: str) -> str:
         """What the first rank says that says anything, "" when none does, together."""
-        return next((one.decode() for one in self.shared(text.encode()) if one), "")
+        return next((one.decode() for one in self.all_gather(text.encode()) if one), "")
 
     def channel(self, other: int, take: Callable[[bytes | None], None]) -> Channel:
         """One end of what rank 0 and another say beside their jobs; both make theirs, once. take: as of `Channel`."""
         return Channel(self._beside, other, take)
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def share_errors(self) -> Iterator[None]:
         """A part of a job that each rank does by itself, and that may fail on one alone: then all raise. Together."""
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        failed = self.first_said("" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}")
+        failed = self.first_nonempty("" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}")
         if error is not None:
             raise error
         if failed:
@@ -142,7 +142,7 @@ class Ranks:
             raise
 
 
-class Looks:
+class RankZeroPoll:
     """What rank 0's `asked` says, looked at again and again in a step, by all ranks as often and in the same order.
 
     A call gives what rank 0 said at the call before it (False at first), so that no rank waits for the slowest at every row: it
@@ -159,16 +159,16 @@ class Looks:
             return self._asked()
         before, word = self._under_way, torch.tensor(int(self._ranks.first and self._asked()))
         self._under_way = dist.broadcast(word, 0, group=self._ranks._orders, async_op=True), word
-        return self._heard(before)
+        return self._has_said(before)
 
     def now(self) -> bool:
         if self._ranks.alone:
             return self._asked()
         before, self._under_way = self._under_way, None
-        self._heard(before)
-        return bool(self._ranks.told(int(self._ranks.first and self._asked()))) or self._said
+        self._has_said(before)
+        return bool(self._ranks.broadcast(int(self._ranks.first and self._asked()))) or self._said
 
-    def _heard(self, before: tuple[dist.Work | None, torch.Tensor] | None) -> bool:
+    def _has_said(self, before: tuple[dist.Work | None, torch.Tensor] | None) -> bool:
         if before is not None:
             work, word = before
             if work is not None:
@@ -177,13 +177,13 @@ class Looks:
         return self._said
 
 
-def joined(parallel: Parallel, rank: int, folder: Path, cuda: bool) -> Ranks:
+def join_ranks(parallel: Parallel, rank: int, folder: Path, cuda: bool) -> Ranks:
     """Meet the other ranks in a folder and make Megatron's groups. Blocks until all are there."""
-    met(parallel.world, rank, folder, cuda)
-    return grouped(parallel, rank)
+    meet(parallel.world, rank, folder, cuda)
+    return make_groups(parallel, rank)
 
 
-def met(world: int, rank: int, folder: Path, cuda: bool) -> None:
+def meet(world: int, rank: int, folder: Path, cuda: bool) -> None:
     """Meet the other ranks in a folder; GPU number `rank` is this process's. Blocks until all are there."""
     if cuda:
         torch.cuda.set_device(rank)
@@ -196,13 +196,13 @@ def met(world: int, rank: int, folder: Path, cuda: bool) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world)
 
 
-def grouped(parallel: Parallel, rank: int) -> Ranks:
+def make_groups(parallel: Parallel, rank: int) -> Ranks:
     """Make Megatron's groups among ranks that have met."""
     parallel_state.initialize_model_parallel(
         parallel.tp, parallel.pp, expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp
     )
-    pipeline.opened(parallel)
-    context.opened(parallel)
+    pipeline.open_connections(parallel)
+    context.make_groups(parallel)
     orders, beside = (dist.new_group(backend="gloo", timeout=FOREVER) for _ in range(2))
     return Ranks(parallel, rank, _orders=orders, _beside=beside)
 

@@ -38,7 +38,7 @@ class Pair:
 
     rendezvous: str
     way: Way
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    in_use: threading.Lock = field(default_factory=threading.Lock)
     dead: bool = False
 
     @property
@@ -49,7 +49,7 @@ class Pair:
     @contextmanager
     def use(self) -> Iterator[None]:
         """The way, for one push at a time. Raises Broken when the pair is dead, or ends while this one waits."""
-        while not self.turn.acquire(timeout=_LOOK_S):
+        while not self.in_use.acquire(timeout=_LOOK_S):
             if self.dead:
                 raise Broken(self.afresh)
         try:
@@ -57,7 +57,7 @@ class Pair:
                 raise Broken(self.afresh)
             yield
         finally:
-            self.turn.release()
+            self.in_use.release()
 
     def abort(self) -> None:
         """End what waits, for good; harmless when nothing does."""
@@ -70,7 +70,7 @@ class Pair:
         threading.Thread(target=self._close, name="push-close", daemon=True).start()
 
     def _close(self) -> None:
-        with self.turn:
+        with self.in_use:
             self.way.close()
 
 
@@ -163,6 +163,6 @@ def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline)
         raise
     except Exception as error:
         raise Broken(f"{type(error).__name__}: {error}") from error
-    with snapshot.held(deadline, pair.abort):
+    with snapshot.hold(deadline, pair.abort):
         pair.way.send(message, snapshot, deadline)
     log.info("push %d: %d tensors sent in %.2f s", message.push, len(snapshot.entries), time.monotonic() - started)

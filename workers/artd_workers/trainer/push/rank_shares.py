@@ -17,7 +17,7 @@ from artd_workers.trainer.parameters.lora_sharded import places
 from artd_workers.trainer.push.direct.layout import WHOLE, Share
 
 
-def given(plan: Plan, parallel: Parallel) -> tuple[Codec, dict[str, Share]]:
+def own_shards(plan: Plan, parallel: Parallel) -> tuple[Codec, dict[str, Share]]:
     """The rows of this rank's weight table (`Parallel.codec`) that it gives, and its part of each, by its own names."""
     if parallel.world == 1:
         return plan.codec, {}

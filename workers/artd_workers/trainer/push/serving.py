@@ -26,20 +26,20 @@ from artd_workers.trainer.model.lora import Lora
 from artd_workers.trainer.model.model import Policy
 from artd_workers.trainer.parallel.ranks import Ranks
 from artd_workers.trainer.parameters.trained import Trained
-from artd_workers.trainer.push.direct.checksums import Served
-from artd_workers.trainer.push.direct.holdings import Holdings
+from artd_workers.trainer.push.direct.checksums import ServedWeights
 from artd_workers.trainer.push.direct.layout import Share, Spread
 from artd_workers.trainer.push.direct.member import Member
-from artd_workers.trainer.push.direct.plan import PlanError, whole
+from artd_workers.trainer.push.direct.plan import PlanError, whole_tensors
 from artd_workers.trainer.push.direct.team import Team
-from artd_workers.trainer.push.direct.weight_lock import Frozen
+from artd_workers.trainer.push.direct.weight_lock import WeightLock
+from artd_workers.trainer.push.direct.weight_source import WeightSource
 from artd_workers.transfer.checksum import WORD
 from artd_workers.transfer.contracts import DeviceError, Port
 from artd_workers.transfer.coverage import CoverError
 from artd_workers.transfer.device import Cuda
-from artd_workers.transfer.merge import open_base, rounded
+from artd_workers.transfer.merge import explain_rounding, open_base
 
-from .rank_shares import given
+from .rank_shares import own_shards
 from .snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class Serving(Protocol):
     """How a trainer lists what the engine is served, and keeps it."""
 
-    def before(self) -> None:
+    def await_readers(self) -> None:
         """The next job is about to change the trained parameters: returns when nobody needs them as they are. Raises
         TimeoutError."""
 
@@ -62,7 +62,7 @@ class OnHost:
     def __init__(self, trained: Trained, ranks: Ranks) -> None:
         self._trained, self._ranks = trained, ranks
 
-    def before(self) -> None:
+    def await_readers(self) -> None:
         """Snapshots are copies."""
 
     def stage(self) -> Snapshot:
@@ -94,8 +94,8 @@ def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
         log.warning("no direct push from this trainer by CUDA IPC: %s", error)
         ways = tuple(way for way in ways if way != "direct")
     base = open_base(spec.model)
-    lost = rounded(base, {getattr(torch, spec.trainer.dtype)}) if spec.parameters == "lora" else ""
-    if lost := lost or uneven(base.sizes(), getattr(torch, spec.engine.dtype)):
+    lost = explain_rounding(base, {getattr(torch, spec.trainer.dtype)}) if spec.parameters == "lora" else ""
+    if lost := lost or explain_uneven(base.sizes(), getattr(torch, spec.engine.dtype)):
         log.warning("no direct push from this trainer: %s", lost)
         return ("stock",)
     return ways
@@ -106,46 +106,46 @@ def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | Non
     if port is None:
         return OnHost(trained, ranks)
     weights = slots(policy.model)
-    codec, shares = given(policy.plan, ranks.parallel)
+    codec, shares = own_shards(policy.plan, ranks.parallel)
     held = {weights[row.megatron].dtype for row in codec.rows}
-    lost = rounded(trained.base, held) if trained.kind == "lora" else ""
-    if lost := ranks.first_said(lost):
+    lost = explain_rounding(trained.base, held) if trained.kind == "lora" else ""
+    if lost := ranks.first_nonempty(lost):
         return _on_host(trained, ranks, lost)
-    frozen = Frozen({}, device=policy.device)
+    weight_lock = WeightLock({}, device=policy.device)
     if isinstance(lora := trained.parameters, Lora):
         live = {name: parameter.detach() for name, parameter in lora.named()}
-        frozen = Frozen(live, partial(Lora.outward, lora), lora.scale, policy.device)
+        weight_lock = WeightLock(live, partial(Lora.outward, lora), lora.scale, policy.device)
     spread = None if ranks.alone else _spread(codec, weights, shares, ranks)
-    holdings = Holdings(port, codec, weights, frozen, getattr(torch, spec.engine.dtype), spread=spread)
+    weight_source = WeightSource(port, codec, weights, weight_lock, getattr(torch, spec.engine.dtype), spread=spread)
     try:
-        served = Served(holdings, tuple(trained.base), ranks)
+        served = ServedWeights(weight_source, tuple(trained.base), ranks)
     except (PlanError, CoverError) as error:
         return _on_host(trained, ranks, str(error))
-    served.team = team_of(holdings, ranks)
+    served.team = team_of(weight_source, ranks)
     return served
 
 
 def _spread(codec: Codec, weights: Mapping[str, Tensor], shares: Mapping[str, Share], ranks: Ranks) -> Spread:
     """Together."""
-    own = whole(codec, {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}, shares)
+    own = whole_tensors(codec, {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}, shares)
     told = (
         msgspec.msgpack.decode(one, type=dict[str, tuple[int, ...]])
-        for one in ranks.shared(msgspec.msgpack.encode(own))
+        for one in ranks.all_gather(msgspec.msgpack.encode(own))
     )
     return Spread(shares, {name: shape for shapes in told for name, shape in shapes.items()})
 
 
-def team_of(holdings: Holdings, ranks: Ranks) -> Team | None:
+def team_of(weight_source: WeightSource, ranks: Ranks) -> Team | None:
     """On the first rank of several: the others that give something. From now on they follow it, beside their jobs. Together."""
     if ranks.alone:
         return None
-    giving = [rank for rank, one in enumerate(ranks.shared(b"1" if holdings.weights else b"")) if one]
+    giving = [rank for rank, one in enumerate(ranks.all_gather(b"1" if weight_source.weights else b"")) if one]
     if ranks.first:
         team = Team()
         team.lines = {rank: ranks.channel(rank, partial(team.take, rank)) for rank in giving if rank}
         return team if team.lines else None
     if ranks.rank in giving:
-        member = Member(ranks.rank, holdings)
+        member = Member(ranks.rank, weight_source)
         member.line = ranks.channel(0, member.take)
     return None
 
@@ -155,7 +155,7 @@ def _on_host(trained: Trained, ranks: Ranks, why: str) -> Serving:
     return OnHost(trained, ranks)
 
 
-def uneven(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
+def explain_uneven(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
     """Why tensors of these sizes have no 64-bit checksums in the dtype that is served; "" = they have."""
     odd = [name for name, size in sizes.items() if size * dtype.itemsize % WORD]
     return "".join(f"{name} of the base model is no whole number of {WORD}-byte words in {dtype}" for name in odd[:1])

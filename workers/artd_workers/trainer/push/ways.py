@@ -1,7 +1,7 @@
 """How a push's weights travel from the trainer.
 
 Purpose: `Way` is one (trainer spawn, engine spawn) pair by one transfer; `push.Pusher` runs it. `Gloo` is between CPUs, `Stock`
-by the engine's own calls between GPUs, `direct.pair.Direct` gives the engine the memory to pull, `direct.wired.Wired` sends it
+by the engine's own calls between GPUs, `direct.pair.DirectWay` gives the engine the memory to pull, `direct.wired.NcclWay` sends it
 the same over NCCL. Owner of: what its pair has joined.
 Invariants: a way never says that a push has succeeded; after `abort`, which any thread may call at any time, whatever waits in
 it raises soon.
@@ -129,11 +129,11 @@ class Stock:
 def open_way(transfer: Transfer, rendezvous: str) -> Way:
     """A new pair's way."""
     if transfer == "direct":
-        from artd_workers.trainer.push.direct.pair import Direct
+        from artd_workers.trainer.push.direct.pair import DirectWay
 
-        return Direct(rendezvous)
+        return DirectWay(rendezvous)
     if transfer == "nccl":
-        from artd_workers.trainer.push.direct.nccl_pair import Wired
+        from artd_workers.trainer.push.direct.nccl_pair import NcclWay
 
-        return Wired(rendezvous)
+        return NcclWay(rendezvous)
     return Stock(rendezvous) if transfer == "stock" else Gloo(rendezvous)

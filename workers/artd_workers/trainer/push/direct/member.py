@@ -1,6 +1,6 @@
 """Another rank's part in pushes: what rank 0 orders is done beside this rank's jobs.
 
-Purpose: `Member` follows the orders of `team.py`. Owner of: a thread for each pair, its folder and its `Giver`. Invariants: an order never
+Purpose: `Member` follows the orders of `team.py`. Owner of: a thread for each pair, its folder and its `LocalPart`. Invariants: an order never
 waits for the one before it to be done unless it is of the same pair, and `Abort` for none; every Open and Give is answered.
 """
 
@@ -17,9 +17,9 @@ import torch
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.ways import Unable
 
-from .holdings import Holdings
-from .pair import Giver
+from .pair import LocalPart
 from .team import Abort, Answer, Close, Ended, Give, Line, Open, Opened, Order
+from .weight_source import WeightSource
 
 
 class Member:
@@ -27,8 +27,8 @@ class Member:
 
     line: Line
 
-    def __init__(self, rank: int, holdings: Holdings) -> None:
-        self._rank, self._holdings = rank, holdings
+    def __init__(self, rank: int, weight_source: WeightSource) -> None:
+        self._rank, self._weight_source = rank, weight_source
         self._parts: dict[str, _Part] = {}
 
     def take(self, data: bytes | None) -> None:
@@ -42,7 +42,7 @@ class Member:
         if isinstance(order, Open):
             folder = Path(order.pair)
             self._parts[order.pair] = _Part(
-                folder.with_name(f"{folder.name}.{self._rank}"), self._holdings, self._answer
+                folder.with_name(f"{folder.name}.{self._rank}"), self._weight_source, self._answer
             )
         if (found := self._parts.get(order.pair)) is not None:
             found.take(order)
@@ -56,37 +56,37 @@ class Member:
 class _Part:
     """Of one pair. folder: this process's, not there yet."""
 
-    def __init__(self, folder: Path, holdings: Holdings, answer: Callable[[Answer], None]) -> None:
-        self._giver, self._holdings, self._answer = Giver(folder), holdings, answer
+    def __init__(self, folder: Path, weight_source: WeightSource, answer: Callable[[Answer], None]) -> None:
+        self._local, self._weight_source, self._answer = LocalPart(folder), weight_source, answer
         self._orders: queue.SimpleQueue[Open | Give | Close] = queue.SimpleQueue()
         threading.Thread(target=self._follow, name="push-part", daemon=True).start()
 
     def take(self, order: Order) -> None:
         if isinstance(order, Abort | Close):
-            self._giver.abort()
+            self._local.abort()
         if not isinstance(order, Abort):
             self._orders.put(order)
 
     def _follow(self) -> None:
-        if self._holdings.device.type == "cuda":
-            torch.cuda.set_device(self._holdings.device)  # a new thread's is the first one
+        if self._weight_source.device.type == "cuda":
+            torch.cuda.set_device(self._weight_source.device)  # a new thread's is the first one
         while not isinstance(order := self._orders.get(), Close):
-            self._answer(self._opened(order) if isinstance(order, Open) else self._gave(order))
-        self._giver.close()
+            self._answer(self._open(order) if isinstance(order, Open) else self._give(order))
+        self._local.close()
 
-    def _opened(self, order: Open) -> Opened:
+    def _open(self, order: Open) -> Opened:
         try:
-            return Opened(order.pair, self._giver.open(self._holdings))
+            return Opened(order.pair, self._local.open(self._weight_source))
         except Unable as error:
             return Opened(order.pair, None, str(error))
         except Exception as error:
             return Opened(order.pair, None, f"{type(error).__name__}: {error}")
 
-    def _gave(self, order: Give) -> Ended:
+    def _give(self, order: Give) -> Ended:
         deadline = Deadline(order.seconds)
         try:
-            with self._holdings.frozen.read(order.version, deadline, self._giver.abort):
-                self._giver.feed(order.fence, deadline)
+            with self._weight_source.weight_lock.read(order.version, deadline, self._local.abort):
+                self._local.feed(order.fence, deadline)
         except Exception as error:
             return Ended(order.pair, order.fence, f"{type(error).__name__}: {error}")
         return Ended(order.pair, order.fence)

@@ -19,25 +19,25 @@ from .schedule import Fill
 
 
 class Filler(Protocol):
-    """Makes what the turns of a schedule say."""
+    """Makes what the slots of a schedule say."""
 
-    def fill(self, turn: int, buffer: Tensor, queue: Any) -> None:
-        """Queue the making of a turn's rows in `buffer` [elements]."""
+    def fill(self, slot: int, buffer: Tensor, queue: Any) -> None:
+        """Queue the making of a slot's rows in `buffer` [elements]."""
 
 
 class PlainFiller:
     """weights: by source; adapter: by PEFT name, empty for weights that are only rounded."""
 
     def __init__(
-        self, turns: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],
+        self, slots: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],
         adapter: Mapping[str, Tensor], scale: float,
     ) -> None:  # fmt: skip
-        self._turns, self._weights, self._parts = turns, weights, parts
+        self._slots, self._weights, self._parts = slots, weights, parts
         self._adapter, self._scale = adapter, scale
 
     @torch.no_grad()
-    def fill(self, turn: int, buffer: Tensor, queue: Any) -> None:
-        for one in self._turns[turn]:
+    def fill(self, slot: int, buffer: Tensor, queue: Any) -> None:
+        for one in self._slots[slot]:
             piece, width = one.piece, self._weights[one.piece.source].shape[-1]
             rows = self._weights[piece.source].reshape(-1)[piece.begin : piece.begin + piece.count].view(-1, width)
             name_a, name_b = peft_names(self._parts[piece.part])

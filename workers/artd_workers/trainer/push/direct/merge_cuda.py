@@ -1,6 +1,6 @@
 """`..merge.merge` on a GPU, for all rows of a buffer in one launch.
 
-Owner of: tables of the rows of every turn, on the device. Invariants: the same bits as `merge`: products of rank 0, 1, 2 ...
+Owner of: tables of the rows of every slot, on the device. Invariants: the same bits as `merge`: products of rank 0, 1, 2 ...
 added in that order in fp32 without fused multiply-add, the sum scaled, the weight added, rounded once; no Python for each
 expert, and no wait for the device.
 """
@@ -83,23 +83,23 @@ class CudaFiller:
     """adapter: views of `flat` (fp32) by PEFT name; tile: other than the rank's own, to measure it."""
 
     def __init__(
-        self, turns: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],
+        self, slots: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],
         adapter: Mapping[str, Tensor], flat: Tensor, scale: float, tile: Tile | None = None,
     ) -> None:  # fmt: skip
         self._flat, self._scale = flat, scale
         self._rank = next(iter(adapter.values())).shape[0] if adapter else 1
         self._tile = tile or Tile.of(self._rank)
-        made = [one.piece.source for fills in turns for one in fills]
+        made = [one.piece.source for fills in slots for one in fills]
         self._anchor = torch.empty(8, dtype=weights[made[0]].dtype, device=flat.device) if made else flat
         lines: list[tuple[int, ...]] = []
-        self._turns: list[tuple[int, int, int]] = []
+        self._slots: list[tuple[int, int, int]] = []
         self._aligned = 8
-        for fills in turns:
+        for fills in slots:
             begin = len(lines)
             for one in fills:
                 lines += self._lines(one, weights[one.piece.source], parts[one.piece.part], adapter)
             widest = max((line[5] for line in lines[begin:]), default=0)
-            self._turns.append((begin, len(lines), widest))
+            self._slots.append((begin, len(lines), widest))
         self._table = torch.tensor(lines, dtype=torch.int64).reshape(-1, _FIELDS)
         if bool((self._table[:, [0, 1, 2, 5]] % 8).any()) or self._anchor.data_ptr() % 16 or flat.data_ptr() % 16:
             self._aligned = 1
@@ -128,8 +128,8 @@ class CudaFiller:
     def _offset(self, tensor: Tensor) -> int:
         return (tensor.data_ptr() - self._flat.data_ptr()) // self._flat.element_size()
 
-    def fill(self, turn: int, buffer: Tensor, queue: Any) -> None:
-        begin, end, widest = self._turns[turn]
+    def fill(self, slot: int, buffer: Tensor, queue: Any) -> None:
+        begin, end, widest = self._slots[slot]
         tile = self._tile
         with torch.cuda.stream(queue.stream):
             # Fusing a product and a sum would round once where `merge` rounds twice.

@@ -1,6 +1,6 @@
 """A pair of trainer and engine by the direct push over NCCL: the plan and the offer of `pair.py`, and no memory is shared.
 
-Purpose: `Wired` is `ways.Way` for `push.Pusher`. Owner of: the pair's folder with the offer, its `Source`, and the trainer's end of
+Purpose: `NcclWay` is `ways.Way` for `push.Pusher`. Owner of: the pair's folder with the offer, its `Feeder`, and the trainer's end of
 the connection. Invariants: as in `pair.py`; a push that did not end well ends the connection, and what the engine cannot see of
 that (its receive waits for ever) is told as Broken.
 """
@@ -20,31 +20,31 @@ from artd_workers.trainer.push.ways import Broken, Unable
 from artd_workers.transfer.contracts import Wire
 from artd_workers.transfer.nccl import NcclError
 
-from .holdings import Holdings
-from .pair import planned
-from .source import Source, write_offer
+from .feeder import Feeder, write_offer
+from .pair import make_engine_plan
+from .weight_source import WeightSource
 
 log = logging.getLogger(__name__)
 
 
-class Wired:
+class NcclWay:
     """rendezvous: the pair's folder, not there yet; the engine's table lies beside it."""
 
     def __init__(self, rendezvous: str) -> None:
         self._folder = Path(rendezvous)
-        self._open: tuple[Source, Wire] | None = None
+        self._open: tuple[Feeder, Wire] | None = None
         self._lock = threading.Lock()
         self._aborted = False
 
     def prepare(self, snapshot: Snapshot) -> None:
         if self._open is not None:
             return
-        if (holdings := snapshot.holdings) is None:
+        if (weight_source := snapshot.weight_source) is None:
             raise Unable("the trainer serves copies in its machine's memory, which no plan is made for")
         started = time.monotonic()
-        plan = planned(self._folder, holdings)
+        plan = make_engine_plan(self._folder, weight_source)
         try:
-            source, wire = _opened(holdings, plan, self._folder)
+            source, wire = _open_wire(weight_source, plan, self._folder)
         except NcclError as error:
             raise Unable(str(error)) from None
         write_offer(source.offer(), self._folder / OFFER)
@@ -76,10 +76,10 @@ class Wired:
             self._open[0].close()
 
 
-def _opened(holdings: Holdings, plan: Plan, folder: Path) -> tuple[Source, Wire]:
-    wire = holdings.port.wire()
+def _open_wire(weight_source: WeightSource, plan: Plan, folder: Path) -> tuple[Feeder, Wire]:
+    wire = weight_source.port.wire()
     try:
-        return Source(holdings, plan, folder, wire), wire
+        return Feeder(weight_source, plan, folder, wire), wire
     except BaseException:
         wire.close()
         raise

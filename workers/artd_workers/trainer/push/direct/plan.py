@@ -30,11 +30,11 @@ def make_plan(
     table: EngineTable, codec: Codec, shapes: Mapping[str, Sequence[int]], itemsize: int, spread: Spread | None = None
 ) -> Plan:
     """shapes: of every Megatron tensor, by the codec's names; itemsize: bytes of a served element; spread: other processes give
-    the rest of the model, and `check_whole` of all their pieces is the caller's. Raises PlanError, CoverError."""
+    the rest of the model, and `check_coverage` of all their pieces is the caller's. Raises PlanError, CoverError."""
     if table.obstacles:
         first = table.obstacles[0]
         raise PlanError(f"{first.where}: {first.why}")
-    model = spread or alone(codec, shapes)
+    model = spread or single_process(codec, shapes)
     parts = {name: i for i, name in enumerate(model.shapes)}
     sizes = {name: prod(shape) for name, shape in model.shapes.items()}
     where = _places(codec, shapes, model)
@@ -48,17 +48,19 @@ def make_plan(
     ]  # fmt: skip
     plan = Plan(parts=tuple(parts), sources=tuple(row.megatron for row in codec.rows), pieces=tuple(pieces))
     if spread is None:
-        check_whole(table, plan.parts, list(sizes.values()), pieces)
+        check_coverage(table, plan.parts, list(sizes.values()), pieces)
     _check(plan, table, [prod(shapes[name]) for name in plan.sources], itemsize)
     return plan
 
 
-def alone(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> Spread:
+def single_process(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> Spread:
     """Of the one process that has it all."""
-    return Spread({}, whole(codec, shapes, {}))
+    return Spread({}, whole_tensors(codec, shapes, {}))
 
 
-def whole(codec: Codec, shapes: Mapping[str, Sequence[int]], shares: Mapping[str, Share]) -> dict[str, tuple[int, ...]]:
+def whole_tensors(
+    codec: Codec, shapes: Mapping[str, Sequence[int]], shares: Mapping[str, Share]
+) -> dict[str, tuple[int, ...]]:
     """Shape of each whole Hugging Face tensor that this process has a part of."""
     return {
         part: shape
@@ -77,7 +79,9 @@ def _places(codec: Codec, shapes: Mapping[str, Sequence[int]], model: Spread) ->
     return found
 
 
-def check_whole(table: EngineTable, parts: Sequence[str], sizes: Sequence[int], pieces: Sequence[Piece | Run]) -> None:
+def check_coverage(
+    table: EngineTable, parts: Sequence[str], sizes: Sequence[int], pieces: Sequence[Piece | Run]
+) -> None:
     """Whether the pieces of all processes fill the engine's tensors and the model's exactly once. sizes: elements of each part.
     Raises CoverError."""
     names, wanted = [tensor.name for tensor in table.tensors], [prod(tensor.shape) for tensor in table.tensors]

@@ -25,30 +25,30 @@ class Fill:
 
 @dataclass(frozen=True)
 class Schedule:
-    """lying: pieces that are copied from the trainer's own tensors; turns: what is in the buffer at each turn."""
+    """in_place: pieces that are copied from the trainer's own tensors; slots: what is in the buffer at each slot."""
 
-    lying: tuple[Piece, ...]
-    turns: tuple[tuple[Fill, ...], ...]
+    in_place: tuple[Piece, ...]
+    slots: tuple[tuple[Fill, ...], ...]
 
 
-def schedule(plan: Plan, made: Mapping[int, int], buffer: int) -> Schedule:
+def make_schedule(plan: Plan, made: Mapping[int, int], buffer: int) -> Schedule:
     """made: index of each source that needs arithmetic -> elements in one of its rows; buffer: elements of a buffer.
     Raises ValueError when a row is larger than that."""
-    lying: list[Piece] = []
-    turns: list[list[Fill]] = []
+    in_place: list[Piece] = []
+    slots: list[list[Fill]] = []
     used = buffer
     for piece in plan.pieces:
         if piece.source not in made:
-            lying.append(piece)
+            in_place.append(piece)
             continue
         width = made[piece.source]
         for rest in _fragments(piece, width, buffer - used, buffer):
             if used + rest.count > buffer:
-                turns.append([])
+                slots.append([])
                 used = 0
-            turns[-1].append(Fill(rest, used))
+            slots[-1].append(Fill(rest, used))
             used += rest.count
-    return Schedule(tuple(lying), tuple(map(tuple, turns)))
+    return Schedule(tuple(in_place), tuple(map(tuple, slots)))
 
 
 def _fragments(piece: Piece, width: int, free: int, buffer: int) -> Sequence[Piece]:

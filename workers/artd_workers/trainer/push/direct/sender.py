@@ -17,7 +17,7 @@ from artd_workers.transfer.stock import TRAINER
 
 
 class Sender:
-    """`source.Outlet` over a connection. sizes: bytes of each turn's message; buffers: the ring. Within `Wire.within`."""
+    """`feeder.Outlet` over a connection. sizes: bytes of each slot's message; buffers: the ring. Within `Wire.within`."""
 
     def __init__(self, wire: Wire, sizes: Sequence[int], buffers: Sequence[Tensor]) -> None:
         self.name = wire.name()
@@ -43,8 +43,8 @@ class Sender:
 
     @ready.setter
     def ready(self, count: int) -> None:
-        for turn in range(self._ready, count):
-            self._wire.send(self._buffers[turn % len(self._buffers)].data_ptr(), self._sizes[turn])
+        for slot in range(self._ready, count):
+            self._wire.send(self._buffers[slot % len(self._buffers)].data_ptr(), self._sizes[slot])
             self._behind.append(self._wire.mark())
         self._ready = count
 

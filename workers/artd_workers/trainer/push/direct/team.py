@@ -1,6 +1,6 @@
 """What rank 0 and the other ranks say to each other about pushes, and rank 0's end of it.
 
-Purpose: `Team` speaks with all ranks that give a part of the model, `Others` is their part of one pair. Owner of: what they have
+Purpose: `Team` speaks with all ranks that give a part of the model, `PeerParts` is their part of one pair. Owner of: what they have
 answered. Invariants: nothing here waits without a limit; one rank's failure ends the push on all, whenever it comes; what was
 ended is told to a rank once more than needed rather than once too little.
 """
@@ -19,7 +19,7 @@ from artd_schema.direct import Feed
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.ways import Unable
 
-from .source import Aborted
+from .feeder import Aborted
 
 log = logging.getLogger(__name__)
 OPEN_S = 60.0
@@ -84,11 +84,11 @@ class Team:
     def __init__(self) -> None:
         self.lines: Mapping[int, Line] = {}
         self.lost: set[int] = set()
-        self._pairs: dict[str, Others] = {}
+        self._pairs: dict[str, PeerParts] = {}
 
-    def pair(self, name: str, failed: Callable[[], None]) -> Others:
+    def pair(self, name: str, failed: Callable[[], None]) -> PeerParts:
         """failed: called from another thread when a rank's part of a push has failed."""
-        self._pairs[name] = others = Others(self, name, failed)
+        self._pairs[name] = others = PeerParts(self, name, failed)
         return others
 
     def forget(self, name: str) -> None:
@@ -111,7 +111,7 @@ class Team:
             pair.take(rank, answer)
 
 
-class Others:
+class PeerParts:
     """Their part of a pair; but for `abort`, one thread at a time calls it. error: what went wrong on the first that failed."""
 
     def __init__(self, team: Team, name: str, failed: Callable[[], None]) -> None:
@@ -128,7 +128,7 @@ class Others:
         self.error = self._gone()
         self._team.tell(Open(self._name))
 
-    def opened(self) -> tuple[Feed, ...]:
+    def await_feeds(self) -> tuple[Feed, ...]:
         """What they offer, by rank. Raises Unable; Aborted when it was aborted, or they are silent."""
         with self._changed:
             self._changed.wait_for(lambda: self.error or self._aborted or self._whole, OPEN_S)
@@ -153,7 +153,7 @@ class Others:
     def _gone(self) -> str:
         return f"rank {min(self._team.lost)}: its process has ended" if self._team.lost else ""
 
-    def ended(self, seconds: float) -> str:
+    def await_end(self, seconds: float) -> str:
         """Waits until all have; what went wrong on the first that failed, "" = nothing. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._busy, seconds):

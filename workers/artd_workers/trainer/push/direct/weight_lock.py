@@ -37,7 +37,7 @@ class _Reader:
     abort: Callable[[], None]
 
 
-class Frozen:
+class WeightLock:
     """adapter: the copy by PEFT name, parts of `flat`; scale: alpha / rank. Without an adapter nothing is copied: the model's
     own weights are trained, and are read as they lie."""
 
@@ -87,7 +87,7 @@ class Frozen:
         return version
 
     @torch.no_grad()
-    def refill(self) -> None:
+    def copy_adapter(self) -> None:
         """Copy the adapter as it is now; between `renew` and the first reader of its version."""
         if self._own:
             torch._foreach_copy_(list(self._own.values()), list(self._live.values()))

@@ -1,8 +1,8 @@
 """The trainer's memory that one engine is given: base weights as they lie, and the ring of buffers, filled for its plan.
 
-Purpose: `Source` makes the offer of one (trainer spawn, engine spawn) pair and feeds its pushes. Owner of: the pair's page, or its
+Purpose: `Feeder` makes the offer of one (trainer spawn, engine spawn) pair and feeds its pushes. Owner of: the pair's page, or its
 end of the connection over which the buffers are sent: then nothing is read where it lies.
-Invariants: a push is fed while its version of the weights is held (`Frozen.read`), and `feed` returns only when the engine has
+Invariants: a push is fed while its version of the weights is held (`WeightLock.read`), and `feed` returns only when the engine has
 copied the last buffer; a fence is fed once; nothing here writes any memory of an engine.
 """
 
@@ -23,10 +23,10 @@ from artd_schema.paths import process_ticks
 from artd_workers.deadline import Deadline
 from artd_workers.transfer.atomic_file import write_whole
 from artd_workers.transfer.contracts import Mark, Port, Wire
-from artd_workers.transfer.ring import Page, turns_of
+from artd_workers.transfer.ring import Page, slot_bytes
 
-from .holdings import Holdings, Lane
 from .sender import Sender
+from .weight_source import PushSchedule, WeightSource
 
 _POLL_S, _IDLE_S = 0.00002, 0.0005
 _ACTIVE_S = 0.01
@@ -51,12 +51,12 @@ class Outlet(Protocol):
     def close(self) -> None: ...
 
 
-class Source:
+class Feeder:
     """folder: of the pair, made by the caller; wire: over which the engine is sent everything (None: it pulls by CUDA IPC)."""
 
-    def __init__(self, holdings: Holdings, plan: Plan, folder: Path, wire: Wire | None = None) -> None:
-        self._holdings = holdings
-        self._lane = Lane(holdings, plan, lying=wire is None)
+    def __init__(self, weight_source: WeightSource, plan: Plan, folder: Path, wire: Wire | None = None) -> None:
+        self._weight_source = weight_source
+        self._schedule = PushSchedule(weight_source, plan, in_place=wire is None)
         self._aborted = threading.Event()
         self._pace = _Pace()
         self._path = folder / "page"
@@ -74,52 +74,58 @@ class Source:
 
     def offer(self) -> Offer:
         """What the engine opens, where this process has the whole model. Raises DeviceError where memory cannot be shared."""
-        return Offer(itemsize=self._holdings.dtype.itemsize, parts=self._lane.plan.parts, feeds=(self.given(),))
+        return Offer(
+            itemsize=self._weight_source.dtype.itemsize, parts=self._schedule.plan.parts, feeds=(self.own_feed(),)
+        )
 
-    def given(self) -> Feed:
+    def own_feed(self) -> Feed:
         """This process's part of an offer. Raises DeviceError where memory cannot be shared."""
-        return self._sent if self._sent is not None else self._shared()
+        return self._sent if self._sent is not None else self._ipc_feed()
 
-    def _shared(self) -> Feed:
-        lane, segments, size = self._lane, _Segments(self._holdings.port), self._holdings.dtype.itemsize
-        weights = [self._holdings.weights[name] for name in lane.plan.sources]
-        lying = tuple(_run(p, *segments.find(weights[p.source], p.begin * size)) for p in lane.lying)
-        units = [Unit(-1, lying)] if lying else []
-        for turn, fills in enumerate(lane.turns):
-            buffer = lane.buffer(turn)
-            units.append(Unit(turn, tuple(_run(f.piece, *segments.find(buffer, f.at * size)) for f in fills)))
+    def _ipc_feed(self) -> Feed:
+        schedule, segments, size = (
+            self._schedule,
+            _Segments(self._weight_source.port),
+            self._weight_source.dtype.itemsize,
+        )
+        weights = [self._weight_source.weights[name] for name in schedule.plan.sources]
+        in_place = tuple(_run(p, *segments.find(weights[p.source], p.begin * size)) for p in schedule.in_place)
+        units = [Unit(-1, in_place)] if in_place else []
+        for slot, fills in enumerate(schedule.slots):
+            buffer = schedule.buffer(slot)
+            units.append(Unit(slot, tuple(_run(f.piece, *segments.find(buffer, f.at * size)) for f in fills)))
         return Feed(segments=tuple(segments.found), units=tuple(units), page=str(self._path), **_process())
 
     def _sender(self, wire: Wire) -> Sender:
-        buffers, size = self._holdings.buffers, self._holdings.dtype.itemsize
+        buffers, size = self._weight_source.buffers, self._weight_source.dtype.itemsize
         units = tuple(
-            Unit(turn, tuple(_run(f.piece, turn % len(buffers), f.at * size) for f in fills))
-            for turn, fills in enumerate(self._lane.turns)
+            Unit(slot, tuple(_run(f.piece, slot % len(buffers), f.at * size) for f in fills))
+            for slot, fills in enumerate(self._schedule.slots)
         )
         segments = tuple(Segment(b"", buffer.nbytes) for buffer in buffers)
         feed = Feed(segments=segments, units=units, **_process())
-        sender = Sender(wire, turns_of(feed, size), buffers)
+        sender = Sender(wire, slot_bytes(feed, size), buffers)
         self._sent = msgspec.structs.replace(feed, nccl=sender.name)
         return sender
 
     def feed(self, fence: int, deadline: Deadline) -> None:
-        """Fill the buffers, turn by turn, as the engine empties them, the first ones at once; returns when it has copied all.
+        """Fill the buffers, slot by slot, as the engine empties them, the first ones at once; returns when it has copied all.
         Raises TimeoutError, Aborted."""
-        turns, buffers = len(self._lane.turns), len(self._holdings.buffers)
+        slots, buffers = len(self._schedule.slots), len(self._weight_source.buffers)
         self.outlet.begin(fence)
         self._pace = _Pace()
         behind: deque[Mark] = deque()
         try:
-            for turn in range(turns):
-                while self.outlet.done + buffers <= turn:
+            for slot in range(slots):
+                while self.outlet.done + buffers <= slot:
                     self._wait(behind, deadline)
-                self._lane.fill(turn)
-                behind.append(self._lane.queue.mark())
-            while self.outlet.done < turns:
+                self._schedule.fill(slot)
+                behind.append(self._schedule.queue.mark())
+            while self.outlet.done < slots:
                 self._wait(behind, deadline)
         except BaseException:
             self.outlet.fail()
-            self._lane.queue.settle()  # what was queued reads weights that may change from now on
+            self._schedule.queue.settle()  # what was queued reads weights that may change from now on
             raise
 
     def _wait(self, behind: deque[Mark], deadline: Deadline) -> None:
@@ -127,7 +133,7 @@ class Source:
             behind.popleft()
             self.outlet.ready += 1
         if self._aborted.is_set() or deadline.passed:
-            text = f"the engine took only {self.outlet.done} of {len(self._lane.turns)} buffers"
+            text = f"the engine took only {self.outlet.done} of {len(self._schedule.slots)} buffers"
             raise Aborted(text) if self._aborted.is_set() else TimeoutError(text)
         time.sleep(self._pace.after(self.outlet.done, self.outlet.ready))
 
