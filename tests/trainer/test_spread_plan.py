@@ -151,7 +151,7 @@ def test_rows_that_are_no_whole_words_are_refused() -> None:
     config = MOE | {"moe_intermediate_size": 20}
     ranks, _ = ranks_of(2, config)
     table = engine_table(engine_model(config, torch.bfloat16))
-    with pytest.raises(PlanError, match="does not lie there in whole words"):
+    with pytest.raises(PlanError, match="does not start and end there at multiples of"):
         plans(table, ranks, itemsize=2)
 
 

@@ -192,10 +192,10 @@ def test_a_stale_trainers_header_is_refused_and_nothing_is_copied(ready: Both, s
     fence = ready.fence()
     feed = threading.Thread(target=_swallow, args=(ready.feed, sent, PATIENCE_S))
     feed.start()
-    with pytest.raises(PullError, match=f"fence {sent}, and fence {fence.fence} is expected"):
+    with pytest.raises(PullError, match=f"fence {sent}, and the engine expects fence {fence.fence}"):
         ready.session.pull(fence, PATIENCE_S)
     assert untouched(ready)
-    ended(ready, "is expected")
+    ended(ready, "the engine expects fence")
     ready.ours.abort("the push has ended")
     feed.join(PATIENCE_S)
     assert not feed.is_alive()
@@ -340,6 +340,6 @@ def test_an_engine_without_room_for_the_ring_says_so(tmp_path: Path, monkeypatch
 
     with wired(MOE, tmp_path) as one:
         monkeypatch.setattr(PlainWire, "memory", memory)
-        with pytest.raises(PullError, match=f"no room for the {3 << 14} bytes"):
+        with pytest.raises(PullError, match=f"no room for the {3 << 14}-byte ring"):
             one.session.open(one.feeder.offer(), PATIENCE_S)
         assert one.theirs.watchdog.bitten.is_set()

@@ -36,7 +36,7 @@ def main(folder: str, device: str, layout: str) -> int:
     from .worker import SWITCH_S
 
     sys.setswitchinterval(SWITCH_S)
-    # torchrun counts its own processes, and rank 0 is none of them.
+    # torchrun numbers only its own processes, and rank 0 is not one of them.
     parallel = msgspec.json.decode(layout, type=Parallel)
     ranks = join_ranks(parallel, int(os.environ["RANK"]) + 1, Path(folder), device == "cuda")
     ranks.pids()
@@ -47,7 +47,7 @@ def main(folder: str, device: str, layout: str) -> int:
         try:
             trainer.follow(order)
         except Exception:
-            # Rank 0 says it to the daemon, unless only this rank failed.
+            # Rank 0 reports the error to the daemon, unless only this rank failed.
             if ranks.broken:
                 traceback.print_exc()
                 sys.stderr.flush()

@@ -104,7 +104,7 @@ class Trainer:
         self.threads = self.spec.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks.parallel.world)
         torch.set_num_threads(self.threads)
         self._cuda = placement.device_of(self.spec) == "cuda"
-        # On a GPU some kernels that a step needs have no such form.
+        # On a GPU some kernels of a step have no deterministic form.
         torch.use_deterministic_algorithms(not self._cuda)
         self._port = port or serving.port_of(self.spec)
 
@@ -209,7 +209,7 @@ class Trainer:
                 self._serving = serving.serving_of(policy, self._trained, self.spec, self._port, self.ranks)
             self._policy = policy
             seconds["build"] = time.perf_counter() - started
-        else:  # weights of the base are read again for what an engine is served
+        else:  # the served weights are made from the base files, which are read again
             with self.ranks.share_errors():
                 self._base_files.unchanged()
         return self._policy

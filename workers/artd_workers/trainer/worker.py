@@ -89,13 +89,13 @@ class TrainerWorker:
         elif isinstance(message, w.Exit):
             self._exit_at = time.monotonic() + message.grace_s
         else:
-            log.warning("a trainer has no use for %s", type(message).__name__)
+            log.warning("a trainer got a message that it does not handle: %s", type(message).__name__)
 
     def _verdict(self, message: w.Committed | w.Fenced | w.Ack) -> None:
         identity = (message.job, message.fence)
         if identity != self._waiting:
             if isinstance(message, w.Fenced):
-                self._cancelled.add(identity)  # a running job that was claimed again meanwhile
+                self._cancelled.add(identity)  # another attempt claimed this running job
             return
         if isinstance(message, w.Committed):
             reach("train.committed")
@@ -112,7 +112,7 @@ class TrainerWorker:
     def _job(self, run: w.Run) -> None:
         identity = (run.job, run.fence)
         if identity in self._seen:
-            return  # sent again; the first one's report is resent until it is answered
+            return  # the daemon sent it again; the link resends the first report until it is answered
         self._seen.add(identity)
         self._link.busy(*identity)
         self._link.send(w.Accepted(job=run.job, fence=run.fence))
@@ -135,7 +135,7 @@ class TrainerWorker:
             shutil.rmtree(run.dir, ignore_errors=True)
         self._waiting = identity
         self._link.report(report)
-        if self._trainer.ranks.broken or isinstance(failed, BaseChanged):  # the next process looks at the files anew
+        if self._trainer.ranks.broken or isinstance(failed, BaseChanged):  # the next process reads the files again
             self._status, self._exit_at = 1, time.monotonic() + _BROKEN_S
 
     def _stopped(self, identity: tuple[int, int]) -> bool:

@@ -118,7 +118,7 @@ class Blocks:
         striped = tuple(accumulate((s.width > 0 for s in spans), initial=0))
         if striped[-1]:
             skip = np.where(width > 0, 0, before)
-            # What lies together is a single row, however long.
+            # A contiguous span is a single row, however long.
             lines = (np.where(width > 0, column, size) for column in (width, pitch, step))
             rows = np.stack([before - skip, *lines], axis=1)
         return cls(

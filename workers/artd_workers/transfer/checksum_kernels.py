@@ -32,7 +32,7 @@ def _sum_blocks(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) + skip
-    # The hints (16 bytes) are what lets a thread load two words at once.
+    # With these hints (16 bytes) a thread loads two words at once.
     here = anchor + tl.multiple_of(tl.load(offset + block), ALIGNED)
     there = anchor + tl.multiple_of(tl.load(source + block), ALIGNED)
     count = tl.multiple_of(tl.load(words + block).to(tl.int32), ALIGNED)
@@ -50,7 +50,7 @@ def _sum_blocks(
             position = begin + row * tl.load(rows + 4 * block + 2) + column
         if COPY:
             tl.store(here + place, tl.load(there + place, mask=mask), mask=mask)
-            tl.debug_barrier()  # else the compiler may hash what it holds instead of what it has written
+            tl.debug_barrier()  # without it the compiler may hash the registers, not the memory that it wrote
             word = tl.load(here + place, mask=mask, other=0, cache_modifier=".cg")
         else:
             word = tl.load(here + place, mask=mask, other=0)
@@ -69,10 +69,10 @@ class Table:
         at = self._anchor.data_ptr()
         there = np.where(blocks.other > 0, (blocks.other - at) // WORD, 0)
         count = len(blocks.address)
-        # Of even length: Triton compiles anew for a pointer that 16 does not divide.
+        # An even length, because Triton compiles again for a pointer that 16 does not divide.
         columns = np.zeros((5, count + count % 2), np.int64)
         columns[:, :count] = (blocks.address - at) // WORD, there, blocks.first, blocks.words, blocks.part
-        # Copied from memory that is not pinned: torch waits for it, so that other streams may read these tables.
+        # The source memory is not pinned, so torch waits for the copy, and other streams may read these tables.
         self._here, self._there, self._first, self._words, self._part = torch.from_numpy(columns).to(blocks.device)
         self._rows = None if blocks.rows is None else torch.from_numpy(blocks.rows).to(blocks.device)
         both = np.concatenate((blocks.address, blocks.other))
@@ -99,7 +99,7 @@ class Table:
         """Of `count` blocks behind the first `skip`. rows: whether some of them are of rows."""
         if count == 0:
             return
-        # Whole tensors and a number: parts of them, begun anywhere, would be compiled for each alignment.
+        # Pass whole tensors and an offset: slices would be compiled once per alignment of their first element.
         _sum_blocks[(count,)](
             self._anchor, self._here, self._there, self._first, words, part, sums, skip,
             self._words if self._rows is None else self._rows,

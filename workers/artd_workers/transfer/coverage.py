@@ -41,10 +41,10 @@ def check(what: str, names: Sequence[str], sizes: Sequence[int], pieces: Iterabl
     found: list[list[_Run]] = [[] for _ in names]
     for piece in pieces:
         if not 0 <= piece[0] < len(names):
-            raise CoverError(f"{what} tensors are {len(names)}, and a piece is of number {piece[0]}")
+            raise CoverError(f"a piece names tensor {piece[0]}, and {what} tensors are only {len(names)}")
         run = _run(*piece[1:])
         if run.stop <= run.at:
-            raise CoverError(f"{what} {names[piece[0]]}: {piece[1:]} are no elements, or no whole rows")
+            raise CoverError(f"{what} {names[piece[0]]}: piece {piece[1:]} is empty or has no whole rows")
         found[piece[0]].append(run)
     for name, size, runs in zip(names, sizes, found, strict=True):
         fault = _rows(runs, size) if any(run.width for run in runs) else _check_tiling([run[:2] for run in runs], size)
@@ -86,7 +86,7 @@ def _rows(runs: Sequence[_Run], size: int) -> str:
     pitch = Counter(run.pitch for run in runs if run.width).most_common(1)[0][0]
     lines = -(-size // pitch)
     boxes = [box for run in runs for box in _boxes(run, pitch)]
-    boxes += _plain(size, lines * pitch, pitch)  # the last line is as long as the others
+    boxes += _plain(size, lines * pitch, pitch)  # pad the last line to the length of the others
     boxes.sort()
     bounds, active, next_box = sorted({0, lines, *(b.top for b in boxes), *(b.bottom for b in boxes)}), list[_Box](), 0
     for top, bottom in zip(bounds, bounds[1:], strict=False):

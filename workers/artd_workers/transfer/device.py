@@ -59,7 +59,7 @@ class Cuda:
         return address.value or 0
 
     def close(self, address: int) -> None:
-        with torch.cuda.device(self.device):  # any thread: the one that sees the trainer die closes too
+        with torch.cuda.device(self.device):  # any thread may close: the one that sees the trainer die does
             self._check(self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "cudaIpcCloseMemHandle")
 
     def free(self) -> int:
@@ -69,9 +69,9 @@ class Cuda:
         return CudaQueue(self)
 
     def sums(self, spans: Sequence[Span]) -> Any:
-        from .checksum_kernels import Table  # Triton exists only where there is a GPU
+        from .checksum_kernels import Table  # Triton is installed only with GPUs
 
-        with torch.cuda.device(self.device):  # a thread's own is the first one, and the kernels are made ready here
+        with torch.cuda.device(self.device):  # a new thread starts on GPU 0, and the kernels are compiled here
             return Table(Blocks.cut(spans, self.device))
 
     def wire(self) -> Wire:
@@ -96,7 +96,7 @@ class Cuda:
 
     def _check(self, code: int, what: str) -> None:
         if code:
-            self._runtime.cudaGetLastError()  # else torch would report it again
+            self._runtime.cudaGetLastError()  # clear the error, which torch would report again
             self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
             raise DeviceError(f"{what}: {self._runtime.cudaGetErrorString(code).decode()} ({code})")
 

@@ -42,7 +42,7 @@ def open_base(folder: str | Path, device: str = "cpu") -> BaseWeights | seeded.S
     Raises ValueError for a folder that is neither."""
     path = Path(folder)
     if (path / SEEDED).is_file() and any(path.glob("*.safetensors")):
-        raise ValueError(f"{path} holds both {SEEDED} and weights: remove the one that this model is not made of")
+        raise ValueError(f"{path} holds both {SEEDED} and weights: remove the one that is not this model's")
     return seeded.SeededWeights(path, device) if (path / SEEDED).is_file() else BaseWeights(path, device)
 
 
@@ -173,7 +173,7 @@ def explain_rounding(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
         base.dtypes() if isinstance(base, BaseWeights | seeded.SeededWeights) else {next(iter(base.values())).dtype}
     )
     lossy = [(a, b) for a in stored for b in held if b not in (a, torch.float32)]
-    return "".join(f"the base model is stored in {a}, and trained beside in {b}" for a, b in lossy[:1])
+    return "".join(f"the base model is stored in {a}, and the trainer holds it in {b}" for a, b in lossy[:1])
 
 
 def adapter_targets(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

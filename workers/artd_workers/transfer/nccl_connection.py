@@ -56,7 +56,7 @@ class Nccl:
         self.joined = True
 
     def memory(self, size: int) -> Tensor:
-        with self._stream.use():  # of this stream's own memory: what another has freed it may still be using
+        with self._stream.use():  # memory of this stream: another stream may still use what it has freed
             return torch.empty(size, dtype=torch.uint8, device=self._stream.device)
 
     def use(self) -> AbstractContextManager[None]:

@@ -72,7 +72,7 @@ class Page:
     def begin(self, fence: int) -> None:
         """Trainer: from now on the buffers are those of the push with this fence. Call it only when no pull is under way."""
         self._words[_READY] = self._words[_DONE] = self._words[_FAILED] = 0
-        self._words[_FENCE] = fence  # last: an engine that sees it sees the counters
+        self._words[_FENCE] = fence  # written last: an engine that sees the fence sees the counters
 
     @property
     def fence(self) -> int:

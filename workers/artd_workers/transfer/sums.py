@@ -21,13 +21,15 @@ def sums_of(tensors: Sequence[Tensor]) -> list[int]:
 
 def by_kernel(tensors: Sequence[Tensor]) -> list[int]:
     """See `sums_of`."""
-    from .checksum_kernels import Table  # Triton exists only where there is a GPU
+    from .checksum_kernels import Table  # Triton is installed only with GPUs
 
     spans = []
     for number, tensor in enumerate(tensors):
         size = tensor.numel() * tensor.element_size()
         if size % WORD or tensor.data_ptr() % WORD or not tensor.is_contiguous():
-            raise ValueError(f"tensor {number} of {len(tensors)}, {tuple(tensor.shape)}, is not made of whole words")
+            raise ValueError(
+                f"tensor {number} of {len(tensors)}, {tuple(tensor.shape)}, does not consist of whole, aligned {WORD}-byte words"
+            )
         spans.append(Span(tensor.data_ptr(), 0, size // WORD, number))
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     Table(Blocks.cut(spans, sums.device)).sum(sums, (0, len(spans)))

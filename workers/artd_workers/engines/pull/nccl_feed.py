@@ -93,7 +93,7 @@ class Receiver:
         with as_pull_error("the pull over NCCL"):
             self._wire.check()
             while self._marks and self._marks[0].done():
-                self._wire.check()  # what an abort has ended looks done
+                self._wire.check()  # an aborted message looks done
                 self._marks.popleft()
                 if self._fence < 0:
                     self._begin()
@@ -105,7 +105,7 @@ class Receiver:
         with self._wire.use():
             found = int(self._header.view(torch.int64))
         if found != self._expected:
-            raise PullError(f"the trainer sends the push with fence {found}, and fence {self._expected} is expected")
+            raise PullError(f"the trainer sends fence {found}, and the engine expects fence {self._expected}")
         self._fence = found
         self._post()
 
@@ -146,7 +146,7 @@ class NcclFeed:
 
     def _join(self, name: bytes, seconds: float) -> None:
         """In a thread: NCCL takes a second or two, and the engine generates."""
-        with suppress(NcclError), self._wire.within(seconds):  # the connection says why, to the pull that finds it dead
+        with suppress(NcclError), self._wire.within(seconds):  # the next pull reports why the connection is dead
             self._wire.join(name, ENGINE)
 
     def _ended(self, _: ProcessWatch) -> None:
@@ -158,8 +158,8 @@ class NcclFeed:
 def _ring(wire: Wire, sizes: Sequence[int]) -> list[Tensor]:
     try:
         return [wire.memory(size) for size in sizes]
-    except RuntimeError as error:  # torch's, when the device has no memory left
-        raise PullError(f"there is no room for the {sum(sizes)} bytes to receive in: {error}") from error
+    except RuntimeError as error:  # torch raises this when the device has no memory left
+        raise PullError(f"the device has no room for the {sum(sizes)}-byte ring: {error}") from error
 
 
 @contextmanager

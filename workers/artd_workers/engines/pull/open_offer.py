@@ -69,7 +69,7 @@ class OpenOffer:
         """Where the next pull's sums go [parts], all 0."""
         self._sums.zero_()
         if self._sums.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the sums are made on other streams
+            torch.cuda.current_stream().synchronize()  # other streams add to the sums
         return self._sums
 
     def compare(self) -> dict[str, float]:
@@ -78,7 +78,7 @@ class OpenOffer:
         wrong = checksum.wrong_parts(self._sums, self._wanted, self.offer.parts)
         if wrong:
             raise WrongWeights(
-                f"{len(wrong)} of {len(self._sums)} tensors have other checksums than the manifest's, the first is "
+                f"{len(wrong)} of {len(self._sums)} tensors differ from the manifest's checksums, the first is "
                 f"{wrong[0]}: the engine's weights are unknown, restart it"
             )
         return {"compared": time.perf_counter() - began}
@@ -92,7 +92,7 @@ def check(offer: Offer, names: Sequence[str], tensors: Sequence[Tensor]) -> None
     for feed in offer.feeds:
         _check_source(feed, offer)
     if odd := [n for n, t in zip(names, tensors, strict=True) if t.element_size() != offer.itemsize]:
-        raise coverage.CoverError(f"{odd[0]} has other elements than the {offer.itemsize} bytes that are offered")
+        raise coverage.CoverError(f"{odd[0]} has elements of another size than the {offer.itemsize} bytes of the offer")
 
 
 def _check_source(feed: Feed, offer: Offer) -> None:

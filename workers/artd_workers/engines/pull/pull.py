@@ -55,7 +55,7 @@ class Puller:
         PullError."""
         behind: deque[Mark] = deque()
         intake = self._intake
-        yield from self._wait(lambda: True, fence, behind)  # also what lies ready is offered for this fence only
+        yield from self._wait(lambda: True, fence, behind)  # the pieces in place, too, are offered for this fence only
         for number, (slot, copies, grids) in enumerate(zip(self._slots, self._copies, self._grids, strict=True)):
             if slot >= 0:
                 yield from self._wait(lambda slot=slot: intake.ready > slot, fence, behind)  # type: ignore[misc]
@@ -110,7 +110,7 @@ class Pull:
                 for puller in self._pullers:
                     taken.enter_context(puller.take(fence, deadline))
                 self._issue(fence, deadline, sums)
-        finally:  # what was issued reads the trainer's memory, which the caller may close after an error
+        finally:  # queued copies read the trainer's memory, which the caller may close after an error
             copied = self._settle() - began
         return {"copied": copied, "summed": time.perf_counter() - began}
 

@@ -1,1 +1,1 @@
-"""The processes that train one model together: how it is sharded, how they meet and agree."""
+"""How several processes train one model: layout, start, process groups, collectives."""

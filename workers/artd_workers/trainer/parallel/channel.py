@@ -1,7 +1,8 @@
-"""Bytes between rank 0 and one other rank, beside their jobs.
+"""Message channels between rank 0 and one other rank, which work while both are inside a job.
 
-Purpose: `Channel` is one end, the same on both. Owner of: two threads of its process. Invariants: `send` never waits, whatever the other
-side does; messages come in the order in which they were sent; the end of the other process is told once.
+`Channel` is one end; both ends are alike. It owns two threads of its process. `send` never waits, whatever the other
+side does. Messages arrive in the order in which they were sent. Each side hears exactly once that the other process
+has ended.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch.distributed as dist
 
 
 class Channel:
-    """other: its rank. take: called in a thread of the channel with each message, and with None when nothing can come any more;
-    it must not wait."""
+    """One end of the connection to rank `other`.
+
+    `take` is called in a thread of the channel: with each message, and with None when no further message can come. It
+    must not wait.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, other: int, take: Callable[[bytes | None], None]) -> None:
         self._group, self._other, self._take = group, other, take
@@ -29,11 +33,11 @@ class Channel:
             thread.start()
 
     def send(self, data: bytes) -> None:
-        """Any thread. data: not empty."""
+        """Queue `data`, which must not be empty. Any thread may call this."""
         self._out.put(data)
 
     def close(self) -> None:
-        """Nothing more is sent; returns when the other side has said the same, or is gone."""
+        """Stop sending, and return when the other side has stopped too or has ended."""
         self._out.put(b"")
         for thread in self._threads:
             thread.join()
@@ -47,7 +51,7 @@ class Channel:
                     return
                 dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), self._other, self._group)
             except RuntimeError:
-                return  # the other process has ended, which `_read` tells
+                return  # the other process has ended; `_read` reports that
 
     def _read(self) -> None:
         while (data := self._next()) is not None:

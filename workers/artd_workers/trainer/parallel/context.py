@@ -1,9 +1,8 @@
-"""A row whose tokens are shared out over ranks: each has a contiguous part, and its queries look at the keys of all.
+"""Context parallelism: each rank holds one contiguous part of a row's tokens, and its queries attend to the keys of
+all parts.
 
-Purpose: `each`, `padded` and `chunk` cut a row and its routes; `gathered` brings keys and values together for an attention, and
-their gradients back.
-Owner of: the group of the ranks that share this rank's rows. Invariants: parts are equally long and in the order of ranks; a
-part's queries see what the row's mask lets them see, wherever it lies.
+The module owns the process group of the ranks that share this rank's rows. The parts of a row have equal lengths and
+lie in the order of ranks. A query sees exactly what the row's mask allows, whichever rank holds that token.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ from artd_workers.trainer import tree_mask
 from .layout import Parallel
 
 _PART = 2 * tree_mask.BLOCK
-"""Tokens of which a rank's part of a row is a multiple on a GPU: so that parts have few lengths, each of which costs a
-compilation."""
+"""On a GPU the number of tokens in a rank's part is a multiple of this. Parts then have few lengths; each new length
+costs a compilation.
+"""
 
 _group: dist.ProcessGroup | None = None
 
 
 def make_groups(parallel: Parallel) -> None:
-    """Make the groups of a layout, on all ranks."""
+    """Create the process groups of a layout. Collective: every rank calls it."""
     global _group
     _group = None
     if parallel.cp == 1:
@@ -41,25 +41,29 @@ def make_groups(parallel: Parallel) -> None:
 
 
 def part_index() -> int:
-    """Which part is this rank's."""
+    """Return which part of a row this rank holds, from 0."""
     return 0 if _group is None else dist.get_rank(_group)
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """The parts [s / cp, ...] of all ranks [s, ...]; gradients of a part are added up over the ranks."""
+    """Concatenate the parts [s / cp, ...] of all ranks to [s, ...]. The backward sums a part's gradients over the
+    ranks. Collective: every rank that shares the row calls it.
+    """
     return x if _group is None else gather_from_sequence_parallel_region(x, group=_group)
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """Sum over the ranks, in place, without gradient."""
+    """Sum `x` over the ranks, in place and without a gradient. Collective: every rank that shares the row calls it."""
     if _group is not None:
         dist.all_reduce(x, group=_group)
     return x
 
 
 def tokens_per_rank(parallel: Parallel, size: int, blocks: bool) -> int:
-    """Tokens that each of the ranks which share a row's tokens has of a row of `size`, padding with it. blocks: parts must be
-    made of FlexAttention's blocks."""
+    """Return how many tokens, padding included, each rank holds of a row of `size` tokens.
+
+    `blocks` asks for parts that consist of whole FlexAttention blocks.
+    """
     part = -(-size // parallel.cp)
     if blocks and parallel.cp > 1:
         part += -part % _PART
@@ -67,7 +71,9 @@ def tokens_per_rank(parallel: Parallel, size: int, blocks: bool) -> int:
 
 
 def pad_row(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A row [s] whose length is a multiple, for sequence parallelism: padding sees itself only, and nothing sees it."""
+    """Pad a row [s] to a multiple of `multiple` tokens, as sequence parallelism needs. Padding sees only itself, and
+    no token sees it.
+    """
     size, extra = len(tokens), -len(tokens) % multiple
     if extra == 0:
         return tokens, positions, hidden_from
@@ -77,15 +83,14 @@ def pad_row(tokens: Tensor, positions: Tensor, hidden_from: Tensor, multiple: in
 
 
 def routes_of_rank(routes: Tensor, rank: int, size: int) -> Tensor:
-    """Routes [layers, size, topk] of one of the ranks that share a row: its contiguous part of [layers, T, topk].
-
-    What lies beyond T is padding.
+    """Return the routes [layers, size, topk] of one rank's part, cut from those of the whole row [layers, T, topk].
+    Tokens beyond T are padding.
     """
     return pad_routes(routes[:, rank * size : (rank + 1) * size], size)
 
 
 def pad_routes(routes: Tensor, size: int) -> Tensor:
-    """Routes [layers, T, topk] with padding behind them up to `size` tokens, which has the ids 0 .. topk-1."""
+    """Pad routes [layers, T, topk] to `size` tokens. Padding has the expert ids 0 .. topk-1."""
     layers, tokens, topk = routes.shape
     padding = torch.arange(topk, dtype=routes.dtype, device=routes.device).expand(layers, size - tokens, topk)
     return torch.cat((routes, padding), 1)

@@ -1,9 +1,9 @@
-"""How a trainer's process, rank 0, gets the others that train with it.
+"""Start and stop the other ranks of a trainer. The trainer's own process is rank 0.
 
-Purpose: `started` runs ranks 1 and up through torchrun and ends them with the block. Owner of: the torchrun process, and the folder
-in which the ranks meet. Invariants: nothing listens beyond loopback (ranks and torchrun meet in files; gloo and NCCL are kept
-on `lo`); when one rank dies all do: rank 0 waits for the end of each, and the others for that of their standard input, whose other
-end it holds.
+`start_ranks` runs ranks 1 and up through torchrun, and ends them when its block ends. It owns the torchrun process
+and the folder in which the ranks meet. Nothing listens beyond loopback: ranks and torchrun meet in files, and gloo
+and NCCL stay on `lo`. When one rank dies, all die: rank 0 watches each process, and the other ranks watch their
+standard input, whose other end rank 0 holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _END_S = 5.0
 
 
 def layout(spec: RunSpec) -> Parallel:
-    """A run's layout. Raises ValueError when it cannot be started here."""
+    """Return a run's layout. Raises ValueError when this machine cannot run it."""
     parallel = Parallel.of(spec)
     if placement.device_of(spec) == "cuda" and torch.cuda.device_count() < parallel.world:
         raise ValueError(
@@ -44,7 +44,7 @@ def layout(spec: RunSpec) -> Parallel:
 
 @contextmanager
 def start_ranks(parallel: Parallel, cuda: bool) -> Iterator[Ranks]:
-    """The ranks of a layout, with this process as the first; the others end with the block."""
+    """Start the ranks of a layout, with this process as rank 0. The others end when the block ends."""
     if parallel.world == 1:
         yield Ranks()
         return
@@ -63,13 +63,13 @@ def start_ranks(parallel: Parallel, cuda: bool) -> Iterator[Ranks]:
         process.stdin.close()
         for other in others:
             other.join(_END_S)
-        # It would take its time, and print what it takes for a failure.
+        # torchrun would end slowly, and print a failure that is none.
         process.kill()
         process.wait()
 
 
 def torchrun(parallel: Parallel, folder: Path, cuda: bool) -> list[str]:
-    """The command that starts ranks 1 and up."""
+    """Return the command that starts ranks 1 and up."""
     given = [str(folder), "cuda" if cuda else "cpu", msgspec.json.encode(parallel).decode()]
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={parallel.world - 1}",
@@ -79,7 +79,9 @@ def torchrun(parallel: Parallel, folder: Path, cuda: bool) -> list[str]:
 
 
 def _watch(pid: int, what: str, ending: threading.Event) -> threading.Thread:
-    """End this process when another has ended, whatever it is waiting for, unless that was to be."""
+    """End this process when process `pid` ends, unless `ending` is set. This works whatever this process is waiting
+    for.
+    """
     handle = os.pidfd_open(pid)
 
     def wait() -> None:

@@ -1,10 +1,10 @@
-"""How one model is spread over processes: sizes, and the part of each weight that a rank holds.
+"""The parallel layout of one model: its sizes, and the part of each weight that a rank holds.
 
-Purpose: `Parallel` names and cuts whole weights (in Megatron's names and layout) for this process. Owner of: no state; the process groups are Megatron's (`parallel_state`), made by `ranks`
-before a model is built.
-Invariants: whatever the layout, a model is built from the same whole weights; ranks hold disjoint parts of a split weight
-and equal copies of every other. Tensor-parallel ranks always share a row's tokens between their products ("sequence
-parallel"); ranks that hold copies of the attention each take other rows.
+`Parallel` names and cuts whole weights for this process, in Megatron's names and layout. The process groups are
+Megatron's (`parallel_state`); `ranks` creates them before a model is built. Whatever the layout, a model is built
+from the same whole weights. Ranks hold disjoint parts of a split weight and equal copies of every other weight.
+Tensor-parallel ranks always use sequence parallelism: they share a row's tokens between their products. Ranks that
+hold copies of the attention train different rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ _COLUMN, _ROW = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"),
 
 @dataclass(frozen=True)
 class Parallel:
-    """tp: tensor-parallel size; ep: expert-parallel size, 1 = experts are cut as the other weights are; pp: stages of a
-    pipeline, each with as many layers; cp: ranks that share a row's tokens in everything ("context parallel")."""
+    """The sizes of a layout.
+
+    tp: tensor-parallel size. ep: expert-parallel size; with 1, experts are cut as all other weights are. pp: number
+    of pipeline stages, each with the same number of layers. cp: context-parallel size, the ranks that share a row's
+    tokens in every operation.
+    """
 
     tp: int = 1
     ep: int = 1
@@ -39,7 +43,7 @@ class Parallel:
 
     @classmethod
     def of(cls, spec: RunSpec) -> Parallel:
-        """A run's layout. Raises ValueError when its sizes do not go together."""
+        """Return a run's layout. Raises ValueError when its sizes do not fit together."""
         if error := layout_error(spec):
             raise ValueError(error)
         asked = spec.trainer
@@ -47,7 +51,7 @@ class Parallel:
 
     @property
     def sp(self) -> bool:
-        """Whether tensor-parallel ranks share a row's tokens out among them."""
+        """Whether tensor-parallel ranks share a row's tokens (sequence parallelism)."""
         return self.tp > 1
 
     @property
@@ -57,33 +61,35 @@ class Parallel:
 
     @property
     def ranks_per_row(self) -> int:
-        """Processes that share one row: they have neighbouring numbers."""
+        """Number of ranks that share one row. Their numbers are consecutive."""
         return self.tp * self.cp
 
     @property
     def ranks_per_stage(self) -> int:
-        """Processes of one stage: they have neighbouring numbers."""
+        """Number of ranks in one pipeline stage. Their numbers are consecutive."""
         return max(self.ranks_per_row, self.ep)
 
     @property
     def world(self) -> int:
-        """Processes in all."""
+        """Number of ranks in total."""
         return self.ranks_per_stage * self.pp
 
     @property
     def replicas(self) -> int:
-        """How many rows are trained at a time, in each stage."""
+        """Number of rows that each stage trains at a time."""
         return self.ranks_per_stage // self.ranks_per_row
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of TransformerConfig. Raises ValueError when Megatron's process groups have other sizes."""
+        """Return the layout's arguments of TransformerConfig. Raises ValueError when Megatron's process groups have
+        other sizes.
+        """
         groups = Parallel(
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
         )
-        if groups != replace(self, cp=1):  # of which Megatron knows nothing
-            raise ValueError(f"{self} was asked for, and the process groups are of {groups}")
+        if groups != replace(self, cp=1):  # Megatron's groups do not include context parallelism
+            raise ValueError(f"the layout is {self}, but the process groups have {groups}")
         return {
             "tensor_model_parallel_size": self.tp,
             "expert_model_parallel_size": self.ep,
@@ -93,7 +99,7 @@ class Parallel:
         }
 
     def check(self, plan: Plan) -> None:
-        """Raises UnsupportedModel when a model cannot be cut so."""
+        """Check that this layout can cut a model. Raises UnsupportedModel when it cannot."""
         experts, inner = (plan.transformer.get(name) or 0 for name in ("num_moe_experts", "moe_ffn_hidden_size"))
         if self.ep > 1 and not experts:
             raise UnsupportedModel(f"trainer.expert_parallel={self.ep}: the model has no experts, use 1")
@@ -125,18 +131,18 @@ class Parallel:
             raise UnsupportedModel(f"trainer.pipeline_parallel={self.pp}: a stage would have no layer with experts")
 
     def layers(self, plan: Plan) -> range:
-        """The layers of this rank's stage."""
+        """Return the layers of this rank's stage."""
         each = plan.layers // self.pp
         first = each * parallel_state.get_pipeline_model_parallel_rank() if self.pp > 1 else 0
         return range(first, first + each)
 
     def expert_layers(self, plan: Plan) -> slice:
-        """Which of the model's layers with experts, counted by themselves, are in this rank's stage."""
+        """Return which of the model's MoE layers are in this rank's stage, as indices among the MoE layers."""
         sparse, own = sparse_of(plan), self.layers(plan)
         return slice(sum(sparse[: own.start]), sum(sparse[: own.stop]))
 
     def own_name(self, name: str, plan: Plan) -> str | None:
-        """This rank's name of a whole model's parameter; None for one that lies on another rank."""
+        """Return this rank's name of a parameter of the whole model, or None when another rank holds it."""
         if self.pp > 1:
             layers = self.layers(plan)
             found = _LAYER.search(name)
@@ -154,19 +160,25 @@ class Parallel:
         return _EXPERT.sub(str(index), name) if 0 <= index < each else None
 
     def whole_name(self, name: str, plan: Plan) -> str:
-        """The whole model's name of a module of this rank's; of experts, only for all of a layer."""
+        """Return the whole model's name of one of this rank's modules. An expert's number is not translated, so the
+        name must be that of all experts of a layer.
+        """
         first = self.layers(plan).start
         return _LAYER.sub(lambda found: str(int(found[0]) + first), name)
 
     def codec(self, plan: Plan) -> Codec:
-        """The weight table of this rank's part: its own names and heads, Hugging Face's names of the whole."""
+        """Return the weight table of this rank's part: this rank's Megatron names and heads, and the Hugging Face
+        names of the whole model.
+        """
         named = ((row, self.own_name(row.megatron, plan)) for row in plan.codec.rows)
         rows = tuple(replace(row, megatron=name) for row, name in named if name is not None)
         shape = plan.codec.shape
         return Codec(rows, replace(shape, heads=shape.heads // self.tp, groups=shape.groups // self.tp))
 
     def shapes(self, codec: Codec, whole: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-        """(out, in) of this rank's part of every adapted weight. codec: as `codec` gave it; whole: of the whole weights."""
+        """Return (out, in) of this rank's part of every adapted weight. `codec` is the result of `codec()`; `whole`
+        has the shapes of the whole weights.
+        """
         found = {}
         for row in codec.lora_rows():
             dim, size = split_of(row.megatron), self.etp if _EXPERT.search(row.megatron) else self.tp
@@ -180,18 +192,18 @@ ALONE = Parallel()
 
 
 def sparse_of(plan: Plan) -> list[int]:
-    """For each layer, 1 if it has experts."""
+    """Return one number per layer: 1 if the layer has experts, else 0."""
     return [int(layer.sparse) for layer in plan.decoder]
 
 
 def split_of(name: str) -> int | None:
-    """The dimension of a Megatron weight that tensor-parallel ranks split, None = each has a copy."""
+    """Return the dimension along which tensor-parallel ranks split a Megatron weight, or None when each has a copy."""
     linear = name.removesuffix(".weight").rpartition(".")[2]
     return 0 if linear in _COLUMN else 1 if linear in _ROW else None
 
 
 def part(name: str, whole: Tensor) -> Tensor:
-    """What this rank holds of a whole weight in Megatron's layout."""
+    """Return this rank's part of a whole weight in Megatron's layout."""
     if _EXPERT.search(name):
         size, rank = (
             parallel_state.get_expert_tensor_parallel_world_size(),
@@ -205,6 +217,6 @@ def part(name: str, whole: Tensor) -> Tensor:
     dim = split_of(name)
     if size == 1 or dim is None:
         return whole
-    # A fused gate and up is two weights on top of each other: each is split by itself.
+    # A fused gate and up holds two weights, one above the other; each is split by itself.
     blocks = whole.chunk(2 if ".linear_fc1." in name else 1, dim)
     return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)

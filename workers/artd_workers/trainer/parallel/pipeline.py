@@ -1,9 +1,9 @@
-"""A model whose layers are shared out over stages: what goes from one to the next, and in which order.
+"""Pipeline parallelism: what moves between the stages of a model, and in which order a stage works.
 
-Purpose: `Stage` moves hidden states forward and gradients back between neighbouring stages; `order` is one stage's schedule of a
-step's rows ("1F1B": Narayanan et al., arXiv:2104.04473, section 2.2). Owner of: the inputs whose gradients are still to be sent
-back, and what is on its way. Invariants: rows go backward in the order in which they went forward; each direction has its
-connection, so that neither waits for the other.
+`Stage` sends hidden states forward and gradients back between neighbouring stages. `order` is one stage's schedule of
+a step's rows ("1F1B": Narayanan et al., arXiv:2104.04473, section 2.2). A stage owns the inputs whose gradients it
+has yet to send back, and the messages on their way. Rows go backward in the order in which they went forward. Each
+direction has its own connection, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from .layout import Parallel
 
 
 class Stage:
-    """This rank's stage. Alone it is the first and the last, and nothing moves. shape: [1, hidden] of a token."""
+    """This rank's pipeline stage. A single stage is both the first and the last, and moves nothing. shape: [1,
+    hidden] of one token.
+    """
 
     def __init__(self, parallel: Parallel, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.number = parallel.pp, 0
@@ -43,18 +45,20 @@ class Stage:
         return self.number == self.count - 1
 
     def begin(self) -> None:
-        """A step begins: forget what one that failed left behind."""
+        """Begin a step: forget what a failed step left behind."""
         self._inputs.clear()
         self.settle()
 
     def settle(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until every message has left."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
     def receive(self, tokens: int) -> Tensor | None:
-        """Hidden states [tokens, 1, hidden] of the stage before, to be gone back through if gradients are on; None on the first."""
+        """Return hidden states [tokens, 1, hidden] of the previous stage, or None on the first. They collect a
+        gradient if gradients are on.
+        """
         found = None
         if not self.first:
             found = torch.empty(tokens, *self._shape, **self._kind)
@@ -65,11 +69,13 @@ class Stage:
         return found
 
     def send(self, hidden: Tensor) -> None:
-        """Hidden states on to the next stage."""
+        """Send hidden states to the next stage."""
         self._send(hidden, self._after, self._forth)
 
     def backward(self, root: Tensor) -> None:
-        """The backward of the row that went forward first of those that are left. root: its loss, or what was sent on."""
+        """Run the backward of the oldest row that has only gone forward. `root` is the row's loss on the last stage,
+        and the tensor that was sent on elsewhere.
+        """
         if self.last:
             root.backward()
         else:
@@ -81,13 +87,15 @@ class Stage:
             self._send(given.grad, self._before, None)
 
     def broadcast_from_last(self, found: Tensor) -> Tensor:
-        """What the last stage found, on all: `found` is that, or room for it."""
+        """Return the last stage's `found` on every stage; elsewhere `found` is a tensor of the same shape to fill.
+        Collective: every stage calls it.
+        """
         if self.count > 1:
             dist.broadcast(found, parallel_state.get_pipeline_model_parallel_last_rank(), group=self._forth)
         return found
 
     def order(self, rows: int) -> Iterator[tuple[bool, int]]:
-        """(whether forward, row): as few rows in flight as keep all stages busy."""
+        """Yield (is_forward, row), with no more rows in flight than keep all stages busy."""
         ahead = min(self.count - 1 - self.number, rows)
         for row in range(rows + ahead):
             if row < rows:
@@ -104,7 +112,9 @@ class Stage:
 
 
 def open_connections(parallel: Parallel) -> None:
-    """Use each connection once, from the first stage to the last and back: the first use of one waits for both its ends."""
+    """Use each connection once, from the first stage to the last and back, because the first use of a connection
+    blocks both its ends. Collective: every rank calls it.
+    """
     if parallel.pp == 1:
         return
     number, here = parallel_state.get_pipeline_model_parallel_rank(), dist.get_rank()

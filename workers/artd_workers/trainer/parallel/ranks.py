@@ -1,7 +1,8 @@
-"""The processes that train one model together: how they meet, hear what to do, and agree on what went wrong.
+"""The ranks that train one model: how they meet, receive orders, and agree on errors.
 
-Purpose: `joined` makes the process groups; `Ranks` carries rank 0's orders as msgspec bytes, and makes the channels on which ranks speak
-beside their jobs. Owner of: no state beside torch's and Megatron's groups. Invariants: nothing is pickled; what a method says to do "together" every rank does, in the same order.
+`join_ranks` creates the process groups. `Ranks` broadcasts rank 0's orders as msgspec bytes, offers the collectives,
+and makes the channels that work while ranks are inside a job. Nothing is pickled. Every rank calls the same
+collectives in the same order.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from .channel import Channel
 from .layout import ALONE, Parallel
 
 FOREVER = timedelta(days=3650)
-"""Between jobs the other ranks wait for the next order: as long as it takes."""
+"""Timeout of an order: between jobs the other ranks wait for as long as it takes."""
 
 
 class RankError(RuntimeError):
-    """What went wrong on another rank."""
+    """An error on another rank."""
 
 
 @dataclass
 class Ranks:
-    """This process among those that train together. broken: they are no longer in step, and only a fresh start helps."""
+    """This process among those that train one model. `broken` means that the ranks are out of step, and that only a
+    restart helps.
+    """
 
     parallel: Parallel = ALONE
     rank: int = 0
@@ -43,21 +46,22 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
+        """Whether this is the only rank."""
         return self.parallel.world == 1
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that speaks to the daemon and writes files."""
+        """Whether this is rank 0, which speaks to the daemon and writes files."""
         return self.rank == 0
 
     def send_order(self, data: bytes) -> None:
-        """Send rank 0's bytes to all others, who `hear` them."""
+        """Send rank 0's bytes to every other rank. Collective: rank 0 calls this, the others `receive_order`."""
         if not self.alone:
             dist.broadcast(torch.tensor(len(data)), 0, group=self._orders)
             dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._orders)
 
     def receive_order(self) -> bytes:
-        """What rank 0 tells next."""
+        """Return the next bytes that rank 0 sends."""
         size = torch.zeros((), dtype=torch.int64)
         dist.broadcast(size, 0, group=self._orders)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -65,17 +69,17 @@ class Ranks:
         return data.numpy().tobytes()
 
     def pids(self) -> list[int]:
-        """Process numbers of ranks 1 and up, together."""
+        """Return the process ids of ranks 1 and up. Collective: every rank calls it."""
         found = [torch.zeros((), dtype=torch.int64) for _ in range(self.parallel.world)]
         dist.all_gather(found, torch.tensor(os.getpid()), group=self._orders)
         return [int(pid) for pid in found[1:]]
 
     def poll(self, asked: Callable[[], bool]) -> RankZeroPoll:
-        """What rank 0's `asked` says, on every rank, together; for one step."""
+        """Make a poll of rank 0's `asked` for one step. Every rank makes its own, and calls it equally often."""
         return RankZeroPoll(self, asked)
 
     def all_reduce_min(self, value: float) -> float:
-        """The smallest of all ranks' values, together."""
+        """Return the smallest value of all ranks. Collective: every rank calls it."""
         if self.alone:
             return value
         word = torch.tensor(value, dtype=torch.float64)
@@ -83,7 +87,7 @@ class Ranks:
         return float(word)
 
     def broadcast(self, value: int) -> int:
-        """What it is on rank 0, together."""
+        """Return rank 0's value on every rank. Collective: every rank calls it."""
         if self.alone:
             return value
         word = torch.tensor(value)
@@ -91,13 +95,15 @@ class Ranks:
         return int(word)
 
     def all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
-        """int64 on the CPU, of one shape on all ranks -> their sum modulo 2^64, together."""
+        """Sum int64 tensors on the CPU, of the same shape on all ranks, modulo 2^64. The sum replaces `numbers`.
+        Collective: every rank calls it.
+        """
         if not self.alone:
             dist.all_reduce(numbers, group=self._orders)
         return numbers
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """What each rank says, by rank, together."""
+        """Return every rank's bytes, by rank. Collective: every rank calls it."""
         if self.alone:
             return [data]
         sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.parallel.world)]
@@ -109,16 +115,20 @@ class Ranks:
         return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def first_nonempty(self, text: str) -> str:
-        """What the first rank says that says anything, "" when none does, together."""
+        """Return the non-empty text of the lowest rank that has one, or "". Collective: every rank calls it."""
         return next((one.decode() for one in self.all_gather(text.encode()) if one), "")
 
     def channel(self, other: int, take: Callable[[bytes | None], None]) -> Channel:
-        """One end of what rank 0 and another say beside their jobs; both make theirs, once. take: as of `Channel`."""
+        """Return this process's end of the channel between rank 0 and another rank. Both sides call this once; `take`
+        is as in `Channel`.
+        """
         return Channel(self._beside, other, take)
 
     @contextmanager
     def share_errors(self) -> Iterator[None]:
-        """A part of a job that each rank does by itself, and that may fail on one alone: then all raise. Together."""
+        """Run a block that can fail on one rank alone, and let every rank raise when one has failed. A rank without
+        an error of its own raises RankError. Collective: every rank enters it.
+        """
         error: Exception | None = None
         try:
             yield
@@ -132,7 +142,9 @@ class Ranks:
 
     @contextmanager
     def in_step(self, *same: type[Exception]) -> Iterator[None]:
-        """A part of a job in which ranks work together. same: what is raised on all of them or on none."""
+        """Run a block in which the ranks call collectives. An exception marks the ranks as `broken`, unless its type
+        is in `same`: those are raised on all ranks or on none.
+        """
         try:
             yield
         except same:
@@ -143,10 +155,10 @@ class Ranks:
 
 
 class RankZeroPoll:
-    """What rank 0's `asked` says, looked at again and again in a step, by all ranks as often and in the same order.
+    """A question to rank 0, `asked`, that all ranks poll during a step, equally often and in the same order.
 
-    A call gives what rank 0 said at the call before it (False at first), so that no rank waits for the slowest at every row: it
-    is heard while the row is computed. `now` waits, and gives what was ever said.
+    A call returns whether rank 0 had said yes by the call before it (at first False). The answer arrives while a row
+    is computed, so no rank waits for the slowest at every row.
     """
 
     def __init__(self, ranks: Ranks, asked: Callable[[], bool]) -> None:
@@ -162,6 +174,7 @@ class RankZeroPoll:
         return self._has_said(before)
 
     def now(self) -> bool:
+        """Wait for rank 0's answer, and return whether it has ever said yes. Collective: every rank calls it."""
         if self._ranks.alone:
             return self._asked()
         before, self._under_way = self._under_way, None
@@ -178,26 +191,30 @@ class RankZeroPoll:
 
 
 def join_ranks(parallel: Parallel, rank: int, folder: Path, cuda: bool) -> Ranks:
-    """Meet the other ranks in a folder and make Megatron's groups. Blocks until all are there."""
+    """Meet the other ranks in `folder` and create Megatron's groups. Collective: blocks until every rank has called
+    it.
+    """
     meet(parallel.world, rank, folder, cuda)
     return make_groups(parallel, rank)
 
 
 def meet(world: int, rank: int, folder: Path, cuda: bool) -> None:
-    """Meet the other ranks in a folder; GPU number `rank` is this process's. Blocks until all are there."""
+    """Meet the other ranks in `folder`; this process uses GPU number `rank`. Collective: blocks until every rank has
+    called it.
+    """
     if cuda:
         torch.cuda.set_device(rank)
     else:
-        # Megatron asks CUDA for the device of its buffers: ranks without a GPU, which are for tests, have none to name.
+        # Megatron asks CUDA for the device of its buffers. Ranks without a GPU exist only in tests, and have none.
         torch.cuda.current_device = _no_gpu
-    # Its fork does nothing: no forward here draws random numbers.
+    # A tracker whose fork does nothing is enough: no forward here draws random numbers.
     initialize_rng_tracker(inference_rng_tracker=True)
     store = dist.FileStore(str(folder / "ranks"), world)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world)
 
 
 def make_groups(parallel: Parallel, rank: int) -> Ranks:
-    """Make Megatron's groups among ranks that have met."""
+    """Create Megatron's groups among ranks that have met. Collective: every rank calls it."""
     parallel_state.initialize_model_parallel(
         parallel.tp, parallel.pp, expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp
     )

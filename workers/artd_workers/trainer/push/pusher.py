@@ -107,7 +107,7 @@ class Pusher:
         pair = self._pair
         if pair is None or pair.rendezvous != message.rendezvous:
             if pair is not None:
-                pair.retire()  # its engine is gone: a pair of spawns has one rendezvous
+                pair.retire()  # a pair of spawns has one rendezvous, so its engine is gone
             pair = self._pair = Pair(message.rendezvous, open_way(message.transfer, message.rendezvous))
         elif pair.dead:
             return self._refuse(message, pair.afresh)
@@ -143,7 +143,7 @@ class Pusher:
             pair.dead = True
             self._refuse(message, str(error))
         except Exception as error:
-            # The engine sees its own end of this fail, and the harness reports it.
+            # The engine's end fails too, and the harness reports that.
             pair.dead = True
             log.warning("push %d to %s ended: %s: %s", message.push, message.name, type(error).__name__, error)
         finally:
@@ -155,7 +155,7 @@ def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline)
     started = time.monotonic()
     if snapshot.team is not None and message.transfer != "direct":
         raise Unable(
-            f"the trainer's weights lie in several processes, which can only be pulled: not sent by {message.transfer}"
+            f"the trainer's weights lie in several processes, which only a direct push can serve, not {message.transfer}"
         )
     try:
         pair.way.prepare(snapshot)

@@ -1,7 +1,4 @@
-"""What a rank of several gives to an engine: each element of the model is given by the lowest rank that holds it.
-
-Owner of: no state; asks Megatron's process groups.
-"""
+"""Which part of the model each rank gives to an engine: each element comes from the lowest rank that holds it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,9 @@ from artd_workers.trainer.push.direct.layout import WHOLE, Share
 
 
 def own_shards(plan: Plan, parallel: Parallel) -> tuple[Codec, dict[str, Share]]:
-    """The rows of this rank's weight table (`Parallel.codec`) that it gives, and its part of each, by its own names."""
+    """Return the rows of this rank's weight table (`Parallel.codec`) that it gives, and its shard of each, by this
+    rank's names.
+    """
     if parallel.world == 1:
         return plan.codec, {}
     codec = parallel.codec(plan)
@@ -28,7 +27,7 @@ def own_shards(plan: Plan, parallel: Parallel) -> tuple[Codec, dict[str, Share]]
 
 
 def _share(row: Row, parallel: Parallel) -> Share | None:
-    """None: another rank gives it."""
+    """Return this rank's shard of a weight, or None when a lower rank gives it."""
     expert = EXPERT.search(row.megatron) is not None
     here, dim = places(expert), split_of(row.megatron)
     count = parallel.etp if expert else parallel.tp

@@ -77,7 +77,7 @@ def port_of(spec: RunSpec) -> Port | None:
     if spec.rollout_weights_mode != "merged" or placement.device_of(spec) != "cuda":
         return None
     if spec.trainer.processes > 1 and spec.engine.transfer in ("nccl", "stock"):
-        return None  # whole tensors are wanted, of which each process has a part
+        return None  # these ways send whole tensors, and each process has only parts
     return Cuda(torch.cuda.current_device())
 
 
@@ -158,4 +158,6 @@ def _on_host(trained: Trained, ranks: Ranks, why: str) -> Serving:
 def explain_uneven(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
     """Why tensors of these sizes have no 64-bit checksums in the dtype that is served; "" = they have."""
     odd = [name for name, size in sizes.items() if size * dtype.itemsize % WORD]
-    return "".join(f"{name} of the base model is no whole number of {WORD}-byte words in {dtype}" for name in odd[:1])
+    return "".join(
+        f"{name} of the base model is not a whole number of {WORD}-byte words in {dtype}" for name in odd[:1]
+    )

@@ -48,7 +48,7 @@ class Sender:
             unique_id = self._library.unique_id()
             leave_id(self._rendezvous, unique_id)
             self._communicator.join(unique_id, WORLD)
-            warm = torch.zeros(1, device=self._queue.device)  # the engine's side sums one number before anything else
+            warm = torch.zeros(1, device=self._queue.device)  # the engine's side starts with an all-reduce of one number
             self._communicator.all_reduce(warm.data_ptr(), self._queue.handle)
             self._wait("ncclAllReduce")
         self.joined = True
@@ -64,7 +64,7 @@ class Sender:
             for chunk in cut:
                 size = _pack(buffer, chunk, source)
                 self._communicator.broadcast(buffer.data_ptr(), size, self._queue.handle)
-                self._wait("ncclBroadcast")  # the engine loads it while the next is packed
+                self._wait("ncclBroadcast")  # the engine loads this chunk while the next is packed
 
     def abort(self, reason: str = "the push has ended") -> None:
         """End what is under way, and the pair; returns at once."""

@@ -60,7 +60,7 @@ class Gloo:
 
     def prepare(self, snapshot: Snapshot) -> None:
         if snapshot.device != "cpu":
-            raise Unable(f"the trainer's weights lie on {snapshot.device}, and gloo sends those of a CPU")
+            raise Unable(f"the trainer's weights lie on {snapshot.device}, and gloo sends only from a CPU")
 
     def send(self, message: Push, snapshot: Snapshot, deadline: Deadline) -> None:
         if self._group is None:

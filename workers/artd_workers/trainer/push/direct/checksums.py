@@ -1,9 +1,8 @@
-"""What the engine is served, tensor by tensor under Hugging Face's names, made on the trainer's device and without an engine.
+"""The checksums of a checkpoint, and its tensors one by one, computed on the trainer's device without an engine.
 
-Purpose: the checksums of a checkpoint, and its tensors one after the other for whoever sends them one by one. Owner of: no
-weights (they are `WeightSource`'). Invariants: the same ring, the same arithmetic and so the same bits as a direct push, by the plan of
-an "engine" whose tensors are the Hugging Face tensors themselves; a checkpoint's sums are made of the weight_lock adapter that
-its pushes are fed from.
+Both go by Hugging Face names. They use the plan of an "engine" whose tensors are the Hugging Face tensors themselves,
+and the ring and arithmetic of a direct push, so they have the bits that a push sends. A checkpoint's sums come from
+the same copy of the adapter that feeds its pushes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,16 @@ if TYPE_CHECKING:
     from .team import Team
 
 _Told = tuple[str, tuple[Piece, ...]]
-"""Of each process: what is wrong with its plan, and its pieces."""
+"""What each process says about its plan: an error ("" for none), and the plan's pieces."""
 
 
 class ServedWeights:
-    """names: of every served tensor, in push order; ranks: the processes of which each gives a part. Raises PlanError (together)
-    where a tensor's bytes are no whole words: it has no checksum; CoverError where the parts are no whole."""
+    """The weights that a run serves.
+
+    names: every served tensor, in push order. ranks: the processes that each hold a part. Raises PlanError when the
+    bytes of a tensor are not whole 64-bit words, which a checksum needs, and CoverError when the parts do not make up
+    the model; each is raised on all ranks. Collective: every rank makes one.
+    """
 
     def __init__(self, weight_source: WeightSource, names: Sequence[str], ranks: Collectives = SINGLE_RANK) -> None:
         self.weight_source, self.ranks, self._names = weight_source, ranks, tuple(names)
@@ -50,13 +53,18 @@ class ServedWeights:
         self.team: Team | None = None
 
     def await_readers(self) -> None:
-        """Weights that are trained themselves are read as they lie: a push of them ends first."""
+        """Wait for a push that reads the weights themselves, which happens only when training changes them directly,
+        without an adapter.
+        """
         if not self.weight_source.weight_lock.adapter:
             self.weight_source.weight_lock.renew()
 
     def stage(self) -> Snapshot:
-        """From now on pushes are fed the parameters as they are now, together; waits for the push that is fed those before.
-        Raises TimeoutError."""
+        """Freeze the parameters as they are now, and serve pushes from that state. First waits for the push that
+        reads the previous state.
+
+        Raises TimeoutError. Collective: every rank calls it.
+        """
         version = self._next_version()
         with self.ranks.share_errors():
             self.weight_source.weight_lock.copy_adapter()
@@ -69,8 +77,11 @@ class ServedWeights:
         return Snapshot(entries, tensors, self.weight_source.device.type, self.weight_source, version, self.team)
 
     def _next_version(self) -> int:
-        """The next version. The first rank's readers end when those of all do, and nobody is to be asked for a version that
-        another has left: so it goes ahead."""
+        """Return the next version.
+
+        Rank 0 goes ahead: its readers end when those of all ranks have ended, and it must not ask a rank for a
+        version that the rank has left.
+        """
         weight_lock, version = self.weight_source.weight_lock, 0
         with self.ranks.share_errors():
             if self.ranks.first:
@@ -83,7 +94,7 @@ class ServedWeights:
 
     @cached_property
     def one_by_one(self) -> Filler:
-        """A slot for each name."""
+        """A filler with one slot per tensor."""
         plan = self._schedule.plan
         pieces: dict[str, list[Fill]] = {name: [] for name in self._names}
         for piece in plan.pieces:
@@ -92,7 +103,7 @@ class ServedWeights:
 
     @torch.no_grad()
     def _sums(self) -> Tensor:
-        """What this process's pieces add to the checksum of each part, int64 on the CPU."""
+        """Return what this process's pieces add to each part's checksum, int64 [parts] on the CPU."""
         schedule, ends = self._schedule, self._ends
         sums = torch.zeros(len(schedule.plan.parts), dtype=torch.int64, device=self.weight_source.device)
         if not schedule.plan.pieces:
@@ -107,8 +118,11 @@ class ServedWeights:
 
 
 def plan_collectively(weight_source: WeightSource, table: EngineTable, ranks: Collectives) -> Plan:
-    """What this process gives to the "engine" of `identity_table`, together. Raises what is wrong with any process's part, or with all
-    of them together, on each: PlanError, CoverError."""
+    """Return this process's plan for the "engine" of `identity_table`.
+
+    Raises PlanError or CoverError on every rank when any rank's part is wrong, or all parts together. Collective:
+    every rank calls it.
+    """
     if weight_source.spread is None:
         return weight_source.plan(table)
     plan, why = Plan(parts=(), sources=(), pieces=()), ""
@@ -127,8 +141,9 @@ def plan_collectively(weight_source: WeightSource, table: EngineTable, ranks: Co
 
 
 class Tensors:
-    """Each served tensor, new on the trainer's device, made when it is its slot on the stream that is current then. Iterate
-    it while the snapshot is held."""
+    """The served tensors, each made anew on the trainer's device when the iteration reaches it, on the stream that is
+    current then. Iterate only while the snapshot is held.
+    """
 
     def __init__(self, served: ServedWeights, entries: Sequence[WeightEntry]) -> None:
         self._served, self._entries = served, entries
@@ -143,7 +158,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class CurrentStream:
-    """The stream that is current, in a queue's place. None on a CPU."""
+    """The current stream of a device, in place of a queue. None on a CPU."""
 
     stream: Any
 
@@ -153,7 +168,7 @@ class CurrentStream:
 
 
 def identity_table(shapes: Mapping[str, Sequence[int]], dtype: str) -> EngineTable:
-    """The table of an engine that holds each Hugging Face tensor by itself. shapes: theirs."""
+    """Return the table of an engine that holds each Hugging Face tensor by itself. `shapes`: their shapes by name."""
     tensors = tuple(
         EngineTensor(name, dtype, tuple(shape), (*shape[1:], 1), "", number, 0)
         for number, (name, shape) in enumerate(shapes.items())

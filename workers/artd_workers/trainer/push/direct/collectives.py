@@ -1,7 +1,7 @@
-"""What processes that each give a part of one model say to each other while none of them works on a push.
+"""The collectives that a direct push needs while no push is under way.
 
-Purpose: `Collectives` is what `..ranks.Ranks` does for this folder, and `SINGLE_RANK` for a process that has all of the model.
-Owner of: no state. Invariants: every process calls the same, in the same order.
+`Collectives` is the part of `parallel.ranks.Ranks` that this folder uses; `SINGLE_RANK` implements it for one process
+with the whole model. Every process calls the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from torch import Tensor
 
 
 class Collectives(Protocol):
-    """first: this is the process that leads."""
+    """The collectives of the processes that each hold a part of one model."""
 
     @property
-    def first(self) -> bool: ...
+    def first(self) -> bool:
+        """Whether this is rank 0."""
 
     def share_errors(self) -> AbstractContextManager[None]:
-        """What each does by itself: when it fails on one, all raise."""
+        """Run a block that can fail on one rank alone; when it fails on one, all raise."""
 
     def broadcast(self, value: int) -> int:
-        """The first one's."""
+        """Return rank 0's value on every rank."""
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """What each of them says."""
+        """Return every rank's bytes, by rank."""
 
     def all_reduce(self, numbers: Tensor) -> Tensor:
-        """int64 on the CPU, of one shape -> their sum modulo 2^64."""
+        """Return the sum modulo 2^64 of int64 tensors on the CPU, which have the same shape on all ranks."""
 
 
 class SingleRank:
+    """The collectives of a single process."""
+
     first = True
 
     def share_errors(self) -> AbstractContextManager[None]:

@@ -1,9 +1,10 @@
-"""The trainer's memory that one engine is given: base weights as they lie, and the ring of buffers, filled for its plan.
+"""Feeding one engine from a process's weights: base weights in place, and a ring of buffers that is filled by the
+engine's plan.
 
-Purpose: `Feeder` makes the offer of one (trainer spawn, engine spawn) pair and feeds its pushes. Owner of: the pair's page, or its
-end of the connection over which the buffers are sent: then nothing is read where it lies.
-Invariants: a push is fed while its version of the weights is held (`WeightLock.read`), and `feed` returns only when the engine has
-copied the last buffer; a fence is fed once; nothing here writes any memory of an engine.
+`Feeder` makes the offer of one (trainer spawn, engine spawn) pair and feeds its pushes. It owns the pair's page; or,
+over NCCL, its end of the connection, and then nothing is read in place. A push is fed under `WeightLock.read` of its
+version, and `feed` returns only when the engine has copied the last slot. A fence is fed once. Nothing here writes
+memory of an engine.
 """
 
 from __future__ import annotations
@@ -30,17 +31,21 @@ from .weight_source import PushSchedule, WeightSource
 
 _POLL_S, _IDLE_S = 0.00002, 0.0005
 _ACTIVE_S = 0.01
-"""The page is looked at seldom when nothing has moved for so long: the engine drains its requests, and a train step wants
-the interpreter."""
+"""After so many seconds without progress the feeder looks at the page less often: the engine may be draining its
+requests, and a train step wants the interpreter.
+"""
 
 
 class Aborted(Exception):
-    """The push was over before the engine had taken all."""
+    """The push ended before the engine had copied everything."""
 
 
 class Outlet(Protocol):
-    """What a feed gives its buffers by: a `ring.Page` to an engine that pulls, a `Sender` to one that receives. ready: buffers given
-    so far, set by the feed; done: those that may be filled again."""
+    """Where a feed announces filled slots: a `ring.Page` for an engine that pulls, a `Sender` for one that receives.
+
+    ready: number of slots announced so far; the feed sets it. done: number of slots whose buffers may be filled
+    again.
+    """
 
     ready: int
 
@@ -52,7 +57,11 @@ class Outlet(Protocol):
 
 
 class Feeder:
-    """folder: of the pair, made by the caller; wire: over which the engine is sent everything (None: it pulls by CUDA IPC)."""
+    """Makes one pair's offer and feeds its pushes.
+
+    folder: the pair's, made by the caller. wire: the connection over which the engine gets everything, or None when
+    it pulls by CUDA IPC.
+    """
 
     def __init__(self, weight_source: WeightSource, plan: Plan, folder: Path, wire: Wire | None = None) -> None:
         self._weight_source = weight_source
@@ -64,22 +73,24 @@ class Feeder:
         self.outlet: Outlet = Page.make(self._path) if wire is None else self._sender(wire)
 
     def close(self) -> None:
-        """Remove the page. The engine closes its mappings by itself: they pin this process's memory."""
+        """Remove the page. The engine closes its mappings by itself; until then they pin this process's memory."""
         self._path.unlink(missing_ok=True)
         self.outlet.close()
 
     def abort(self) -> None:
-        """End a feed that is under way, from any thread; nothing is fed any more."""
+        """End a feed that is under way, and feed nothing any more. Any thread."""
         self._aborted.set()
 
     def offer(self) -> Offer:
-        """What the engine opens, where this process has the whole model. Raises DeviceError where memory cannot be shared."""
+        """Return what the engine opens, when this process holds the whole model. Raises DeviceError when memory
+        cannot be shared.
+        """
         return Offer(
             itemsize=self._weight_source.dtype.itemsize, parts=self._schedule.plan.parts, feeds=(self.own_feed(),)
         )
 
     def own_feed(self) -> Feed:
-        """This process's part of an offer. Raises DeviceError where memory cannot be shared."""
+        """Return this process's part of an offer. Raises DeviceError when memory cannot be shared."""
         return self._sent if self._sent is not None else self._ipc_feed()
 
     def _ipc_feed(self) -> Feed:
@@ -109,8 +120,9 @@ class Feeder:
         return sender
 
     def feed(self, fence: int, deadline: Deadline) -> None:
-        """Fill the buffers, slot by slot, as the engine empties them, the first ones at once; returns when it has copied all.
-        Raises TimeoutError, Aborted."""
+        """Fill the ring slot by slot, as fast as the engine empties it. Returns when the engine has copied
+        everything. Raises TimeoutError, Aborted.
+        """
         slots, buffers = len(self._schedule.slots), len(self._weight_source.buffers)
         self.outlet.begin(fence)
         self._pace = _Pace()
@@ -125,7 +137,7 @@ class Feeder:
                 self._wait(behind, deadline)
         except BaseException:
             self.outlet.fail()
-            self._schedule.queue.settle()  # what was queued reads weights that may change from now on
+            self._schedule.queue.settle()  # queued work reads weights that may change from now on
             raise
 
     def _wait(self, behind: deque[Mark], deadline: Deadline) -> None:
@@ -139,7 +151,7 @@ class Feeder:
 
 
 class _Pace:
-    """Seconds between two looks at the page."""
+    """Chooses the seconds between two looks at the page."""
 
     def __init__(self) -> None:
         self._seen, self._since = (0, 0), time.monotonic()
@@ -152,7 +164,7 @@ class _Pace:
 
 
 class _Segments:
-    """Numbers the allocations that tensors lie in."""
+    """Numbers the allocations that contain tensors."""
 
     def __init__(self, port: Port) -> None:
         self._port = port
@@ -161,7 +173,7 @@ class _Segments:
         self._of: dict[int, tuple[int, int]] = {}
 
     def find(self, tensor: Tensor, byte: int) -> tuple[int, int]:
-        """(number, bytes from its begin) of a byte of a tensor."""
+        """Return (number, offset) of a byte of a tensor: its allocation, and bytes from the allocation's start."""
         at = tensor.data_ptr()
         if at not in self._of:
             handle, begin, size = self._port.share(tensor)
@@ -174,13 +186,13 @@ class _Segments:
 
 
 def _process() -> dict[str, Any]:
-    """`Feed`'s words for this one."""
+    """Return the fields of `Feed` that name this process."""
     pid = os.getpid()
     return {"pid": pid, "ticks": process_ticks(pid) or 0}
 
 
 def write_offer(offer: Offer, path: Path) -> None:
-    """For the engine's worker, whole or not at all."""
+    """Write an offer for the engine's worker: completely, or not at all."""
     write_whole(path, msgspec.msgpack.encode(offer))
 
 

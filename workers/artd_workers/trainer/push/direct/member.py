@@ -1,7 +1,7 @@
-"""Another rank's part in pushes: what rank 0 orders is done beside this rank's jobs.
+"""The part of ranks 1 and up in pushes: each does what rank 0 orders, beside its own jobs.
 
-Purpose: `Member` follows the orders of `team.py`. Owner of: a thread for each pair, its folder and its `LocalPart`. Invariants: an order never
-waits for the one before it to be done unless it is of the same pair, and `Abort` for none; every Open and Give is answered.
+`Member` follows the orders of `team.py`. For each pair it owns a thread, a folder and a `LocalPart`. An order waits
+only for earlier orders of its own pair, and `Abort` waits for none. Every Open and Give gets an answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .weight_source import WeightSource
 
 
 class Member:
-    """rank: of this process. line: to rank 0, set by the caller, which has it call `take`."""
+    """This rank's end. `line` is the channel to rank 0; the caller sets it, and lets it call `take`."""
 
     line: Line
 
@@ -32,7 +32,7 @@ class Member:
         self._parts: dict[str, _Part] = {}
 
     def take(self, data: bytes | None) -> None:
-        """Rank 0's next order; None when it has ended."""
+        """Handle rank 0's next order, or None when rank 0 has ended."""
         if data is None:
             for part in self._parts.values():
                 part.take(Close(""))
@@ -54,7 +54,7 @@ class Member:
 
 
 class _Part:
-    """Of one pair. folder: this process's, not there yet."""
+    """This rank's part of one pair. folder: this rank's folder of the pair, which does not exist yet."""
 
     def __init__(self, folder: Path, weight_source: WeightSource, answer: Callable[[Answer], None]) -> None:
         self._local, self._weight_source, self._answer = LocalPart(folder), weight_source, answer
@@ -69,7 +69,7 @@ class _Part:
 
     def _follow(self) -> None:
         if self._weight_source.device.type == "cuda":
-            torch.cuda.set_device(self._weight_source.device)  # a new thread's is the first one
+            torch.cuda.set_device(self._weight_source.device)  # a new thread starts on GPU 0
         while not isinstance(order := self._orders.get(), Close):
             self._answer(self._open(order) if isinstance(order, Open) else self._give(order))
         self._local.close()

@@ -1,7 +1,7 @@
-"""Filling a buffer of the ring: rows of merged weights, in the engine's dtype.
+"""Filling a slot with rows of merged weights in the engine's dtype, in plain torch.
 
-Purpose: `PlainFiller` makes them by the one merge of `..merge`, wherever torch runs; on a GPU `merge_cuda.CudaFiller` makes
-the same bits. Owner of: no state but references to weights and adapter.
+`PlainFiller` calls the one merge of `transfer.merge`, on any device. On a GPU, `merge_cuda.CudaFiller` makes the same
+bits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from .schedule import Fill
 
 
 class Filler(Protocol):
-    """Makes what the slots of a schedule say."""
+    """Fills the slots of a schedule."""
 
     def fill(self, slot: int, buffer: Tensor, queue: Any) -> None:
-        """Queue the making of a slot's rows in `buffer` [elements]."""
+        """Queue the work that writes a slot's rows into `buffer` [elements]."""
 
 
 class PlainFiller:
-    """weights: by source; adapter: by PEFT name, empty for weights that are only rounded."""
+    """Fills slots with plain torch. weights: by source index; adapter: by PEFT name, empty for weights that are only
+    rounded.
+    """
 
     def __init__(
         self, slots: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],

@@ -1,8 +1,8 @@
-"""`..merge.merge` on a GPU, for all rows of a buffer in one launch.
+"""`transfer.merge.merge` as a GPU kernel that makes all rows of a slot in one launch.
 
-Owner of: tables of the rows of every slot, on the device. Invariants: the same bits as `merge`: products of rank 0, 1, 2 ...
-added in that order in fp32 without fused multiply-add, the sum scaled, the weight added, rounded once; no Python for each
-expert, and no wait for the device.
+A filler owns a table of the rows of every slot, on the device. The kernel makes the same bits as `merge`: it adds the
+products of rank 0, 1, 2 ... in that order in fp32 without fused multiply-add, scales the sum, adds the weight, and
+rounds once. It runs no Python per expert and never waits for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _NONE = -8
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program makes: `rows` rows of `columns` numbers, `together` rows at a time, by `warps` warps."""
+    """What one program of the kernel makes: `rows` rows of `columns` numbers, `together` rows at a time, with `warps`
+    warps.
+    """
 
     rows: int
     together: int
@@ -35,8 +37,11 @@ class Tile:
 
     @classmethod
     def of(cls, rank: int) -> Tile:
-        """For adapters of this rank: a thread holds about 128 numbers of A, which is what its registers have room for, and one of
-        a row: several would leave fewer programs to hide each other's waits."""
+        """Return the tile for adapters of this rank.
+
+        A thread holds about 128 numbers of A, as many as its registers take, and one number of a row. More numbers of
+        a row would leave fewer programs to hide each other's waits.
+        """
         return cls(64, 1, min(256, max(32, 4096 // triton.next_power_of_2(rank))), 1)
 
 
@@ -47,7 +52,7 @@ def _fill(
 ):  # fmt: skip
     entry = table + tl.program_id(0) * FIELDS
     rows = tl.load(entry + 4)
-    # The hints (8 elements) are what lets a thread load several at once.
+    # With these hints (8 elements) a thread loads several elements at once.
     width = tl.multiple_of(tl.load(entry + 5), ALIGNED)
     first = tl.program_id(1) * COLUMNS
     if first >= width:
@@ -58,7 +63,7 @@ def _fill(
     b_at = tl.load(entry + 3)
     column = first + tl.arange(0, COLUMNS)
     inside = column < width
-    # A's columns stay in registers for all rows; of B only one number at a time is needed, the same for all threads.
+    # A's columns stay in registers for all rows. B is read one number at a time, the same for all threads.
     a = ()
     for rank in tl.static_range(RANK):
         a += (tl.load(adapter + a_at + rank * width + column, mask=inside & (a_at >= 0), other=0),)  # type: ignore[assignment]
@@ -80,7 +85,9 @@ def _fill(
 
 
 class CudaFiller:
-    """adapter: views of `flat` (fp32) by PEFT name; tile: other than the rank's own, to measure it."""
+    """Fills slots with the kernel. adapter: views of `flat` (fp32) by PEFT name; tile: replaces the rank's tile, for
+    measurements.
+    """
 
     def __init__(
         self, slots: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],
@@ -106,7 +113,7 @@ class CudaFiller:
         self._table = self._table.to(flat.device)
 
     def _lines(self, one: Fill, weight: Tensor, part: str, adapter: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
-        """(weight, out, A or _NONE, B, rows, width) of each tile: offsets in elements."""
+        """Return (weight, out, A or _NONE, B, rows, width) of each tile; the first four are offsets in elements."""
         piece, width, rank = one.piece, weight.shape[-1], self._rank
         at = (weight.data_ptr() - self._anchor.data_ptr()) // weight.element_size() + piece.begin
         name_a, name_b = peft_names(part)
@@ -132,7 +139,7 @@ class CudaFiller:
         begin, end, widest = self._slots[slot]
         tile = self._tile
         with torch.cuda.stream(queue.stream):
-            # Fusing a product and a sum would round once where `merge` rounds twice.
+            # A fused multiply-add would round once where `merge` rounds twice.
             _fill[(end - begin, triton.cdiv(widest, tile.columns))](
                 self._anchor, self._flat, buffer, self._table[begin:end], self._scale,
                 self._rank, tile.together, tile.columns, _FIELDS, self._aligned, num_warps=tile.warps,

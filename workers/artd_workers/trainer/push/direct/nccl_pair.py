@@ -1,8 +1,9 @@
-"""A pair of trainer and engine by the direct push over NCCL: the plan and the offer of `pair.py`, and no memory is shared.
+"""The direct push over NCCL: a pair of trainer and engine that uses the plan and the offer of `pair.py` but shares no
+memory.
 
-Purpose: `NcclWay` is `ways.Way` for `push.Pusher`. Owner of: the pair's folder with the offer, its `Feeder`, and the trainer's end of
-the connection. Invariants: as in `pair.py`; a push that did not end well ends the connection, and what the engine cannot see of
-that (its receive waits for ever) is told as Broken.
+`NcclWay` is the `ways.Way` of such a pair. It owns the pair's folder with the offer, its `Feeder`, and the trainer's
+end of the connection. A push that fails ends the connection. The engine cannot always see that (its receive waits for
+ever), so the way raises Broken. All else is as in `pair.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class NcclWay:
-    """rendezvous: the pair's folder, not there yet; the engine's table lies beside it."""
+    """The pair at `rendezvous`, a folder that does not exist yet. The engine's table lies beside it."""
 
     def __init__(self, rendezvous: str) -> None:
         self._folder = Path(rendezvous)

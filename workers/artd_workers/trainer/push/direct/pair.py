@@ -1,8 +1,8 @@
-"""A pair of trainer and engine by the direct push: the engine's table becomes a plan, the plan an offer, a push a feed.
+"""The direct push: a pair of trainer and engine, from the engine's table over the plan to the offer and its pushes.
 
-Purpose: `DirectWay` is `ways.Way` for `push.Pusher`, `LocalPart` one process's part of it. Owner of: the pair's folder with page and offer,
-and its `Feeder`. Invariants: nothing is offered for an engine whose table no plan covers, or not those of all processes together; the
-offer is whole when its name appears; a push ends here when it has ended on all processes.
+`DirectWay` is the `ways.Way` of the pair; `LocalPart` is one process's part of it. The pair owns its folder, with
+page and offer, and its `Feeder`. An engine gets an offer only if the plans of all processes together cover its table.
+The offer is complete when its name appears. A push ends here only when it has ended on all processes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ END_S = 5.0
 
 
 class LocalPart:
-    """One process's part of a pair: its page and what it feeds. folder: not there yet; the engine's table lies beside it. But for
-    `abort`, one thread at a time calls it."""
+    """One process's part of a pair: its page and what it feeds.
+
+    folder: the pair's folder, which does not exist yet; the engine's table lies beside it. One thread at a time uses
+    a part; only `abort` may come from any thread.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,7 +51,7 @@ class LocalPart:
         self._aborted = False
 
     def open(self, weight_source: WeightSource) -> Feed:
-        """What this process offers. Raises Unable."""
+        """Return this process's part of the offer. Raises Unable."""
         source = Feeder(weight_source, make_engine_plan(self._folder, weight_source), self._folder)
         try:
             feed = source.own_feed()
@@ -62,12 +65,12 @@ class LocalPart:
         return feed
 
     def feed(self, fence: int, deadline: Deadline) -> None:
-        """As `Feeder.feed`."""
+        """Feed one push; see `Feeder.feed`."""
         assert self._feeder is not None, "open comes first"
         self._feeder.feed(fence, deadline)
 
     def abort(self) -> None:
-        """End what waits, at any time and from any thread; nothing is fed any more."""
+        """End whatever waits, and feed nothing any more. Any thread, at any time."""
         with self._lock:
             self._aborted = True
             if self._feeder is not None:
@@ -80,8 +83,11 @@ class LocalPart:
 
 
 class DirectWay:
-    """rendezvous: the pair's folder, not there yet; the engine's table lies beside it. Where several processes give the weights,
-    each makes a folder beside it, and this one speaks for all."""
+    """The pair at `rendezvous`, a folder that does not exist yet. The engine's table lies beside it.
+
+    When several processes give the weights, each makes its own folder beside it, and this process speaks to the
+    engine for all of them.
+    """
 
     def __init__(self, rendezvous: str) -> None:
         self._folder = Path(rendezvous)
@@ -165,7 +171,7 @@ class DirectWay:
 
 
 def make_engine_plan(folder: Path, weight_source: WeightSource) -> Plan:
-    """For the engine whose table lies beside the pair's folder, which is made. Raises Unable."""
+    """Create the pair's folder, and return the plan for the engine whose table lies beside it. Raises Unable."""
     table = _read_table(folder.parent / TABLE)
     dtypes = sorted({tensor.dtype for tensor in table.tensors} - {weight_source.dtype_name})
     if dtypes:

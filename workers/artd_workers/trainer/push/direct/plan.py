@@ -1,8 +1,8 @@
-"""The plan of a direct push: which elements of which Megatron tensor fill which of the engine's.
+"""The plan of a direct push: which elements of which Megatron tensors fill which tensors of the engine.
 
-Purpose: `make_plan` puts an engine's table and a model's codec together, or one process's part of it. Owner of: no state; no
-torch. Invariants: plans that do not cover every tensor of both sides exactly once, or not in whole 64-bit words, are refused
-by name: the push then goes another way.
+`make_plan` combines an engine's table with a model's codec, or with one process's part of it. It needs no torch. It
+refuses, with the tensor's name, a plan that does not cover every tensor of both sides exactly once or not in whole
+64-bit words. The push then goes another way.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ WORD = 8
 
 
 class PlanError(ValueError):
-    """No plan for this engine: what stands against it, and where."""
+    """There is no plan for this engine: the reason, and where."""
 
 
 def make_plan(
     table: EngineTable, codec: Codec, shapes: Mapping[str, Sequence[int]], itemsize: int, spread: Spread | None = None
 ) -> Plan:
-    """shapes: of every Megatron tensor, by the codec's names; itemsize: bytes of a served element; spread: other processes give
-    the rest of the model, and `check_coverage` of all their pieces is the caller's. Raises PlanError, CoverError."""
+    """Return this process's plan for an engine.
+
+    shapes: of every Megatron tensor, by the codec's names. itemsize: bytes of a served element. spread: set when
+    other processes give the rest of the model; the caller must then run `check_coverage` on the pieces of all
+    processes. Raises PlanError, CoverError.
+    """
     if table.obstacles:
         first = table.obstacles[0]
         raise PlanError(f"{first.where}: {first.why}")
@@ -54,14 +58,14 @@ def make_plan(
 
 
 def single_process(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> Spread:
-    """Of the one process that has it all."""
+    """Return the layout of a model that one process holds as a whole."""
     return Spread({}, whole_tensors(codec, shapes, {}))
 
 
 def whole_tensors(
     codec: Codec, shapes: Mapping[str, Sequence[int]], shares: Mapping[str, Share]
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of each whole Hugging Face tensor that this process has a part of."""
+    """Return the shape of each whole Hugging Face tensor of which this process holds a part."""
     return {
         part: shape
         for row in codec.rows
@@ -70,7 +74,7 @@ def whole_tensors(
 
 
 def _places(codec: Codec, shapes: Mapping[str, Sequence[int]], model: Spread) -> dict[str, list[tuple[int, Interval]]]:
-    """For each part the intervals of it that this process gives, each with the number of its source."""
+    """Return for each part the intervals that this process gives, each with the index of its source."""
     found: dict[str, list[tuple[int, Interval]]] = {}
     for source, row in enumerate(codec.rows):
         share = model.shares.get(row.megatron, WHOLE)
@@ -82,8 +86,9 @@ def _places(codec: Codec, shapes: Mapping[str, Sequence[int]], model: Spread) ->
 def check_coverage(
     table: EngineTable, parts: Sequence[str], sizes: Sequence[int], pieces: Sequence[Piece | Run]
 ) -> None:
-    """Whether the pieces of all processes fill the engine's tensors and the model's exactly once. sizes: elements of each part.
-    Raises CoverError."""
+    """Check that the pieces of all processes fill the engine's tensors and the model's tensors exactly once. sizes:
+    elements of each part. Raises CoverError.
+    """
     names, wanted = [tensor.name for tensor in table.tensors], [prod(tensor.shape) for tensor in table.tensors]
     coverage.check("the engine's", names, wanted, ((p.tensor, p.at, p.count, p.width, p.pitch) for p in pieces))
     coverage.check("the model's", parts, sizes, ((p.part, p.first, p.count, p.width, p.pitch) for p in pieces))
@@ -95,9 +100,9 @@ def _check(plan: Plan, table: EngineTable, held: Sequence[int], itemsize: int) -
     for p in plan.pieces:
         if any(number * itemsize % WORD for number in (p.at, p.first, p.begin, p.count, p.width, p.pitch)):
             raise PlanError(
-                f"{names[p.tensor]}: {plan.parts[p.part]} does not lie there in whole words of {WORD} bytes"
+                f"{names[p.tensor]}: {plan.parts[p.part]} does not start and end there at multiples of {WORD} bytes"
             )
     if odd := [t for t in table.tensors if t.dtype != table.tensors[0].dtype]:
         raise PlanError(
-            f"{odd[0].name} is {odd[0].dtype}, and {names[0]} is {table.tensors[0].dtype}: one dtype is needed"
+            f"{odd[0].name} is {odd[0].dtype}, and {names[0]} is {table.tensors[0].dtype}: a direct push needs one dtype for all tensors"
         )

@@ -1,8 +1,8 @@
-"""In which order, and through which buffers, a plan is copied.
+"""The order in which a plan is copied, and which pieces go through the ring of buffers.
 
-Purpose: what needs arithmetic (a merged adapter, another dtype) passes a ring of buffers, the rest is copied from where it
-lies. Owner of: no state; no torch. Invariants: a buffer is laid out as the engine is, so that one copy fills a whole tensor
-or as much of it as the buffer holds, however many experts that is; fragments are whole rows.
+Pieces that need arithmetic (a merged adapter, another dtype) go through the ring; all others are copied from the
+weights themselves. This needs no torch. A buffer has the engine's layout, so that one copy fills a whole tensor, or
+as much of it as the buffer holds, however many experts that is. A piece is only ever cut between rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from artd_schema.direct import Piece, Plan
 
 @dataclass(frozen=True)
 class Fill:
-    """A piece, or some rows of one, that is made in a buffer, `at` elements behind its begin."""
+    """A piece, or some rows of one, that is made in a buffer, `at` elements from its start."""
 
     piece: Piece
     at: int
@@ -25,15 +25,18 @@ class Fill:
 
 @dataclass(frozen=True)
 class Schedule:
-    """in_place: pieces that are copied from the trainer's own tensors; slots: what is in the buffer at each slot."""
+    """in_place: pieces that are copied from the trainer's own tensors. slots: what each slot contains."""
 
     in_place: tuple[Piece, ...]
     slots: tuple[tuple[Fill, ...], ...]
 
 
 def make_schedule(plan: Plan, made: Mapping[int, int], buffer: int) -> Schedule:
-    """made: index of each source that needs arithmetic -> elements in one of its rows; buffer: elements of a buffer.
-    Raises ValueError when a row is larger than that."""
+    """Return the schedule of a plan.
+
+    made: maps the index of each source that needs arithmetic to the elements in one of its rows. buffer: elements of
+    a buffer. Raises ValueError when a row does not fit a buffer.
+    """
     in_place: list[Piece] = []
     slots: list[list[Fill]] = []
     used = buffer
@@ -52,7 +55,7 @@ def make_schedule(plan: Plan, made: Mapping[int, int], buffer: int) -> Schedule:
 
 
 def _fragments(piece: Piece, width: int, free: int, buffer: int) -> Sequence[Piece]:
-    """Cut a piece into whole rows: as much as is free in this buffer, then whole buffers."""
+    """Cut a piece between rows: first as many rows as this buffer still has room for, then whole buffers."""
     if width > buffer:
         raise ValueError(f"a row of {width} elements does not fit into a buffer of {buffer}: make the buffers larger")
     out, skip, room = [], 0, free // width * width

@@ -1,7 +1,7 @@
-"""A push's buffers as messages: what a feed writes to where the engine cannot map the trainer's memory.
+"""Sending the ring's buffers as messages to an engine that cannot map the trainer's memory.
 
-Owner of: what was sent of the push that is fed. Invariants: the wire form is that of `engines.direct.wire`; a buffer may be filled
-again when its message has ended.
+The wire form is that of `engines.pull.nccl_feed`. A buffer may be filled again when its message has ended. `Sender`
+owns the counts of what it has sent of the current push.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from artd_workers.transfer.stock import TRAINER
 
 
 class Sender:
-    """`feeder.Outlet` over a connection. sizes: bytes of each slot's message; buffers: the ring. Within `Wire.within`."""
+    """`feeder.Outlet` over a connection. sizes: bytes of each slot's message; buffers: the ring. Call it within
+    `Wire.within`.
+    """
 
     def __init__(self, wire: Wire, sizes: Sequence[int], buffers: Sequence[Tensor]) -> None:
         self.name = wire.name()
@@ -38,7 +40,7 @@ class Sender:
 
     @property
     def ready(self) -> int:
-        """Buffers sent so far, or on their way."""
+        """Number of slots that were sent or are on their way."""
         return self._ready
 
     @ready.setter
@@ -50,16 +52,16 @@ class Sender:
 
     @property
     def done(self) -> int:
-        """Buffers whose message has ended. Raises NcclError."""
+        """Number of slots whose message has ended. Raises NcclError."""
         self._wire.check()
         while self._behind and self._behind[0].done():
-            self._wire.check()  # what an abort has ended looks done
+            self._wire.check()  # an aborted message looks done
             self._behind.popleft()
             self._done += 1
         return self._done
 
     def fail(self) -> None:
-        """The rest never comes."""
+        """Tell the engine that the rest never comes, by aborting the connection."""
         self._wire.abort("the trainer cannot send the rest")
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""What rank 0 and the other ranks say to each other about pushes, and rank 0's end of it.
+"""What rank 0 and the other ranks say to each other during pushes, and rank 0's end of it.
 
-Purpose: `Team` speaks with all ranks that give a part of the model, `PeerParts` is their part of one pair. Owner of: what they have
-answered. Invariants: nothing here waits without a limit; one rank's failure ends the push on all, whenever it comes; what was
-ended is told to a rank once more than needed rather than once too little.
+`Team` speaks with all ranks that give a part of the model; `PeerParts` is their parts of one pair, and owns their
+answers. Every wait has a limit. A rank's failure ends the push on all ranks, whenever it happens. A rank may hear
+twice that a push has ended, but never fails to hear it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OPEN_S = 60.0
 
 
 class Open(Struct, frozen=True, tag=True):
-    """Make your part of a pair, by its rendezvous; answered by Opened."""
+    """Order: make your part of the pair at this rendezvous. The answer is Opened."""
 
     pair: str
 
 
 class Give(Struct, frozen=True, tag=True):
-    """Feed a push, of the weights of `version`, within `seconds`; answered by Ended."""
+    """Order: feed a push of the weights of `version` within `seconds`. The answer is Ended."""
 
     pair: str
     version: int
@@ -42,17 +42,19 @@ class Give(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
+    """Order: end whatever waits in this pair."""
+
     pair: str
 
 
 class Close(Struct, frozen=True, tag=True):
-    """Abort, and give back what the pair holds."""
+    """Order: abort, and give back what the pair holds."""
 
     pair: str
 
 
 class Opened(Struct, frozen=True, tag=True):
-    """feed: what is offered; unable: why there is none."""
+    """Answer to Open. feed: what the rank offers, or None, and then `unable` says why."""
 
     pair: str
     feed: Feed | None
@@ -60,7 +62,7 @@ class Opened(Struct, frozen=True, tag=True):
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """error: "" = the engine has taken all."""
+    """Answer to Give. error: "" means that the engine has copied everything."""
 
     pair: str
     fence: int
@@ -72,14 +74,15 @@ Answer = Opened | Ended
 
 
 class Line(Protocol):
-    """As `..channel.Channel`."""
+    """A connection to one rank, such as `parallel.channel.Channel`."""
 
     def send(self, data: bytes) -> None: ...
 
 
 class Team:
-    """The ranks that give something, but for rank 0. lines: made by the caller, which has each call `take`; lost: ranks whose
-    processes have ended."""
+    """The ranks other than 0 that give a part. lines: one for each rank; the caller makes them and lets each call
+    `take`. lost: ranks whose processes have ended.
+    """
 
     def __init__(self) -> None:
         self.lines: Mapping[int, Line] = {}
@@ -87,7 +90,9 @@ class Team:
         self._pairs: dict[str, PeerParts] = {}
 
     def pair(self, name: str, failed: Callable[[], None]) -> PeerParts:
-        """failed: called from another thread when a rank's part of a push has failed."""
+        """Return the other ranks' parts of a pair. `failed` is called, from another thread, when one rank's part of a
+        push has failed.
+        """
         self._pairs[name] = others = PeerParts(self, name, failed)
         return others
 
@@ -95,12 +100,12 @@ class Team:
         self._pairs.pop(name, None)
 
     def tell(self, order: Order) -> None:
-        """All of them; returns at once."""
+        """Send an order to all ranks; returns at once."""
         for line in self.lines.values():
             line.send(msgspec.msgpack.encode(order))
 
     def take(self, rank: int, data: bytes | None) -> None:
-        """What a rank says, None when it has ended."""
+        """Handle what a rank says, or None when its process has ended."""
         if data is None:
             self.lost.add(rank)
             for others in list(self._pairs.values()):
@@ -112,7 +117,9 @@ class Team:
 
 
 class PeerParts:
-    """Their part of a pair; but for `abort`, one thread at a time calls it. error: what went wrong on the first that failed."""
+    """The other ranks' parts of one pair. error: what went wrong on the first rank that failed. One thread at a time
+    uses it; only `abort` may come from any thread.
+    """
 
     def __init__(self, team: Team, name: str, failed: Callable[[], None]) -> None:
         self._team, self._name, self._failed = team, name, failed
@@ -124,12 +131,14 @@ class PeerParts:
         self._changed = threading.Condition()
 
     def begin(self) -> None:
-        """Let them make their parts; returns at once."""
+        """Order the ranks to make their parts; returns at once."""
         self.error = self._gone()
         self._team.tell(Open(self._name))
 
     def await_feeds(self) -> tuple[Feed, ...]:
-        """What they offer, by rank. Raises Unable; Aborted when it was aborted, or they are silent."""
+        """Return what the ranks offer, by rank. Raises Unable; Aborted when the push was aborted, or when a rank does
+        not answer in time.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.error or self._aborted or self._whole, OPEN_S)
             if self.error:
@@ -143,7 +152,7 @@ class PeerParts:
         return len(self._feeds) == len(self._team.lines)
 
     def give(self, version: int, fence: int, deadline: Deadline) -> None:
-        """Let them feed a push; returns at once. Raises Aborted when one of them has ended."""
+        """Order the ranks to feed a push; returns at once. Raises Aborted when the process of a rank has ended."""
         with self._changed:
             if gone := self._gone():
                 raise Aborted(gone)
@@ -154,7 +163,9 @@ class PeerParts:
         return f"rank {min(self._team.lost)}: its process has ended" if self._team.lost else ""
 
     def await_end(self, seconds: float) -> str:
-        """Waits until all have; what went wrong on the first that failed, "" = nothing. Raises TimeoutError."""
+        """Wait until all ranks have ended their part. Returns what went wrong on the first rank that failed, or "".
+        Raises TimeoutError.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._busy, seconds):
                 raise TimeoutError(f"rank {min(self._busy)} did not end its part of push fence {self._fence} in time")
@@ -171,7 +182,7 @@ class PeerParts:
         self._team.forget(self._name)
 
     def take(self, rank: int, answer: Answer) -> None:
-        """In the line's thread."""
+        """Note a rank's answer. Runs in the line's thread."""
         with self._changed:
             if isinstance(answer, Opened):
                 if answer.feed is not None:
@@ -186,7 +197,7 @@ class PeerParts:
         self._tell(rank, wrong)
 
     def lost(self, rank: int) -> None:
-        """In the line's thread."""
+        """Note that a rank's process has ended. Runs in the line's thread."""
         wrong = "its process has ended"
         with self._changed:
             asked = rank in self._busy or rank not in self._feeds
@@ -200,7 +211,7 @@ class PeerParts:
         self._changed.notify_all()
 
     def _tell(self, rank: int, wrong: str) -> None:
-        """Outside of the lock: it aborts, which takes others."""
+        """Report a failure. The caller must not hold the lock: the report aborts the pair, which takes other locks."""
         if wrong:
             log.warning("push over %s: rank %d: %s", self._name, rank, wrong)
             self._failed()

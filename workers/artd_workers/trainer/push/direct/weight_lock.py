@@ -1,9 +1,11 @@
-"""The adapter as it was when a checkpoint was staged, and whose turn it is to read the trainer's weights.
+"""A copy of the adapter for live pushes, and a lock that keeps training from changing weights while a push reads
+them.
 
-Purpose: a job may begin before the reader of a push has ended, so a push is fed from a copy. Owner of: that copy, one flat fp32 buffer; the turn;
-the version of what is served. Invariants: one reader at a time (readers share the ring's buffers too); nothing that a reader may
-read is changed before `renew` has returned, which waits for the reader's end, aborts it at its deadline, and from its begin
-on lets nobody read an older version.
+A job may begin before the reader of a push has ended, so a push is fed from a copy of the adapter. `WeightLock` owns
+that copy (one flat fp32 buffer), the lock, and the version of the weights that are served. There is one reader at a
+time, because readers share the ring's buffers too. `renew` returns only when no reader is left, and nothing that a
+reader reads changes before that: `renew` first refuses new readers of older versions, then waits for the current
+reader, and aborts it at the reader's deadline.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from artd_workers.deadline import Deadline
 ABORT_S = 30.0
 """Seconds that an aborted reader gets to end."""
 _ALIGNED = 64
-"""Numbers: every parameter's copy begins at a multiple, as kernels like it."""
+"""Each parameter's copy starts at a multiple of so many numbers, as kernels prefer."""
 
 Adapter = dict[str, Tensor]
 """Tensors by PEFT name."""
 
 
 class Stale(Exception):
-    """The weights that were asked for have been trained further."""
+    """Training has changed the weights that a push was to read."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,19 @@ class _Reader:
 
 
 class WeightLock:
-    """adapter: the copy by PEFT name, parts of `flat`; scale: alpha / rank. Without an adapter nothing is copied: the model's
-    own weights are trained, and are read as they lie."""
+    """The lock and the copy that it protects.
+
+    adapter: the copy by PEFT name, views of `flat`. scale: alpha / rank. Without an adapter nothing is copied:
+    training changes the model's own weights, and pushes read those.
+    """
 
     def __init__(
         self, live: Mapping[str, Tensor], outward: Callable[[Mapping[str, Tensor]], Adapter] = dict, scale: float = 1.0,
         device: str | torch.device = "cpu",
     ) -> None:  # fmt: skip
-        """live: the trained fp32 masters by own name, empty without an adapter; outward: tensors of their shapes by own name
-        -> by PEFT name, as parts of the given ones."""
+        """live: the trained fp32 masters by the trainer's name, empty without an adapter. outward: maps tensors by
+        the trainer's name to views of them by PEFT name.
+        """
         self._live, self.scale = dict(live), scale
         self.flat, self._own = _copies(self._live, device)
         self.adapter = outward(self._own) if live else {}
@@ -56,7 +62,9 @@ class WeightLock:
 
     @contextmanager
     def read(self, version: int, deadline: Deadline, abort: Callable[[], None]) -> Iterator[None]:
-        """Inside, the weights are those of `version`. abort: as in `Snapshot.held`. Raises Stale, TimeoutError."""
+        """Hold the weights of `version` during the block. `abort` is as in `Snapshot.hold`. Raises Stale,
+        TimeoutError.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._reader is None or self.version != version, deadline.left):
                 raise TimeoutError("another push was fed from these weights until the deadline")
@@ -71,8 +79,11 @@ class WeightLock:
                 self._changed.notify_all()
 
     def renew(self, version: int | None = None) -> int:
-        """Returns the next version, or the one that is given, when nobody reads any more: the caller changes what is served, then
-        tells whom it wants. Raises TimeoutError for a reader that ends neither at its deadline nor when it is aborted."""
+        """Lock out the readers of the current version, and return the next version, or `version` if it is given.
+
+        Returns when no reader is left: the caller may now change what is served, and then publish the version. Raises
+        TimeoutError for a reader that ends neither at its deadline nor after its abort.
+        """
         with self._changed:
             self.version = self.version + 1 if version is None else version
             self._changed.notify_all()
@@ -88,13 +99,13 @@ class WeightLock:
 
     @torch.no_grad()
     def copy_adapter(self) -> None:
-        """Copy the adapter as it is now; between `renew` and the first reader of its version."""
+        """Copy the adapter as it is now. Call this between `renew` and the first read of the new version."""
         if self._own:
             torch._foreach_copy_(list(self._own.values()), list(self._live.values()))
 
 
 def _copies(live: Mapping[str, Tensor], device: str | torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """(flat fp32 buffer, its parts by name) of the parameters' shapes."""
+    """Return a flat fp32 buffer and its parts by name, with the parameters' shapes."""
     begins, end = [], 0
     for tensor in live.values():
         begins.append(end)

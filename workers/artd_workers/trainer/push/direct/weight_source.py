@@ -1,7 +1,8 @@
-"""What a trainer process serves from, whoever asks: base weights, the weight_lock adapter, a ring of buffers.
+"""What one trainer process serves its weights from: base weights, a copy of the adapter, and a ring of buffers.
 
-Purpose: `WeightSource` is shared by the checksums of a checkpoint and by every pair's `Feeder`; a `PushSchedule` is one plan over it.
-Owner of: the buffers, one set a process. Invariants: who uses a buffer has the turn of `WeightLock`; nothing here writes any weight.
+A checkpoint's checksums and every pair's `Feeder` share one `WeightSource`; a `PushSchedule` is one plan over it. It
+owns the buffers, one set per process. Only the reader of the `WeightLock` uses a buffer. Nothing here writes a
+weight.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ BUFFER_BYTES = 256 << 20
 
 
 class WeightSource:
-    """codec: of what this process gives, which is all of the model unless there is a spread; weights: by its Megatron names (as
-    `grouped.slots` gives them); dtype: as served; each: elements of a buffer."""
+    """The weights that this process gives.
+
+    codec: the rows that it gives, which are all rows of the model unless there is a `spread`. weights: by Megatron
+    name, as `grouped.slots` returns them. dtype: as served. buffers: their number; buffer_bytes: the size of each.
+    """
 
     def __init__(
         self, port: Port, codec: Codec, weights: Mapping[str, Tensor], weight_lock: WeightLock, dtype: torch.dtype,
         buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES, spread: Spread | None = None,
     ) -> None:  # fmt: skip
-        """Raises KeyError for a weight that is not there, ValueError for one that is not contiguous."""
+        """Raises KeyError for a missing weight and ValueError for one that is not contiguous."""
         self.port, self.codec, self.weight_lock, self.dtype, self.spread = port, codec, weight_lock, dtype, spread
         self.weights = {row.megatron: weights[row.megatron].detach() for row in codec.rows}
         if odd := [name for name, tensor in self.weights.items() if not tensor.is_contiguous()]:
@@ -46,31 +50,33 @@ class WeightSource:
 
     @property
     def dtype_name(self) -> str:
+        """The served dtype's name, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the trainer's tensors."""
+        """Shapes of this process's tensors, by Megatron name."""
         return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
 
     @cached_property
     def model(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each whole Hugging Face tensor of the model."""
+        """Shapes of the model's whole Hugging Face tensors, by name."""
         return (self.spread or single_process(self.codec, self.shapes)).shapes
 
     def plan(self, table: EngineTable) -> Plan:
-        """What this process gives to an engine. Raises PlanError, CoverError."""
+        """Return what this process gives to an engine. Raises PlanError, CoverError."""
         return make_plan(table, self.codec, self.shapes, self.dtype.itemsize, self.spread)
 
     @cached_property
     def buffers(self) -> tuple[Tensor, ...]:
+        """The ring's buffers."""
         return tuple(torch.empty(self.each, dtype=self.dtype, device=self.device) for _ in range(self._count))
 
     def filler(self, slots: Sequence[Sequence[Fill]], plan: Plan) -> Filler:
-        """Makes these slots of a plan."""
+        """Return a filler for these slots of a plan."""
         weights = [self.weights[name] for name in plan.sources]
         if self.device.type == "cuda":
-            from .merge_cuda import CudaFiller  # Triton exists only where there is a GPU
+            from .merge_cuda import CudaFiller  # Triton is installed only with GPUs
 
             return CudaFiller(
                 slots, weights, plan.parts, self.weight_lock.adapter, self.weight_lock.flat, self.weight_lock.scale
@@ -78,8 +84,12 @@ class WeightSource:
         return PlainFiller(slots, weights, plan.parts, self.weight_lock.adapter, self.weight_lock.scale)
 
     def sources_through_ring(self, plan: Plan, in_place: bool = True) -> dict[int, int]:
-        """Sources that pass the ring -> elements in a row: those with an adapter or of another dtype, and all that are trained
-        themselves, for only a buffer's end of use is known. in_place: others may be read as they lie; else all pass it."""
+        """Map each source that must be copied through the ring to the elements of its row.
+
+        A source needs the ring if it has an adapter, has another dtype than the engine, or is itself trained: the
+        trainer learns when the engine is done with a buffer, never when it is done with a tensor that it reads in
+        place. `in_place=False` sends every source through the ring.
+        """
         adapter = self.weight_lock.adapter
         adapted = {piece.source for piece in plan.pieces if peft_names(plan.parts[piece.part])[0] in adapter}
         return {
@@ -89,14 +99,17 @@ class WeightSource:
         }
 
     def settle(self) -> None:
-        """Wait for the device: what the training thread has queued is done."""
+        """Wait until the device has done all work that the training thread has queued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 class PushSchedule:
-    """A plan's pieces: those that are read where they lie, and those that are made in the buffers, slot by slot. in_place: as for
-    `WeightSource.sources_through_ring`."""
+    """A plan, ready to run on this process's weights.
+
+    `in_place` holds the pieces that are read from the weights themselves, `slots` those that are made in the ring's
+    buffers. The argument `in_place` is as in `WeightSource.sources_through_ring`.
+    """
 
     def __init__(self, weight_source: WeightSource, plan: Plan, in_place: bool = True) -> None:
         self._weight_source, self.plan = weight_source, plan
@@ -106,15 +119,17 @@ class PushSchedule:
         self.queue = weight_source.port.queue()
 
     def buffer(self, slot: int) -> Tensor:
-        """Where a slot is made."""
+        """Return the buffer of a slot."""
         return self._weight_source.buffers[slot % len(self._weight_source.buffers)]
 
     def fill(self, slot: int) -> None:
-        """Queue the making of a slot."""
+        """Queue the work that fills a slot."""
         self._filler.fill(slot, self.buffer(slot), self.queue)
 
     def spans(self) -> tuple[list[Span], list[int]]:
-        """Spans of what lies, then of each slot in its buffer; ends: of those that lie, and of each slot."""
+        """Return (spans, ends): the spans of the pieces in place and then of each slot in its buffer; `ends` has the
+        number of spans up to the end of the pieces in place, and up to the end of each slot.
+        """
         size = self._weight_source.dtype.itemsize
         weights = [self._weight_source.weights[name] for name in self.plan.sources]
         spans = [_span(p, weights[p.source].data_ptr() + p.begin * size, size) for p in self.in_place]
