@@ -1,8 +1,8 @@
-"""Entry point of a trainer's other ranks: `python -m artd_workers.trainer.peer`, started by `launch` through torchrun.
+"""The entry point of ranks 1 and up: `python -m artd_workers.trainer.peer`, started by `launch` through torchrun.
 
-Purpose: hear what rank 0 tells, and do the same; its part of a push is fed beside that (`direct.member`). Owner of: no state.
-Invariants: ends when its standard input does, which is rank 0's end, whatever it is waiting for; and at once when it is no longer
-in step with the others.
+The process follows rank 0's orders; its part of a push runs beside that (`direct.member`). It ends when its standard
+input does, which means that rank 0 has ended, whatever it is waiting for. It also ends at once when it is out of step
+with the other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from artd_schema.worker import TrainerConfig
 
 _REPORT_S = 10.0
-"""How long rank 0 has to report what went wrong on several ranks; it takes them all with it then."""
+"""How long rank 0 gets to report what went wrong on several ranks. It ends all of them then."""
 
 
 def main(folder: str, device: str, layout: str) -> int:

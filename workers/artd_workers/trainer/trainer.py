@@ -1,9 +1,9 @@
-"""The trainer proper: jobs in, checkpoint folders out, and the resident weights in between.
+"""The trainer: runs jobs, writes checkpoint folders, and keeps the newest weights in memory between jobs.
 
-Purpose: `Trainer` runs init and train jobs and knows which committed checkpoint its weights are. Owner of: model, trained
-parameters, optimizer, the resident tag and the snapshot of weights that a live push sends.
-Invariants: the tag is set by `committed` alone and gone as soon as a job starts; without it the next job reads parameters,
-optimizer and RNG from its parent's folder on disk; a snapshot never changes while a push holds it.
+`Trainer` runs init and train jobs, and knows which committed checkpoint its weights are. It owns the model, the
+trained parameters, the optimizer, the `resident` tag, and the snapshot of weights that a live push sends. Only
+`mark_committed` sets the tag, and the start of a job removes it. Without the tag the next job reads parameters,
+optimizer and RNG from its parent's folder. A snapshot never changes while a push holds it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from . import placement
 
 @dataclass(frozen=True)
 class Resident:
-    """Which committed checkpoint the weights in memory are. fence: of the job that made them."""
+    """The committed checkpoint that the weights in memory are. fence: of the job that made them."""
 
     run: str
     step: int
@@ -55,7 +55,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Staged:
-    """A finished job: what `Staged` reports, and what `committed` will make resident."""
+    """A finished job: what the message `Staged` reports, and what `mark_committed` will make resident."""
 
     sha: str
     metrics: dict[str, float]
@@ -63,7 +63,7 @@ class Staged:
 
 
 class Phases(dict[str, float]):
-    """Seconds of each phase of a job that is over. One that is written down is progress."""
+    """Seconds of each finished phase of a job. Each entry counts as progress."""
 
     def __init__(self, progress: Callable[[], None]) -> None:
         self.progress = progress
@@ -74,14 +74,14 @@ class Phases(dict[str, float]):
 
 
 class Order(Struct, frozen=True, kw_only=True):
-    """What the first rank tells the others: a job, and whether memory is its parent."""
+    """What rank 0 sends the other ranks: a job, and whether the weights in memory are its parent (`held`)."""
 
     job: Run
     held: bool
 
 
 class Trainer:
-    """One run's trainer. instance: the data folder's uuid. Not thread-safe but for `snapshot_of`."""
+    """The trainer of one run. One thread uses it; only `snapshot_of` may come from any thread."""
 
     _trained: Trained
     _serving: Serving
@@ -91,8 +91,7 @@ class Trainer:
     def __init__(
         self, config: TrainerConfig, versions: dict[str, str], ranks: Ranks | None = None, port: Port | None = None
     ) -> None:
-        """ranks: the processes that train together, of which this is one; port: what stands for a GPU's memory where there is
-        none (tests)."""
+        """ranks: the processes that train one model, of which this is one. port: replaces the GPU's memory in tests."""
         self.config, self.spec = config, config.spec
         self._base_files = BaseFiles(config.spec.model, config.base, hashing=False)
         self.resident: Resident | None = None
@@ -113,10 +112,11 @@ class Trainer:
     def run(
         self, job: Run, progress: Callable[[], None] = lambda: None, cancelled: Callable[[], bool] = lambda: False
     ) -> Staged:
-        """Do a job and stage its checkpoint in job.dir. Raises what `worker.classify` classifies.
+        """Run a job on all ranks and stage its checkpoint in job.dir. Rank 0 calls it. Raises what `worker.classify`
+        classifies.
 
-        progress() is called, from other threads too, whenever a part of the job is done: whoever hears nothing for long may
-        take it for stuck.
+        progress() is called, from other threads too, whenever a part of the job is done: the daemon takes a job
+        without progress for stuck.
         """
         resident, self.resident, self._staged = self.resident, None, None
         parent = job.parent
@@ -131,7 +131,9 @@ class Trainer:
         return self._do(job, held, progress, cancelled)
 
     def follow(self, order: Order) -> None:
-        """On every rank but the first: do the same. Raises what the first does, and whatever else; see `Ranks.broken`."""
+        """Run the same job on a rank other than 0. Raises what rank 0 raises, or an error of this rank alone; see
+        `Ranks.broken`.
+        """
         self._do(order.job, order.held, lambda: None, lambda: False)
 
     def _do(self, job: Run, held: bool, progress: Callable[[], None], cancelled: Callable[[], bool]) -> Staged:
@@ -173,7 +175,7 @@ class Trainer:
         return Staged(sha, metrics, dict(seconds))
 
     def mark_committed(self, ref: CheckpointRef, fence: int) -> None:
-        """The staged result is durable: the weights in memory are this checkpoint, if they are."""
+        """Record that the staged result is durable. If it is still in memory, the weights are now this checkpoint."""
         if self._staged is not None and self._staged[0] == ref.sha:
             self.resident = Resident(ref.run, ref.step, ref.sha, fence)
 
@@ -182,7 +184,7 @@ class Trainer:
         self.resident, self._staged = None, None
 
     def snapshot_of(self, ref: CheckpointRef) -> Snapshot | None:
-        """What is served of a committed checkpoint, if that is what is resident."""
+        """Return what a committed checkpoint serves, or None when it is not resident."""
         resident, staged = self.resident, self._staged
         if (
             resident is None
@@ -193,13 +195,13 @@ class Trainer:
         return staged[1]
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """How this process can send a live push, best first."""
+        """Return how this process can send a live push, best first."""
         return serving.transfers(self.spec, self._port)
 
     # ---- parts --------------------------------------------------------------------------------------------------------
 
     def _load_policy(self, seconds: dict[str, float]) -> Policy:
-        """Together."""
+        """Return the model, built by the first job. Collective: every rank calls it."""
         if self._policy is None:
             started = time.perf_counter()
             with self.ranks.share_errors():
@@ -215,7 +217,9 @@ class Trainer:
         return self._policy
 
     def _base_scores(self, policy: Policy) -> canary.Base | None:
-        """The canary of the base model, made once; None where the engine is not served the adapter alone. Together."""
+        """Return the canary of the base model, scored once, or None when the engine does not get the adapter alone.
+        Collective: every rank calls it.
+        """
         if self.spec.rollout_weights_mode == "lora" and self._base is None:
             self._base = canary.of_base(policy)
         return self._base
@@ -279,7 +283,7 @@ class Trainer:
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """JSON has no word for the others."""
+    """Return only the finite metrics: JSON has no words for the others."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

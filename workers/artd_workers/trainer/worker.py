@@ -1,9 +1,9 @@
-"""The trainer as a worker: messages in, reports out.
+"""The trainer as a worker of the daemon: messages in, reports out.
 
-Purpose: `TrainerWorker` turns the daemon's messages into calls of `Trainer` and `Pusher`. Owner of: the queue of jobs, the
-cancel flag. Invariants: jobs run one after the other in the main thread; everything else takes effect at once and in the
-order of arrival, in the link's thread (a Push may follow its Committed directly); anything but Committed leaves the memory
-dirty.
+`TrainerWorker` turns the daemon's messages into calls of `Trainer` and `Pusher`. It owns the queue of jobs and the
+set of cancelled jobs. Jobs run one after the other in the main thread. Every other message takes effect at once, in
+the order of arrival, in the link's thread; a Push may directly follow its Committed. After any answer but Committed,
+the next job starts from disk.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 _TRACE = 4000
 _POLL_S = 0.5
 SWITCH_S = 0.0005
-"""Between two threads of Python: a push that is fed beside a train step needs many short turns."""
+"""Seconds between switches of Python threads. A push beside a train step needs many short time slices."""
 _BROKEN_S = 5.0
-"""How long the daemon has to answer the report of a job whose failure left the ranks out of step, before all start afresh."""
+"""How long the daemon gets to answer the report of a job that left the ranks out of step, before all ranks restart."""
 
 
 class TrainerWorker:
@@ -53,7 +53,7 @@ class TrainerWorker:
         self._status = 0
 
     def run(self) -> int:
-        """Serve; returns the exit status."""
+        """Serve the daemon. Returns the exit status."""
         sys.setswitchinterval(SWITCH_S)
         self._link.on_message = self._take
         self._link.send(w.Ready(transfers=self._trainer.transfers()))
@@ -70,7 +70,7 @@ class TrainerWorker:
         return self._status
 
     def _may_go(self) -> bool:
-        """Whether Exit was asked for and no report is still unanswered, or its grace is over."""
+        """Whether the daemon has said Exit, and either every report is answered or the grace period is over."""
         return self._exit_at is not None and (self._waiting is None or time.monotonic() >= self._exit_at)
 
     # ---- the link's thread --------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class TrainerWorker:
 
 
 def classify(error: Exception) -> tuple[w.FailureClass, str]:
-    """What a job's exception means to the daemon, and its text: what, where, what next."""
+    """Return what a job's exception means to the daemon, and its text: what, where, what next."""
     text = str(error) or type(error).__name__
     if isinstance(error, Cancelled):
         return "interrupted", text
@@ -160,6 +160,6 @@ def classify(error: Exception) -> tuple[w.FailureClass, str]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch's CPU allocator raises a RuntimeError that says so."""
+    """Whether torch ran out of memory. Its CPU allocator raises a RuntimeError that only says so in its text."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)

@@ -1,12 +1,13 @@
-"""Live pushes: the tensors of a committed checkpoint go to the engine, by the way that the daemon names.
+"""Live pushes: send the tensors of a committed checkpoint to the engine, by the way that the daemon names.
 
-Purpose: `Pusher` runs each push in a thread of its own, so that the worker goes on hearing the daemon; the next job may be
-ordered as soon as the engine is live, before this side has ended. Owner of: the newest (trainer
-spawn, engine spawn) pair, named by its rendezvous.
-Invariants: only a resident, committed checkpoint is sent, anything else is `Refused`; a push with a lower fence than one
-seen is refused; a pair whose push failed is not used again, and one that a new rendezvous replaces is closed; a push that the
-engine has taken leaves its pair alive, though the daemon may hear of that before this process does; the trainer never reports
-success: only the harness says `Live`.
+`Pusher` runs each push in a thread of its own, so that the worker can go on receiving from the daemon. The daemon may
+order the next job as soon as the engine is live, before this side has ended. A pusher owns the newest (trainer spawn,
+engine spawn) pair, which its rendezvous names.
+
+Only a resident, committed checkpoint is sent; for anything else the answer is `Refused`. A push with a lower fence
+than an earlier one is refused. A pair whose push failed is not used again, and a new rendezvous closes the pair
+before it. A push that the engine has taken leaves its pair alive, even when the daemon learns of the success before
+this process does. The trainer never reports success: only the harness says `Live`.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from .ways import Broken, Unable, Way, open_way
 log = logging.getLogger(__name__)
 _LOOK_S = 0.1
 END_S = 0.5
-"""A push whose end the daemon tells has so long to end by itself: the engine says `Live` when it has taken the last tensor, and the
-thread that gave it has yet to look."""
+"""Grace period after the daemon ends a push. The engine reports `Live` as soon as it has the last tensor, a moment
+before our sending thread notices.
+"""
 
 
 @dataclass
 class Pair:
-    """One (trainer spawn, engine spawn). turn: held by the push that uses the way."""
+    """One (trainer spawn, engine spawn). `in_use` is held by the push that uses the way."""
 
     rendezvous: str
     way: Way
@@ -48,7 +50,7 @@ class Pair:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """The way, for one push at a time. Raises Broken when the pair is dead, or ends while this one waits."""
+        """Reserve the way for one push. Raises Broken when the pair is dead, or dies while this push waits."""
         while not self.in_use.acquire(timeout=_LOOK_S):
             if self.dead:
                 raise Broken(self.afresh)
@@ -60,12 +62,12 @@ class Pair:
             self.in_use.release()
 
     def abort(self) -> None:
-        """End what waits, for good; harmless when nothing does."""
+        """End whatever waits, and never use the pair again. Harmless when nothing waits."""
         self.dead = True
         self.way.abort()
 
     def retire(self) -> None:
-        """End what waits, and give back what the pair holds as soon as it has ended."""
+        """End whatever waits, and give back what the pair holds as soon as it is free."""
         self.abort()
         threading.Thread(target=self._close, name="push-close", daemon=True).start()
 
@@ -76,19 +78,19 @@ class Pair:
 
 @dataclass
 class Running:
-    """A push under way. over: it has ended, well or not."""
+    """A push under way. `over` is set when it has ended, well or not."""
 
     pair: Pair
     over: threading.Event = field(default_factory=threading.Event)
 
     def end(self) -> None:
-        """It has to be over soon: else its pair is."""
+        """Give the push `END_S` to end by itself, then abort its pair."""
         if not self.over.wait(END_S):
             self.pair.abort()
 
 
 class Pusher:
-    """send: sends a message to the daemon. `push` and `end` are called from the link's thread alone."""
+    """Runs pushes. `send` sends a message to the daemon. Only the link's thread calls `push` and `end`."""
 
     def __init__(self, send: Callable[[Refused], None]) -> None:
         self._send = send
@@ -119,13 +121,13 @@ class Pusher:
         return None
 
     def end(self, push: int, fence: int) -> None:
-        """The daemon says that a push is over: abort it if it does not end by itself. Returns at once."""
+        """Handle the daemon's word that a push is over: abort the push if it does not end by itself. Returns at once."""
         running = self._running.get((push, fence))
         if running is not None:
             threading.Thread(target=running.end, name=f"push-end-{push}", daemon=True).start()
 
     def _refuse(self, message: Push, reason: str, transfer: Transfer | None = None) -> None:
-        """transfer: the way that stands in the way."""
+        """Refuse a push. `transfer` is the way that cannot be used, None when the way is not the reason."""
         log.info("push %d refused: %s", message.push, reason)
         self._send(Refused(push=message.push, fence=message.fence, reason=reason, transfer=transfer))
 
@@ -151,7 +153,7 @@ class Pusher:
 
 
 def _transfer(message: Push, snapshot: Snapshot, pair: Pair, deadline: Deadline) -> None:
-    """Raises what `Way` raises, and Stale."""
+    """Prepare the pair's way and send the snapshot. Raises what `Way` raises, and Stale."""
     started = time.monotonic()
     if snapshot.team is not None and message.transfer != "direct":
         raise Unable(

@@ -1,8 +1,9 @@
-"""How a run's checkpoints are listed and kept for pushes: as copies on the host, or as the weights lie on a GPU.
+"""How a run's checkpoints are listed and kept for pushes: as copies in the host's memory, or as the weights in a
+GPU's memory.
 
-Purpose: `Serving` makes a checkpoint's weight table and its `Snapshot`; `serving_of` chooses. Owner of: no state. Invariants: the
-table tells the bits that the one merge of `merge.py` gives from the base on disk, whoever made it; where the trainer's own base
-weights are not those bits, they are not served.
+`Serving` makes a checkpoint's weight table and its `Snapshot`; `serving_of` chooses one. Whoever makes the table, it
+describes the bits that `transfer.merge` gives from the base model on disk. When the trainer's own base weights have
+other bits, they are not served.
 """
 
 from __future__ import annotations
@@ -46,24 +47,27 @@ log = logging.getLogger(__name__)
 
 
 class Serving(Protocol):
-    """How a trainer lists what the engine is served, and keeps it."""
+    """How a trainer lists what the engine gets, and keeps it."""
 
     def await_readers(self) -> None:
-        """The next job is about to change the trained parameters: returns when nobody needs them as they are. Raises
-        TimeoutError."""
+        """Return when no push needs the trained parameters as they are now, because the next job is about to change
+        them. Raises TimeoutError.
+        """
 
     def stage(self) -> Snapshot:
-        """Of the parameters as they are now, together; only the first rank's is of use. Raises TimeoutError."""
+        """Return a snapshot of the parameters as they are now; only rank 0's is usable. Raises TimeoutError.
+        Collective: every rank calls it.
+        """
 
 
 class OnHost:
-    """Copies in this machine's memory, known by their sha256."""
+    """Copies in the host's memory, identified by their sha256."""
 
     def __init__(self, trained: Trained, ranks: Ranks) -> None:
         self._trained, self._ranks = trained, ranks
 
     def await_readers(self) -> None:
-        """Snapshots are copies."""
+        """Do nothing: snapshots are copies."""
 
     def stage(self) -> Snapshot:
         if not self._ranks.first:
@@ -73,7 +77,7 @@ class OnHost:
 
 
 def port_of(spec: RunSpec) -> Port | None:
-    """The GPU that a run's weights are served from; None where copies are."""
+    """Return the GPU that serves a run's weights, or None when copies in the host's memory do."""
     if spec.rollout_weights_mode != "merged" or placement.device_of(spec) != "cuda":
         return None
     if spec.trainer.processes > 1 and spec.engine.transfer in ("nccl", "stock"):
@@ -82,8 +86,12 @@ def port_of(spec: RunSpec) -> Port | None:
 
 
 def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
-    """What a trainer can send by, best first. No direct push out of expandable segments, whose memory cannot be shared, nor of
-    base weights that are not the stored ones, nor of tensors without checksums. Raises ValueError for a folder that is no base model."""
+    """Return the ways by which a trainer can send, best first. Raises ValueError for a folder that is not a base
+    model.
+
+    There is no direct push from expandable segments, whose memory cannot be shared, nor of base weights that differ
+    from the stored ones, nor of tensors that have no checksum.
+    """
     cuda = placement.device_of(spec) == "cuda"
     if port is None:
         return ("stock",) if cuda else ("gloo",)
@@ -102,7 +110,7 @@ def transfers(spec: RunSpec, port: Port | None) -> tuple[Transfer, ...]:
 
 
 def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | None, ranks: Ranks) -> Serving:
-    """Together. port: as `port_of` gives it, on each rank."""
+    """Choose how this run serves weights. `port` is this rank's result of `port_of`. Collective: every rank calls it."""
     if port is None:
         return OnHost(trained, ranks)
     weights = slots(policy.model)
@@ -126,7 +134,7 @@ def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | Non
 
 
 def _spread(codec: Codec, weights: Mapping[str, Tensor], shares: Mapping[str, Share], ranks: Ranks) -> Spread:
-    """Together."""
+    """Return how the model is split over the ranks. Collective: every rank calls it."""
     own = whole_tensors(codec, {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}, shares)
     told = (
         msgspec.msgpack.decode(one, type=dict[str, tuple[int, ...]])
@@ -136,7 +144,9 @@ def _spread(codec: Codec, weights: Mapping[str, Tensor], shares: Mapping[str, Sh
 
 
 def team_of(weight_source: WeightSource, ranks: Ranks) -> Team | None:
-    """On the first rank of several: the others that give something. From now on they follow it, beside their jobs. Together."""
+    """Return the other ranks that give a part, on rank 0 when there are any. From now on they follow rank 0's orders,
+    beside their jobs. Collective: every rank calls it.
+    """
     if ranks.alone:
         return None
     giving = [rank for rank, one in enumerate(ranks.all_gather(b"1" if weight_source.weights else b"")) if one]
@@ -156,7 +166,7 @@ def _on_host(trained: Trained, ranks: Ranks, why: str) -> Serving:
 
 
 def explain_uneven(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
-    """Why tensors of these sizes have no 64-bit checksums in the dtype that is served; "" = they have."""
+    """Return why tensors of these sizes have no 64-bit checksums in the served dtype, or "" when they have."""
     odd = [name for name, size in sizes.items() if size * dtype.itemsize % WORD]
     return "".join(
         f"{name} of the base model is not a whole number of {WORD}-byte words in {dtype}" for name in odd[:1]

@@ -1,7 +1,7 @@
-"""What a committed checkpoint is sent from: a list of its served tensors, and where they lie.
+"""A committed checkpoint as pushes read it: the list of its served tensors, and the tensors.
 
-Owner of: the tensors, where they are copies. Invariants: what a snapshot gives never changes while it is held; a snapshot whose
-weights are gone cannot be held.
+A snapshot owns its tensors when they are copies. What it gives never changes while it is held, and a snapshot whose
+weights have changed cannot be held.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """entries: of weights.json, in its order; tensors: the same with each tensor, which is made when it is asked for where
-    they are not kept. device: where those lie; weight_source, version: the weights on a GPU that they are made of; team: other
-    processes that have parts of them, so that `tensors` cannot be had."""
+    """What one checkpoint serves.
+
+    entries: the rows of weights.json, in its order. tensors: each row with its tensor, made on demand unless it is a
+    copy. device: of the tensors. weight_source, version: the weights on a GPU from which they are made. team: other
+    processes that hold parts of the weights; `tensors` is then not available.
+    """
 
     entries: tuple[WeightEntry, ...]
     tensors: Iterable[tuple[WeightEntry, Tensor]]
@@ -35,8 +38,12 @@ class Snapshot:
     team: Team | None = None
 
     def hold(self, deadline: Deadline, abort: Callable[[], None]) -> AbstractContextManager[None]:
-        """Inside, nothing of it changes. abort: called, from another thread, when it is held beyond the deadline and the
-        weights have to change. Raises Stale when they have changed, TimeoutError when others hold them too long."""
+        """Keep the snapshot unchanged during the block.
+
+        `abort` is called, from another thread, when the block lasts beyond the deadline and the weights must change.
+        Raises Stale when the weights have changed already, and TimeoutError when other pushes hold them until the
+        deadline.
+        """
         if self.weight_source is None:
             return nullcontext()
         return self.weight_source.weight_lock.read(self.version, deadline, abort)

@@ -1,9 +1,10 @@
-"""Live pushes over the engine's own NCCL transfer calls: the trainer's side, without the engine's packages.
+"""Live pushes over the engine's own NCCL transfer calls: the trainer's side, which needs none of the engine's
+packages.
 
-Purpose: `Sender` is one pair of trainer and engine spawn: it joins once and then sends a checkpoint's tensors for every push.
-Owner of: the pair's communicator, the GPU queue it sends on, and its watchdog.
-Invariants: whatever the engine or NCCL does, `join` and `send` end soon after their deadline or after `abort`; a sender that
-failed once is dead for good, and its communicator is gone.
+`Sender` is one pair of trainer spawn and engine spawn: it joins once, and then sends a checkpoint's tensors for every
+push. It owns the pair's communicator, the CUDA stream on which it sends, and a watchdog. Whatever the engine or NCCL
+does, `join` and `send` end soon after their deadline or after `abort`. A sender that has failed once stays dead, and
+its communicator is destroyed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ _POLL_S = 0.0002
 
 
 class Sender:
-    """rendezvous: file in which the engine finds the communicator's id; device: where tensors are packed. `abort` is for any
-    thread, the rest for one at a time; whoever drops a sender aborts it first."""
+    """One pair's sender.
+
+    rendezvous: the file in which the engine finds the communicator's id. device: where tensors are packed. Any thread
+    may call `abort`, and one thread at a time the rest. Abort a sender before you drop it.
+    """
 
     def __init__(self, rendezvous: Path, device: torch.device, library: Library | None = None) -> None:
         """Raises NcclError when torch has no NCCL."""
@@ -39,11 +43,11 @@ class Sender:
 
     @property
     def dead(self) -> bool:
-        """Whether it was aborted, or failed."""
+        """Whether the sender was aborted, or has failed."""
         return bool(self._watchdog.reason)
 
     def join(self, timeout_s: float) -> None:
-        """Leave the id and wait for the engine. Raises NcclError."""
+        """Publish the id and wait for the engine. Raises NcclError."""
         with self._watchdog.within(timeout_s), self._queue.use():
             unique_id = self._library.unique_id()
             leave_id(self._rendezvous, unique_id)
@@ -54,8 +58,11 @@ class Sender:
         self.joined = True
 
     def send(self, table: Sequence[WeightEntry], tensors: Iterable[Tensor], timeout_s: float) -> None:
-        """Broadcast `tensors`, one for each row of the table, on any device and complete when they are yielded; made on this
-        device they may be made when asked for. Raises NcclError, ValueError for tensors that are not the table's."""
+        """Broadcast `tensors`, one for each row of the table.
+
+        They may be on any device, and must be complete when they are yielded; tensors of this device may be made on
+        demand. Raises NcclError, and ValueError for tensors that do not match the table.
+        """
         with self._watchdog.within(timeout_s), self._queue.use():
             cut = chunks(table)
             room = max((sum(map(size_of, chunk)) for chunk in cut), default=0)
@@ -67,7 +74,7 @@ class Sender:
                 self._wait("ncclBroadcast")  # the engine loads this chunk while the next is packed
 
     def abort(self, reason: str = "the push has ended") -> None:
-        """End what is under way, and the pair; returns at once."""
+        """End whatever is under way, and the pair; returns at once."""
         self._watchdog.bark(reason)
 
     def _wait(self, what: str) -> None:
@@ -78,7 +85,7 @@ class Sender:
 
 
 def _pack(buffer: Tensor, chunk: Sequence[WeightEntry], source: Iterator[Tensor]) -> int:
-    """Lay the chunk's tensors one behind the other; returns their bytes."""
+    """Write the chunk's tensors one after the other into `buffer`. Returns their bytes."""
     at = 0
     for entry in chunk:
         tensor = next(source, None)

@@ -1,10 +1,9 @@
-"""How a push's weights travel from the trainer.
+"""The ways by which the weights of a push leave the trainer.
 
-Purpose: `Way` is one (trainer spawn, engine spawn) pair by one transfer; `push.Pusher` runs it. `Gloo` is between CPUs, `Stock`
-by the engine's own calls between GPUs, `direct.pair.DirectWay` gives the engine the memory to pull, `direct.wired.NcclWay` sends it
-the same over NCCL. Owner of: what its pair has joined.
-Invariants: a way never says that a push has succeeded; after `abort`, which any thread may call at any time, whatever waits in
-it raises soon.
+`Way` is one (trainer spawn, engine spawn) pair over one transfer; `pusher.Pusher` runs it. `Gloo` sends between CPUs.
+`Stock` uses the engine's own calls between GPUs. `direct.pair.DirectWay` lets the engine pull from the trainer's
+memory, and `direct.nccl_pair.NcclWay` sends the same over NCCL. A way owns the connection of its pair, and never says
+that a push has succeeded. Any thread may call `abort` at any time; whatever waits in the way then raises soon.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Unable(Exception):
-    """This pair cannot do the push this way, and no engine was touched: what stands against it, and where."""
+    """This pair cannot do the push this way, and no engine was touched: the reason, and where."""
 
 
 class Broken(Exception):
@@ -34,24 +33,29 @@ class Broken(Exception):
 
 
 class Way(Protocol):
-    """Made with its pair's rendezvous. But for `abort`, one thread at a time calls it."""
+    """One pair's way, made from the pair's rendezvous. One thread at a time uses it; only `abort` may come from any
+    thread.
+    """
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """What comes before the first push, and needs no engine; later calls do nothing. Raises Unable."""
+        """Do what comes before the first push and needs no engine; later calls do nothing. Raises Unable."""
 
     def send(self, message: Push, snapshot: Snapshot, deadline: Deadline) -> None:
-        """Give the weights of `snapshot`, which is held meanwhile; returns when they may change. Raises at the deadline, when
-        aborted, or when the engine is gone; Broken where the engine does not see that by itself."""
+        """Send the weights of `snapshot`, which the caller holds. Returns when the weights may change.
+
+        Raises at the deadline, after an abort, or when the engine is gone; raises Broken when the engine cannot see
+        the failure by itself.
+        """
 
     def abort(self) -> None:
-        """End what waits; nothing is sent any more."""
+        """End whatever waits, and send nothing any more."""
 
     def close(self) -> None:
-        """Give back what the pair holds; nothing is called after it."""
+        """Give back what the pair holds. No call follows."""
 
 
 class Gloo:
-    """A group of two between CPUs; tensor by tensor, in the order of weights.json."""
+    """A gloo group of two CPU processes, which sends tensor by tensor in the order of weights.json."""
 
     def __init__(self, rendezvous: str) -> None:
         self._rendezvous = rendezvous
@@ -76,11 +80,13 @@ class Gloo:
             self._group.abort()
 
     def close(self) -> None:
-        """The group ends with its last reference."""
+        """Do nothing: the group ends with its last reference."""
 
 
 class Stock:
-    """The engine's own transfer calls over NCCL; tensors that are not copies are made one by one on the trainer's GPU."""
+    """The engine's own transfer calls over NCCL. Tensors that are not copies are made one by one on the trainer's
+    GPU.
+    """
 
     def __init__(self, rendezvous: str) -> None:
         self._rendezvous = Path(rendezvous)
@@ -127,7 +133,7 @@ class Stock:
 
 
 def open_way(transfer: Transfer, rendezvous: str) -> Way:
-    """A new pair's way."""
+    """Return the way of a new pair."""
     if transfer == "direct":
         from artd_workers.trainer.push.direct.pair import DirectWay
 
