@@ -1,6 +1,6 @@
-"""Files by which trainer and engine meet: whoever finds one under its name finds all of it.
+"""Files through which trainer and engine meet: whoever finds one under its name finds all of it.
 
-Owner of: no state. Only this user may read them. They are for processes that live now: nothing is made durable.
+Only this user can read them. They serve processes that run now, so nothing is made durable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces what was there."""
+    """Write `data` to `path`, in place of what was there."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.touch(mode=0o600)
     draft.write_bytes(data)

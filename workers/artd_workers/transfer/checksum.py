@@ -1,11 +1,13 @@
-"""Position-dependent 64-bit checksums of weights, defined once and computed where the weights lie.
+"""Position-dependent 64-bit checksums of weights, defined once and computed where the weights are.
 
-The checksum of a tensor is the sum modulo 2^64, over its little-endian 64-bit words w at positions i = 0, 1, ..., of
-mix(w, i): h = w xor (i + 1) P1; h = (h xor h >> 32) P2; h = (h xor h >> 29) P3; h = h xor h >> 32. For a fixed position mix
-is a bijection, so one changed word always shows; words that change together or change places show as a hash does (the second
-multiplication is for changes of top bits alone, such as the signs of all fp32 numbers). It is a sum, so a tensor may be summed
-in pieces, in any order, wherever each lies. Written as a signed integer.
-Owner of: no state. `sum_of` here is the reference, `kernels.py` the same on a GPU.
+The checksum of a tensor is the sum modulo 2^64 of mix(w, i) over its little-endian 64-bit words w at positions i = 0,
+1, ..., where mix(w, i) is: h = w xor (i + 1) P1; h = (h xor h >> 32) P2; h = (h xor h >> 29) P3; h = h xor h >> 32.
+For a fixed position mix is a bijection, so one changed word always changes the sum. Words that change together, or
+change places, are found as by a hash. The second multiplication is there for changes of top bits alone, such as the
+signs of all fp32 numbers. Because it is a sum, a tensor may be summed in pieces, in any order and on any device. The
+result is a signed integer.
+
+`sum_of` is the reference; `checksum_kernels.py` computes the same on a GPU.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ P2 = 0xD6E8FEB86659FD93
 P3 = 0xFF51AFD7ED558CCD
 WORD = 8
 BLOCK = 16384
-"""Words that one block of a GPU sums."""
+"""Words that one block of the GPU kernel sums."""
 _CHUNK = 1 << 20
 
 
 def signed(value: int) -> int:
-    """The 64 bits of `value` as a signed integer."""
+    """Return the low 64 bits of `value` as a signed integer."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
 def mix(words: Tensor, first: int) -> Tensor:
-    """int64 words [..., n] at positions first, first + 1, ... -> their hashes."""
+    """Return the hashes of int64 words [..., n] at positions first, first + 1, ..."""
     at = torch.arange(first + 1, first + 1 + words.shape[-1], dtype=torch.int64, device=words.device)
     h = words ^ (at * signed(P1))
     h = (h ^ ((h >> 32) & 0xFFFFFFFF)) * signed(P2)
@@ -45,7 +47,9 @@ def mix(words: Tensor, first: int) -> Tensor:
 
 
 def sum_of(tensor: Tensor, first: int = 0) -> int:
-    """Checksum of a contiguous tensor whose bytes are a whole number of words. first: position of its first word."""
+    """Return the checksum of a contiguous tensor whose bytes are a whole number of words. `first`: position of its
+    first word.
+    """
     words = tensor.reshape(-1).view(torch.uint8).view(torch.int64)
     total = 0
     for at in range(0, len(words), _CHUNK):
@@ -54,8 +58,9 @@ def sum_of(tensor: Tensor, first: int = 0) -> int:
 
 
 def sums_of_stacked(stacked: Tensor) -> Tensor:
-    """Checksum of each of stacked [n, ...], int64 [n] on its device, made together. A tensor that is no whole number of words
-    is summed as if zero bytes followed it."""
+    """Return the checksum of each of the stacked tensors [n, ...], int64 [n] on their device, computed in one pass. A
+    tensor that is not a whole number of words is summed as if zero bytes followed it.
+    """
     raw = stacked.reshape(len(stacked), -1).contiguous().view(torch.uint8)
     words = functional.pad(raw, (0, -raw.shape[1] % WORD)).view(torch.int64)
     total = torch.zeros(len(words), dtype=torch.int64, device=words.device)
@@ -67,11 +72,13 @@ def sums_of_stacked(stacked: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """Words of a tensor. address: bytes; first: position of the first word in its tensor; part: whose sum they belong to;
-    other: a second address, where they are copied from (0: nowhere), laid out as this one.
+    """Words of one tensor at one place in memory.
 
-    width: 0 = they lie together, at positions that follow each other; else they are rows of so many words, each row's positions
-    `pitch` behind the last one's. step: the same in memory, 0 = there the rows lie together.
+    address: in bytes. first: position of the first word in its tensor. words: their number. part: the tensor whose
+    sum they belong to. other: a second address with the same layout, from which they are copied (0: none). width: 0
+    for contiguous words at consecutive positions; otherwise the span is rows of `width` words, and each row's
+    positions start `pitch` words after those of the row before. step: the same distance in memory; 0 means that the
+    rows are contiguous there.
     """
 
     address: int
@@ -89,10 +96,11 @@ Column = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Spans cut into blocks for a kernel on a device, as int64 [blocks] each, here. Of span i they are ends[i - 1] .. ends[i].
+    """Spans cut into blocks for the GPU kernel: int64 [blocks] columns in the host's memory.
 
-    striped: how many of the first i spans have rows, [spans + 1]; rows: None when none has, else int64 [blocks, 4]: how many of its
-    span's words are in blocks before this one, width, pitch, step. A block of rows has its span's address and first position.
+    The blocks of span i are ends[i - 1] .. ends[i]. striped: how many of the first i spans have rows, [spans + 1].
+    rows: None when no span has rows, else int64 [blocks, 4]: the number of the span's words in blocks before this
+    one, width, pitch, step. A block of rows has its span's address and first position.
     """
 
     device: torch.device
@@ -107,7 +115,11 @@ class Blocks:
 
     @classmethod
     def cut(cls, spans: Sequence[Span], device: str | torch.device, size: int = BLOCK) -> Blocks:
-        """By numpy: torch would do each line in all of its threads, which costs milliseconds where others use the cores."""
+        """Cut spans into blocks of at most `size` words.
+
+        This uses numpy: torch would run each line in all of its threads, which costs milliseconds while others use
+        the cores.
+        """
         columns = [(s.address, s.other, s.first, s.words, s.part, s.width, s.pitch, s.step or s.width) for s in spans]
         table = np.array(columns, dtype=np.int64).reshape(-1, 8).T
         counts = (table[3] + size - 1) // size
@@ -128,10 +140,10 @@ class Blocks:
 
 
 def wrong_parts(found: Tensor, wanted: Tensor, parts: Sequence[str]) -> list[str]:
-    """Names of the parts whose sums [parts] differ."""
+    """Return the names of the parts whose sums [parts] differ."""
     return [parts[i] for i in (found != wanted).nonzero().flatten().tolist()]
 
 
 def expected_sums(parts: Iterable[str], sums: dict[str, int]) -> Tensor:
-    """The manifest's sums in the order of `parts`. Raises KeyError for a part that it lacks."""
+    """Return the manifest's sums in the order of `parts`. Raises KeyError for a part without a sum."""
     return torch.tensor([sums[part] for part in parts], dtype=torch.int64)

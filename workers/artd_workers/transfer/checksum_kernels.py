@@ -1,7 +1,7 @@
-"""Checksums on a GPU, alone or with the copy that they check: `checksum.py` in Triton.
+"""Checksums on a GPU, alone or fused with the copy that they check: `checksum.py` in Triton.
 
-Owner of: no state. Invariants: integers only, so the sums are those of the reference bit for bit, in whatever order blocks
-end; `copy_sum` hashes what it reads back from where it has written.
+The kernels use integers only, so the sums equal the reference's bit for bit, in whatever order the blocks end. A
+copying kernel hashes what it reads back from the memory that it has written.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _sum_blocks(
 
 
 class Table:
-    """Blocks whose addresses are offsets from a tensor of this device. Owner of: those offsets."""
+    """Blocks whose addresses are offsets from a tensor of this device. A table owns those offsets."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._ends, self._striped = blocks.ends, blocks.striped
@@ -81,14 +81,15 @@ class Table:
         self._warm()
 
     def sum(self, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
-        """Add the sums of spans i .. j - 1 to `sums` [parts], on the current stream; copy: from the spans' other addresses,
-        first."""
+        """Add the sums of spans i .. j - 1 to `sums` [parts] on the current stream. `copy`: first copy from the
+        spans' other addresses.
+        """
         begin, end = (0 if i == 0 else self._ends[i - 1] for i in spans)
         i, j = spans
         self._launch(begin, end - begin, self._words, self._part, sums, copy, self._striped[j] > self._striped[i])
 
     def _warm(self) -> None:
-        """Have the kernels compiled now: the first push would wait for that with its engine paused."""
+        """Compile the kernels now. Otherwise the first push would wait for that while its engine is paused."""
         words, part = (torch.zeros_like(one[:1]) for one in (self._words, self._part))
         sums = torch.zeros_like(self._anchor)
         for rows in (False,) if self._rows is None else (False, True):
@@ -96,7 +97,7 @@ class Table:
                 self._launch(0, len(words), words, part, sums, copy, rows)
 
     def _launch(self, skip: int, count: int, words: Tensor, part: Tensor, sums: Tensor, copy: bool, rows: bool) -> None:
-        """Of `count` blocks behind the first `skip`. rows: whether some of them are of rows."""
+        """Run the kernel on `count` blocks after the first `skip`. `rows`: whether some of them are rows."""
         if count == 0:
             return
         # Pass whole tensors and an offset: slices would be compiled once per alignment of their first element.

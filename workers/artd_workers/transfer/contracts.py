@@ -16,11 +16,11 @@ if TYPE_CHECKING:  # what shares a page of memory needs no torch
     from .checksum import Span
 
 HEADER_BYTES = 8
-"""Of a push over a wire: its fence as an int64, before the first slot's message."""
+"""Size of the header of a push over a wire: its fence as an int64, before the first slot's message."""
 
 
 class PullError(Exception):
-    """A pull did not end: what was waited for, and what to do."""
+    """A pull failed: what it waited for, and what to do."""
 
 
 class DeviceError(Exception):
@@ -31,96 +31,102 @@ class Mark(Protocol):
     """A place in a queue."""
 
     def done(self) -> bool:
-        """Whether all that was queued before it is done."""
+        """Whether all work that was queued before it is done."""
 
 
 class Queue(Protocol):
-    """Work that is done in order, beside other queues."""
+    """Work that a device does in order, concurrently with other queues."""
 
     def copy(self, to: int, source: int, size: int) -> None:
-        """Copy `size` bytes between addresses."""
+        """Queue a copy of `size` bytes between two addresses."""
 
     def copy2d(self, to: int, pitch: int, source: int, width: int, rows: int) -> None:
-        """Copy rows of `width` bytes that lie together to where each begins `pitch` bytes behind the one before."""
+        """Queue a copy of contiguous rows of `width` bytes to rows that start `pitch` bytes apart."""
 
     def sum(self, table: Any, sums: Tensor, spans: tuple[int, int], copy: bool = False) -> None:
-        """Add the checksums of spans i .. j - 1 of what `Port.sums` made to sums [parts] (int64); copy: each from its other
-        address, first."""
+        """Add the checksums of spans i .. j - 1 of a table from `Port.sums` to sums [parts] (int64). `copy`: first
+        copy each span from its other address.
+        """
 
     def mark(self) -> Mark:
-        """Here."""
+        """Record the current position in this queue."""
 
     def after(self, mark: Any) -> None:
-        """Do what is queued from now on only when the other queue's mark is done."""
+        """Start what is queued from now on only when another queue's mark is done."""
 
     def settle(self) -> None:
-        """Wait until all is done."""
+        """Wait until all queued work is done."""
 
 
 class Port(Protocol):
     """One device of this process."""
 
     def share(self, tensor: Tensor) -> tuple[bytes, int, int]:
-        """(handle, begin, bytes) of the memory that holds a tensor. Raises DeviceError when it cannot be shared."""
+        """Return (handle, start, bytes) of the allocation that contains a tensor. Raises DeviceError when it cannot
+        be shared.
+        """
 
     def open(self, handle: bytes) -> int:
-        """Address of another process's memory. Raises DeviceError."""
+        """Map another process's memory and return its address. Raises DeviceError."""
 
     def close(self, address: int) -> None:
-        """Undo `open`: the other process may free the memory from now on."""
+        """Undo `open`. From now on the other process may free the memory."""
 
     def free(self) -> int:
-        """Bytes of the device's memory that no process holds."""
+        """Return how many bytes of the device's memory are free."""
 
     def queue(self) -> Queue:
-        """A new queue."""
+        """Return a new queue."""
 
     def sums(self, spans: Sequence[Span]) -> Any:
-        """Make spans ready for `Queue.sum`."""
+        """Return a table of these spans for `Queue.sum`."""
 
     def wire(self) -> Wire:
-        """One end of a new connection to another process's device. Raises NcclError where there can be none."""
+        """Return one end of a new connection to another process's device. Raises NcclError when there can be none."""
 
 
 class Wire(Protocol):
-    """One end of a connection of two processes. `abort` is for any thread, the rest for one at a time, and but for `name`, `memory`
-    and `close` within `within`. Calls raise NcclError when the connection failed or was aborted."""
+    """One end of a connection between two processes.
+
+    Any thread may call `abort`, and one thread at a time the rest. All calls but `name`, `memory` and `close` must be
+    inside `within`. They raise NcclError when the connection failed or was aborted.
+    """
 
     joined: bool
 
     @property
     def reason(self) -> str:
-        """Why it was aborted; "" = it was not."""
+        """Why the connection was aborted, or ""."""
 
     def name(self) -> bytes:
-        """Of a new connection (128 bytes), for whoever is to join it."""
+        """Return the name of a new connection (128 bytes), for whoever is to join it."""
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """The body must end within `seconds` and not raise: else the connection is aborted, also while a call hangs."""
+        """Abort the connection if the block raises or lasts longer than `seconds`, even when a call hangs."""
 
     def join(self, name: bytes, rank: int) -> None:
         """Wait until the other side is there."""
 
     def memory(self, size: int) -> Tensor:
-        """New bytes that can be sent from and received into: uint8 [size]."""
+        """Return new bytes that can be sent from and received into: uint8 [size]."""
 
     def use(self) -> AbstractContextManager[None]:
-        """What torch does in the body is queued on the wire too."""
+        """Queue torch's work of the block on the wire too."""
 
     def send(self, address: int, size: int) -> None:
         """Queue a message."""
 
     def recv(self, address: int, size: int) -> None:
-        """Queue the receiving of the next message, which has this size."""
+        """Queue the receiving of the next message, which has exactly `size` bytes."""
 
     def mark(self) -> Mark:
-        """Here in the queue."""
+        """Record the current position in the wire's queue."""
 
     def check(self) -> None:
-        """Raises NcclError, else does nothing."""
+        """Raises NcclError when the connection failed; otherwise does nothing."""
 
     def abort(self, reason: str) -> None:
         """End whatever waits, and the connection; returns at once."""
 
     def close(self) -> None:
-        """The same, and waits for it: its memory is not touched any more."""
+        """Abort the connection, and wait until its memory is not touched any more."""

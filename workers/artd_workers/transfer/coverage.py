@@ -1,7 +1,7 @@
-"""Whether pieces fill tensors exactly once. Owner of: no state; standard library only.
+"""Check that pieces fill tensors exactly once. Standard library only.
 
-Rows are told apart by rows and columns, never one by one: a tensor with rows is looked at as a table of lines as long as their
-pitch, in strips of lines over which nothing changes.
+Pieces that are rows are compared by lines and columns, never row by row: the tensor is seen as a table whose lines
+are as long as the rows' pitch, and each strip of lines in which nothing changes is checked once.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 Piece = tuple[int, int, int] | tuple[int, int, int, int, int]
-"""(tensor, first element, count), or (tensor, first element, count, width, pitch): rows of `width`, `pitch` apart; 0, 0 = none."""
+"""(tensor, first element, count), or (tensor, first element, count, width, pitch) for rows of `width` elements that
+start `pitch` elements apart; width and pitch 0 mean that there are no rows.
+"""
 
 
 class CoverError(ValueError):
-    """Some elements are in no piece, or in two; names the first."""
+    """Some elements are in no piece or in two. The text names the first."""
 
 
 class _Run(NamedTuple):
-    """Elements at .. stop - 1; in rows, those of them."""
+    """Elements at .. stop - 1, or the rows in that range."""
 
     at: int
     stop: int
@@ -37,7 +39,9 @@ class _Box(NamedTuple):
 
 
 def check(what: str, names: Sequence[str], sizes: Sequence[int], pieces: Iterable[Piece]) -> None:
-    """sizes: elements of each tensor. what: says whose they are. Raises CoverError."""
+    """Check that the pieces fill every tensor exactly once. sizes: elements of each tensor; what: says whose tensors
+    they are. Raises CoverError.
+    """
     found: list[list[_Run]] = [[] for _ in names]
     for piece in pieces:
         if not 0 <= piece[0] < len(names):
@@ -53,7 +57,7 @@ def check(what: str, names: Sequence[str], sizes: Sequence[int], pieces: Iterabl
 
 
 def _run(at: int, count: int, width: int = 0, pitch: int = 0) -> _Run:
-    """Without elements for what is no piece."""
+    """Return a piece's run. A malformed piece becomes an empty run, which `check` rejects."""
     if not width:
         return _Run(at, at + count)
     if count % width or not 0 < width <= pitch:
@@ -62,7 +66,9 @@ def _run(at: int, count: int, width: int = 0, pitch: int = 0) -> _Run:
 
 
 def _check_tiling(intervals: Iterable[tuple[int, int]], size: int, at: int = 0) -> str:
-    """What is wrong with intervals that should be 0 .. size - 1; at: what is added to be said, where 0 is not the tensor's."""
+    """Return what is wrong with intervals that should tile 0 .. size - 1, or "". `at` is added to the element numbers
+    in that text.
+    """
     end, runs = 0, sorted(intervals)
     for first, stop in runs:
         if first > end:
@@ -79,7 +85,7 @@ def _check_tiling(intervals: Iterable[tuple[int, int]], size: int, at: int = 0) 
 
 
 def _rows(runs: Sequence[_Run], size: int) -> str:
-    """What is wrong with runs some of which are rows."""
+    """Return what is wrong with runs of which some are rows, or ""."""
     low, high = min(run.at for run in runs), max(run.stop for run in runs)
     if low < 0 or high > size:
         return f"pieces reach to element {low if low < 0 else high - 1}, but it has {size}"
@@ -102,7 +108,7 @@ def _rows(runs: Sequence[_Run], size: int) -> str:
 
 
 def _boxes(run: _Run, pitch: int) -> Iterator[_Box]:
-    """A run in lines of `pitch`."""
+    """Yield the boxes of a run in lines of `pitch` elements."""
     if not run.width:
         yield from _plain(run.at, run.stop, pitch)
     elif run.pitch != pitch:
@@ -117,7 +123,9 @@ def _boxes(run: _Run, pitch: int) -> Iterator[_Box]:
 
 
 def _plain(at: int, stop: int, pitch: int) -> Iterator[_Box]:
-    """Elements at .. stop - 1 in lines of `pitch`: the end of a line, whole lines, the begin of one."""
+    """Yield the boxes of elements at .. stop - 1 in lines of `pitch`: the end of a line, whole lines, the start of
+    one.
+    """
     (top, left), (bottom, right) = divmod(at, pitch), divmod(stop, pitch)
     if top == bottom:
         if left < right:

@@ -1,6 +1,6 @@
-"""Where NCCL's calls of a process are queued, behind what torch does for them.
+"""The CUDA stream on which a process queues its NCCL calls, and the torch work that comes before them.
 
-Owner of: one stream for each GPU, ahead of everything else on it.
+There is one stream per GPU, with priority over all other work on it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 
 
 class Moment:
-    """A place in a stream. event: None where all is done at once."""
+    """A place in a stream. event: None on a CPU, where everything is done at once."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
     def done(self) -> bool:
-        """Whether all that was queued before it is done."""
+        """Whether all work that was queued before it is done."""
         return self._event is None or self._event.query()
 
 
 class Stream:
-    """Does things in order, beside the device's other streams; on a CPU, whatever is called is done."""
+    """Runs work in order, concurrently with the device's other streams. On a CPU every call is done when it returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,12 +33,12 @@ class Stream:
 
     @property
     def handle(self) -> int:
-        """For NCCL."""
+        """The stream's handle for NCCL."""
         return 0 if self._stream is None else self._stream.cuda_stream
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """What torch does in the body is queued here."""
+        """Queue torch's work of the block on this stream."""
         if self._stream is None:
             yield
             return
@@ -46,7 +46,7 @@ class Stream:
             yield
 
     def mark(self) -> Moment:
-        """Here."""
+        """Record the current position in this stream."""
         if self._stream is None:
             return Moment(None)
         event: Any = torch.cuda.Event()
@@ -56,5 +56,7 @@ class Stream:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Ahead of training's. One for all pairs: the memory that torch keeps for a stream is the next pair's too."""
+    """Return the GPU's stream, which has priority over training's. All pairs share it, so that the next pair reuses
+    the memory that torch keeps for a stream.
+    """
     return torch.cuda.Stream(device, priority=-1)

@@ -1,8 +1,8 @@
-"""What a pull needs of a device: memory of another process by handle, queues of copies and sums, marks in them.
+"""The GPU as a pull uses it: another process's memory by handle, queues of copies and sums, and marks in them.
 
-Purpose: `Cuda` is the `contracts.Port` of a GPU: the CUDA runtime that
-torch has loaded, by ctypes, so that a handle is opened once and never pickled. Owner of: the mappings that it opened.
-Invariants: a queue works in order; nothing is waited for but by `Mark.done` and `Queue.settle`.
+`Cuda` is the `contracts.Port` of a GPU. It calls the CUDA runtime that torch has loaded through ctypes, so that a
+handle is opened once and never pickled. It owns the mappings that it has opened. A queue works in order. Only
+`Mark.done` and `Queue.settle` wait for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Handle(ctypes.Structure):
 
 
 class Cuda:
-    """The GPU `index`. Needs a torch with CUDA in use in this process."""
+    """The GPU `index`. This process must use a torch with CUDA."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
@@ -102,6 +102,8 @@ class Cuda:
 
 
 class CudaMark:
+    """A place in a `CudaQueue`."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()
         self.event.record(stream)
@@ -111,7 +113,7 @@ class CudaMark:
 
 
 class CudaQueue:
-    """A stream of its own."""
+    """A queue with a CUDA stream of its own."""
 
     def __init__(self, port: Cuda) -> None:
         self._port = port
@@ -142,7 +144,7 @@ class CudaQueue:
 
 
 def _loaded_path(name: str) -> str:
-    """Path of a library that this process has loaded."""
+    """Return the path of a library that this process has loaded. Raises DeviceError."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rpartition(" ")[2].strip()

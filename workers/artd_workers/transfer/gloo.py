@@ -1,8 +1,9 @@
-"""The process group of a live push: trainer rank 0, engine rank 1, and the one collective they share.
+"""The process group of a live push between CPUs: trainer rank 0, engine rank 1, and their only collective, a
+broadcast.
 
-Purpose: one definition of rendezvous, prefix and wire form for both sides (imported by trainer and engine: torch only).
-Owner of: no state. Wire form of a tensor: its bytes, contiguous and in native order, as one flat uint8 broadcast from
-rank 0. Order, dtype and shape come from the committed `weights.json`; nothing else is exchanged.
+Trainer and engine both import this, so it defines rendezvous, prefix and wire form once, and needs only torch. Wire
+form of a tensor: its bytes, contiguous and in native order, as one flat uint8 broadcast from rank 0. Order, dtype and
+shape come from the committed `weights.json`; nothing else is exchanged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The LoRA merge: W + (alpha / rank) B A, defined once for push, export and engine start.
+"""The LoRA merge W + (alpha / rank) B A, defined once for push, export and engine start.
 
-Purpose: the same bits wherever a merged weight is needed: in the trainer's interpreter, in the engine's, in an export.
-Owner of: no state. Invariants: torch and safetensors only, and `artd_workers.models` (the engine's interpreter imports this
-file too); the base is never mutated; no BLAS, no fused multiply-add, so the bits depend on neither threads, CPU nor torch build.
+A merged weight has the same bits wherever it is made: in the trainer's interpreter, in the engine's, in an export.
+The module needs only torch, safetensors and `artd_workers.models`, because the engine's interpreter imports it too.
+It never changes the base. It uses no BLAS and no fused multiply-add, so the bits do not depend on threads, CPU or
+torch build.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from artd_workers.models.experts import Slice, parts
 
 _HEAD = "lm_head.weight"
 _CHUNK = 1 << 16
-"""Elements merged at a time: two fp32 buffers of this size fit a core's L2 cache, and calls into torch stay few."""
+"""Elements merged at a time: two fp32 buffers of this size fit a core's L2 cache, and there are still few calls into
+torch.
+"""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies: its file, the name there, and its part of that when experts are stored together."""
+    """Where a tensor is stored: its file, its name there, and its slice of that tensor when experts are stored
+    together.
+    """
 
     path: Path
     stored: str
@@ -38,8 +43,9 @@ class _Place:
 
 
 def open_base(folder: str | Path, device: str = "cpu") -> BaseWeights | seeded.SeededWeights:
-    """A base model's tensors by Hugging Face name, one by one, on a device: drawn (`models.seeded`), or read (`BaseWeights`).
-    Raises ValueError for a folder that is neither."""
+    """Open a base model's tensors by Hugging Face name, one by one on a device: seeded (`models.seeded`) or read
+    (`BaseWeights`). Raises ValueError for a folder that is neither.
+    """
     path = Path(folder)
     if (path / SEEDED).is_file() and any(path.glob("*.safetensors")):
         raise ValueError(f"{path} holds both {SEEDED} and weights: remove the one that is not this model's")
@@ -47,11 +53,11 @@ def open_base(folder: str | Path, device: str = "cpu") -> BaseWeights | seeded.S
 
 
 class BaseWeights(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face checkpoint folder, read lazily, in push order and under per-expert names.
+    """The tensors of a Hugging Face checkpoint folder, read on demand, in push order and under per-expert names.
 
-    Order: safetensors files sorted by name, names sorted within a file. Left out: `lm_head.weight` when the config
-    ties it to the embedding, and stored rotary tables (a property of the config). Raises ValueError for a folder that
-    is no safetensors checkpoint or holds a tensor twice.
+    Order: safetensors files sorted by name, and names sorted within a file. `lm_head.weight` is left out when the
+    config ties it to the embedding; stored rotary tables are left out because the config determines them. Raises
+    ValueError for a folder that is not a safetensors checkpoint, or that holds a tensor twice.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu") -> None:
@@ -77,11 +83,11 @@ class BaseWeights(Mapping[str, Tensor]):
         return found.to(self._device)
 
     def dtypes(self) -> set[torch.dtype]:
-        """Those that the tensors are stored in; nothing is read for it but headers."""
+        """Return the dtypes in which the tensors are stored. This reads only headers."""
         return {self._files[place.path].get_slice(place.stored)[:0].dtype for place in self._where.values()}
 
     def sizes(self) -> dict[str, int]:
-        """Elements of each tensor; nothing is read for it but headers."""
+        """Return the elements of each tensor. This reads only headers."""
         return {name: self._size(place) for name, place in self._where.items()}
 
     def _size(self, place: _Place) -> int:
@@ -96,7 +102,7 @@ class BaseWeights(Mapping[str, Tensor]):
 
 
 def _places(path: Path, handle: Any) -> Iterator[tuple[str, _Place]]:
-    """(name, place) of what a safetensors file holds; fused experts one by one."""
+    """Yield (name, place) of each tensor in a safetensors file; experts that are stored together come one by one."""
     stored_names: list[str] = handle.keys()
     for stored in stored_names:
         experts = [
@@ -106,9 +112,8 @@ def _places(path: Path, handle: Any) -> Iterator[tuple[str, _Place]]:
 
 
 class Stored(Mapping[str, Tensor]):
-    """The tensors of one safetensors file, read one by one, in the order of `names` (default: sorted).
-
-    Raises ValueError when the file's names are not these.
+    """The tensors of one safetensors file, read one by one in the order of `names` (default: sorted). Raises
+    ValueError when the file has other names.
     """
 
     def __init__(self, path: Path, names: Sequence[str] | None = None) -> None:
@@ -129,7 +134,9 @@ class Stored(Mapping[str, Tensor]):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Safetensors files of a checkpoint folder, sorted: those its index names, or all of them without an index."""
+    """Return the safetensors files of a checkpoint folder, sorted: those that its index names, or all without an
+    index. Raises ValueError.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
@@ -143,10 +150,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """weight [out, in] + scale * b [out, r] @ a [r, in], as a new tensor of `dtype`.
+    """Return weight [out, in] + scale * b [out, r] @ a [r, in] as a new tensor of `dtype`, on the adapter's device.
 
     All arithmetic is elementwise fp32: the products of rank 0, 1, 2 ... are added in that order, the sum is scaled,
-    the weight is added, and the result is rounded once to `dtype`. It lies where the adapter does.
+    the weight is added, and the result is rounded once to `dtype`. Raises ValueError for shapes that do not fit.
     """
     weight = weight.to(a.device)
     out_features, in_features = weight.shape
@@ -168,7 +175,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype
 
 
 def explain_rounding(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
-    """Why weights of these dtypes are not the stored ones; "" = they are, bit for bit."""
+    """Return why weights held in these dtypes are not the stored ones, or "" when they are, bit for bit."""
     stored = (
         base.dtypes() if isinstance(base, BaseWeights | seeded.SeededWeights) else {next(iter(base.values())).dtype}
     )
@@ -177,7 +184,9 @@ def explain_rounding(base: Mapping[str, Tensor], held: set[torch.dtype]) -> str:
 
 
 def adapter_targets(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Hugging Face weight name -> (A [r, in], B [out, r]) of an adapter in PEFT names. Raises ValueError if odd."""
+    """Return the (A [r, in], B [out, r]) of an adapter in PEFT names, by Hugging Face weight name. Raises ValueError
+    for other names, and for a B without its A.
+    """
     targets: dict[str, tuple[Tensor, Tensor]] = {}
     for name in adapter:
         if not name.startswith(PEFT_PREFIX) or not name.endswith((PEFT_A, PEFT_B)):
@@ -196,7 +205,7 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, contiguous tensor of `dtype`) for every base tensor, in the order of `base`.
 
-    base: `BaseWeights`, or a mapping in its order; adapter: tensors in PEFT names (empty = the base alone); scale:
+    base: `BaseWeights`, or a mapping in its order. adapter: tensors by PEFT name; empty gives the base alone. scale:
     alpha / rank. Raises ValueError when the adapter names a weight that the base lacks.
     """
     targets = adapter_targets(adapter)

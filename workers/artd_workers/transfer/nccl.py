@@ -1,9 +1,9 @@
-"""NCCL by ctypes, as one rank of a communicator that torch knows nothing of.
+"""NCCL through ctypes: one rank of a communicator that torch does not know.
 
-Purpose: torch's own NCCL group cannot join ranks that were not made by torch (an engine's transfer calls make such ranks), and does
-not end when it is aborted. The library is the one that torch has loaded. Owner of: one communicator.
-Invariants: the communicator is non-blocking, so each call comes back and its end is waited for here; after `abort`, every call
-and every wait raises, whatever the other side does.
+torch's own NCCL group cannot join ranks that torch did not make, such as those of vLLM's transfer calls, and it does
+not end when it is aborted. The library is the one that torch has loaded. The communicator is non-blocking: each call
+returns, and this module waits for its end. After `abort`, every call and every wait raises, whatever the other side
+does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from .stock import ID_BYTES, TRAINER
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _FLOAT32, _SUM = 1, 7, 0
 _CONFIG_MAGIC, _CONFIG_VERSION, _UNDEFINED = 0xCAFEBEEF, 21400, -(1 << 31)
-"""The first layout of ncclConfig_t that knows non-blocking communicators; later libraries fill in what came after."""
+"""The first layout of ncclConfig_t that has non-blocking communicators; later libraries fill in the fields that came
+after.
+"""
 _POLL_S = 0.00005
 _LOCK_S = 0.5
 
 
 class NcclError(Exception):
-    """A call of NCCL failed, or the communicator was aborted: what was done, and why."""
+    """An NCCL call failed, or the communicator was aborted: what was done, and why."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -42,7 +44,7 @@ class _Config(ctypes.Structure):
 
 
 class Library:
-    """libnccl. path: by default the one that torch has loaded."""
+    """libnccl. path: by default the library that torch has loaded."""
 
     def __init__(self, path: str = "libnccl.so.2") -> None:
         try:
@@ -66,31 +68,37 @@ class Library:
         self._calls.ncclGetErrorString.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> int:
-        """Status of a call: success or in progress. Raises NcclError for every other."""
+        """Call a function and return its status, which is success or in progress. Raises NcclError for every other
+        status.
+        """
         code = int(getattr(self._calls, name)(*arguments))
         self.check(code, name)
         return code
 
     def check(self, code: int, what: str) -> None:
+        """Check a status code. Raises NcclError when it is an error of `what`."""
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise NcclError(f"{what}: {self._calls.ncclGetErrorString(code).decode()} ({code}), NCCL {self.version()}")
 
     def version(self) -> int:
-        """As NCCL counts: 22809 is 2.28.9. Both sides must have the same."""
+        """Return NCCL's version as a number: 22809 is 2.28.9. Both sides must have the same."""
         found = ctypes.c_int()
         self._calls.ncclGetVersion(ctypes.byref(found))
         return found.value
 
     def unique_id(self) -> bytes:
-        """The name of a new communicator, for whoever is to join it."""
+        """Return the id of a new communicator, for whoever is to join it."""
         made = _UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
 
 class Communicator:
-    """One of `world` ranks, once joined. `abort` is for any one thread; all else is for one other, whose current CUDA device
-    is the communicator's."""
+    """One rank of a communicator, from `join` on.
+
+    Any one thread may call `abort`. One other thread calls the rest, with the communicator's GPU as its current CUDA
+    device.
+    """
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -99,7 +107,7 @@ class Communicator:
         self._lock = threading.Lock()
 
     def join(self, unique_id: bytes, world: int, rank: int = TRAINER) -> None:
-        """Wait until all ranks are there."""
+        """Wait until all `world` ranks are there."""
         name = _UniqueId.from_buffer_copy(unique_id)
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED)
         self._do("ncclCommInitRankConfig", ctypes.byref(self._handle), world, name, rank, ctypes.byref(config))
@@ -113,15 +121,15 @@ class Communicator:
         self._do("ncclBroadcast", address, address, size, _UINT8, TRAINER, self._handle, stream)
 
     def send(self, address: int, size: int, rank: int, stream: int) -> None:
-        """Queue the sending of `size` bytes to a rank, which must receive as many."""
+        """Queue a message of `size` bytes to a rank, which must receive exactly as many."""
         self._do("ncclSend", address, size, _UINT8, rank, self._handle, stream)
 
     def recv(self, address: int, size: int, rank: int, stream: int) -> None:
-        """Queue the receiving of `size` bytes from a rank."""
+        """Queue the receiving of a message of `size` bytes from a rank."""
         self._do("ncclRecv", address, size, _UINT8, rank, self._handle, stream)
 
     def settled(self, what: str) -> bool:
-        """Whether the last call has come to its end. Raises NcclError when it failed, or what is under way did."""
+        """Whether the last call has ended. Raises NcclError when it failed, or when work under way did."""
         state = ctypes.c_int()
         with self._lock:
             self._require(what)
@@ -130,7 +138,7 @@ class Communicator:
         return state.value == _SUCCESS
 
     def abort(self, reason: str) -> None:
-        """End whatever the communicator does, here and on the GPU. A call that hangs inside NCCL does not keep it from that."""
+        """End whatever the communicator does, here and on the GPU, even when a call hangs inside NCCL."""
         self._aborted = reason
         held = self._lock.acquire(timeout=_LOCK_S)
         try:

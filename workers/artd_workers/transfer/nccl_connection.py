@@ -1,6 +1,6 @@
-"""`wire.Wire` over NCCL: a communicator of two, and a stream of its own.
+"""`contracts.Wire` over NCCL: a communicator of two ranks, on the GPU's stream for NCCL.
 
-Owner of: the communicator and its watchdog. Invariants: both sides send and receive in the same order; `join` passes one message,
+It owns the communicator and its watchdog. Both sides send and receive in the same order. `join` passes one message,
 so that NCCL has connected the two before a push needs it.
 """
 
@@ -22,7 +22,7 @@ _WARM_BYTES = 8
 
 
 class Nccl:
-    """See `wire.Wire`."""
+    """One end of an NCCL connection; see `contracts.Wire`."""
 
     def __init__(self, device: torch.device, library: Library | None = None) -> None:
         """Raises NcclError when torch has no NCCL."""

@@ -1,7 +1,7 @@
-"""Notice the end of another process at once.
+"""Notice at once that another process has ended. Linux only (pidfd).
 
-Purpose: an engine that maps a trainer's memory pins it, even after the trainer has died: the mappings must go then.
-Owner of: a thread and two descriptors for each process watched. Linux (pidfd).
+An engine that maps a trainer's memory pins it, even after the trainer has died, and must then close its mappings.
+Each watch owns a thread and two descriptors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from artd_schema.paths import process_ticks
 
 
 class ProcessWatch:
-    """From now until `stop`: once the process has ended, `gone` is set and `then` is called in a thread of its own.
+    """Watches one process until `stop`: when the process has ended, sets `gone` and calls `then` in a thread of its
+    own.
 
-    pid, ticks: the process (start time in clock ticks). One that is not there, or is another of the same number, has ended.
+    pid, ticks: the process, and its start time in clock ticks. A process that does not exist has ended; so has one
+    whose number another process has now.
     """
 
     def __init__(self, pid: int, ticks: int, then: Callable[[ProcessWatch], None]) -> None:
@@ -30,7 +32,9 @@ class ProcessWatch:
         threading.Thread(target=self._watch, name="artd-trainer-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """`then` is not called any more, unless it has begun. Any thread, `then` included; exactly once, before it returns."""
+        """End the watch: `then` is not called any more, unless it has begun. Call this exactly once, from any thread
+        or from `then` itself.
+        """
         os.eventfd_write(self._stop, 1)
 
     def _watch(self) -> None:
@@ -45,7 +49,7 @@ class ProcessWatch:
                 os.close(self._process)
 
     def _ended(self) -> bool:
-        """Wait; False when stopped before."""
+        """Wait until the process has ended. Returns False when the watch was stopped before."""
         poller = select.poll()
         poller.register(self._process, select.POLLIN)
         poller.register(self._stop, select.POLLIN)
@@ -53,7 +57,7 @@ class ProcessWatch:
 
 
 def _open_pidfd(pid: int, ticks: int) -> int:
-    """A pidfd, or -1 when the process has ended."""
+    """Return a pidfd, or -1 when the process has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

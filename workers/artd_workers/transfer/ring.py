@@ -1,9 +1,9 @@
-"""The page of shared memory by which a trainer fills a small ring of buffers and an engine empties it.
+"""The page of shared memory through which a trainer fills a small ring of buffers and an engine empties it.
 
-Purpose: say which buffers are full and which are free, across two processes, without a call. Owner of: a file of one page
-below the runtime folder, mapped by both. Invariants: each word has one writer (`fence`, `ready` and `failed`: the trainer;
-`done`: the engine) and is one aligned 64-bit store; within a fence the counters only rise. A page tells nothing about the
-weights: what was copied counts only by its checksums.
+The page tells both processes which slots are filled and which are copied, without a call. It is a file of one page
+below the runtime folder, which both map. Each word has one writer (`fence`, `ready` and `failed`: the trainer;
+`done`: the engine), and each write is one aligned 64-bit store. Within a fence the counters only rise. The page
+proves nothing about the weights: a copy counts only when its checksums match.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _FENCE, _READY, _DONE, _FAILED = range(4)
 
 
 class Intake(Protocol):
-    """What a pull sees of the ring, within `take`. fence: of the push that is fed; ready: buffers filled so far; failed: the rest
-    never comes; done: buffers copied so far, set by the pull."""
+    """The ring as a pull sees it, inside `take`.
+
+    fence: of the push that is fed. ready: number of slots filled so far. failed: the rest never comes. done: number
+    of slots copied so far; the pull sets it.
+    """
 
     done: int
 
@@ -36,11 +39,11 @@ class Intake(Protocol):
     @property
     def failed(self) -> bool: ...
     def take(self, fence: int, deadline: Deadline) -> AbstractContextManager[None]:
-        """The pull of the push with this fence is the body."""
+        """Run the pull of the push with this fence as the block."""
 
 
 class Page:
-    """Both sides' view of the page. `make` on the trainer's side, `open` on the engine's."""
+    """The page as both sides see it. The trainer calls `make`, the engine `open`."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.path = path
@@ -55,33 +58,35 @@ class Page:
 
     @classmethod
     def make(cls, path: Path) -> Page:
-        """A new page, nothing fed. Raises FileExistsError."""
+        """Create a new page on which nothing is fed. Raises FileExistsError."""
         page = cls(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         page._words[_FENCE] = -1
         return page
 
     @classmethod
     def open(cls, path: Path) -> Page:
-        """The trainer's page. Raises OSError when there is none."""
+        """Open the trainer's page. Raises OSError when there is none."""
         return cls(path, os.O_RDWR)
 
     def take(self, fence: int, deadline: Deadline) -> AbstractContextManager[None]:
-        """Nothing has to be asked for."""
+        """Do nothing: a pull of this page needs no preparation."""
         return nullcontext()
 
     def begin(self, fence: int) -> None:
-        """Trainer: from now on the buffers are those of the push with this fence. Call it only when no pull is under way."""
+        """Start a push: from now on the buffers hold the slots of this fence. The trainer calls it, and only when no
+        pull is under way.
+        """
         self._words[_READY] = self._words[_DONE] = self._words[_FAILED] = 0
         self._words[_FENCE] = fence  # written last: an engine that sees the fence sees the counters
 
     @property
     def fence(self) -> int:
-        """Of the push that is fed, -1 before the first."""
+        """Fence of the push that is fed; -1 before the first."""
         return self._words[_FENCE]
 
     @property
     def ready(self) -> int:
-        """Buffers filled so far."""
+        """Number of slots filled so far."""
         return self._words[_READY]
 
     @ready.setter
@@ -90,7 +95,7 @@ class Page:
 
     @property
     def done(self) -> int:
-        """Buffers copied so far: they may be filled again."""
+        """Number of slots copied so far: their buffers may be filled again."""
         return self._words[_DONE]
 
     @done.setter
@@ -99,20 +104,23 @@ class Page:
 
     @property
     def failed(self) -> bool:
-        """The trainer cannot fill the rest."""
+        """Whether the trainer cannot fill the rest."""
         return self._words[_FAILED] != 0
 
     def fail(self) -> None:
+        """Record that the trainer cannot fill the rest."""
         self._words[_FAILED] = 1
 
     def close(self) -> None:
-        """Unmap the page; the file stays (its maker removes it)."""
+        """Unmap the page. The file stays; its maker removes it."""
         self._words.release()
         self._map.close()
 
 
 def slot_bytes(feed: Feed, itemsize: int) -> list[int]:
-    """Bytes of each slot's message. Raises PullError for a feed that is not all slots, each in the buffer whose slot it is."""
+    """Return the bytes of each slot's message. Raises PullError for a feed that is not all slots, each in the buffer
+    of its number.
+    """
     sizes: list[int] = []
     for number, unit in enumerate(feed.units):
         buffer = number % max(len(feed.segments), 1)

@@ -1,9 +1,9 @@
 """What trainer and engine agree on for a push over the engine's own NCCL transfer calls.
 
-Purpose: one definition of rendezvous and wire form for both sides, as `gloo.py` is for the CPU. Owner of: no state.
-They meet by the communicator's id (128 bytes), which the trainer leaves
-in the file `rendezvous`, below the engine's folder that only this user can enter. Wire form: the tensors of weights.json in
-its order, one behind the other without a gap, cut into chunks; each chunk is one broadcast of bytes.
+It defines rendezvous and wire form once for both sides, as `gloo.py` does for the CPU. The trainer leaves the
+communicator's id (128 bytes) in the file `rendezvous`, below the engine's folder, which only this user can enter.
+Wire form: the tensors of weights.json in its order, one after the other without a gap, cut into chunks; each chunk is
+one broadcast of bytes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,30 @@ from artd_schema.manifest import WeightEntry
 from .atomic_file import write_whole
 
 CHUNK_BYTES = 256 << 20
-"""A chunk ends with the first tensor that makes it larger than this: the engine's rule, from the size that it is told."""
+"""A chunk ends with the first tensor that makes it larger than this. This is vLLM's rule, with the size that it is
+given.
+"""
 ID_BYTES = 128
 TRAINER, ENGINE, WORLD = 0, 1, 2
-"""Ranks, and how many there are: the engine is one process."""
+"""The ranks, and their number: the engine is one process."""
 ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
-"""Of both processes: ranks that differ in such settings hang. NCCL's own meeting listens on the first interface it likes,
-unless told; multicast over NVLink needs rights that a container may lack, and a broadcast between two gains nothing by it."""
+"""Environment of both processes; ranks that differ in such settings hang. Without the first setting NCCL's rendezvous
+listens on any interface. Multicast over NVLink needs rights that a container may lack, and a broadcast between two
+ranks gains nothing from it.
+"""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _POLL_S = 0.002
 
 
 def size_of(entry: WeightEntry) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
 
 
 def chunks(table: Sequence[WeightEntry], limit: int = CHUNK_BYTES) -> list[list[WeightEntry]]:
-    """The table cut as the engine cuts it. Every chunk has a row; a tensor of more than `limit` bytes ends its chunk."""
+    """Cut the table as vLLM does. Every chunk has at least one row; a tensor of more than `limit` bytes ends its
+    chunk.
+    """
     cut: list[list[WeightEntry]] = []
     room = -1
     for entry in table:
@@ -48,12 +54,14 @@ def chunks(table: Sequence[WeightEntry], limit: int = CHUNK_BYTES) -> list[list[
 
 
 def leave_id(rendezvous: Path, unique_id: bytes) -> None:
-    """Trainer: let the engine have the communicator's id."""
+    """Publish the communicator's id for the engine. The trainer calls it."""
     write_whole(rendezvous, unique_id)
 
 
 def await_id(rendezvous: Path, timeout_s: float) -> bytes:
-    """Engine: the id that the trainer left. Raises TimeoutError when it leaves none; ValueError when that is none."""
+    """Return the id that the trainer left. Raises TimeoutError when there is none in time, and ValueError when the
+    file holds something else. The engine calls it.
+    """
     end = time.monotonic() + timeout_s
     while not rendezvous.exists():
         if time.monotonic() > end:

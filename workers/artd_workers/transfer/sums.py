@@ -1,6 +1,5 @@
-"""Checksums of many tensors at once, where they lie.
-
-Owner of: no state. Invariant: the sums are those of `checksum.sum_of`, whatever the device.
+"""Checksums of many tensors at once, on the device where they are. The sums equal those of `checksum.sum_of` on any
+device.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from .checksum import WORD, Blocks, Span, sum_of
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Of contiguous tensors of one device; those of a GPU in one kernel, on the current stream. Raises ValueError for one
-    that is no whole number of words."""
+    """Return the checksums of contiguous tensors of one device; on a GPU by one kernel on the current stream. Raises
+    ValueError for a tensor that is not a whole number of words.
+    """
     return by_kernel(tensors) if tensors and tensors[0].is_cuda else [sum_of(tensor) for tensor in tensors]
 
 
 def by_kernel(tensors: Sequence[Tensor]) -> list[int]:
-    """See `sums_of`."""
+    """Return the checksums of tensors on a GPU; see `sums_of`."""
     from .checksum_kernels import Table  # Triton is installed only with GPUs
 
     spans = []

@@ -1,6 +1,6 @@
-"""Ends what hangs in NCCL: a thread that aborts a communicator when a deadline has passed, or at anybody's word.
+"""A thread that aborts a communicator when a deadline has passed or when it is asked to, because NCCL calls can hang.
 
-Owner of: that thread, and why it has bitten. Invariants: it bites once, and what it has bitten is not used again.
+The watchdog bites once, and what it has bitten is not used again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ABORT_S = 5.0
 
 
 class Watchdog:
-    """Calls `bite(reason)` once, in a thread of its own: when a deadline has passed, or at `bark`."""
+    """Calls `bite(reason)` once, in a thread of its own: when a deadline has passed, or after `bark`."""
 
     def __init__(self, bite: Callable[[str], None]) -> None:
         self._bite = bite
@@ -29,12 +29,12 @@ class Watchdog:
 
     @property
     def reason(self) -> str:
-        """Why it has bitten or is about to; "" = it has not."""
+        """Why it has bitten or is about to, or ""."""
         return self._reason
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """The body must end within `seconds` and not raise. Raises NcclError when it has bitten before."""
+        """Bite if the block raises or lasts longer than `seconds`. Raises NcclError when it has bitten before."""
         if self._reason:
             raise NcclError(f"this pair was aborted: {self._reason}")
         self._set(time.monotonic() + seconds, seconds)
@@ -46,13 +46,13 @@ class Watchdog:
         self._set(None, 0.0)
 
     def bark(self, reason: str) -> None:
-        """Have it bite; returns at once."""
+        """Let it bite; returns at once."""
         with self._change:
             self._reason = self._reason or reason
             self._change.notify()
 
     def end(self, reason: str) -> None:
-        """Have it bite, and wait until it has."""
+        """Let it bite, and wait until it has."""
         self.bark(reason)
         self.bitten.wait(_ABORT_S)
 

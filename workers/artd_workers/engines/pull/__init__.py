@@ -1,6 +1,7 @@
-"""The direct push, whatever the engine: an engine process pulls weights out of a trainer process's GPU memory.
+"""The engine's side of the direct push, for any engine: its process copies weights out of a trainer process's GPU
+memory.
 
-Purpose: what both sides share (`ring.py`, `checksum.py`, `device.py`) and the engine's side of a push: `session.py` over the
-`link.py` to a trainer, whose feeds are `opened.py` or `wire.py`, and their pulls (`pull.py`).
-Imports neither an engine nor Megatron-Core. Invariant: only the engine's process ever writes the engine's weights.
+`session.py` is what an engine's worker calls. It holds the `open_offer.py` of one trainer, whose feeds are
+`ipc_feed.py` or `nccl_feed.py`, copied by `pull.py` into the engine's tensors, or by `staging.py` into spare memory
+first. Nothing here imports vLLM or Megatron-Core. Only the engine's process ever writes the engine's weights.
 """

@@ -1,7 +1,9 @@
-"""The engine's end of a feed: the memory that it pulls from, and what says how far that is filled.
+"""The engine's end of a feed: the memory from which it pulls, and the counters that say how far that memory is
+filled.
 
-Purpose: `OpenFeed` is the contract, `IpcFeed` a feed of this host (CUDA IPC); `wire.NcclFeed` is one over NCCL. Owner of: what was
-opened, until `close`. Invariants: whoever closes has ended the pulls first; nothing is left open by a constructor that raises.
+`OpenFeed` is the contract. `IpcFeed` is a feed on this host (CUDA IPC), `nccl_feed.NcclFeed` one over NCCL. A feed
+owns what it has opened, until `close`. The caller ends the pulls before it closes. A constructor that raises leaves
+nothing open.
 """
 
 from __future__ import annotations
@@ -21,24 +23,27 @@ from .nccl_feed import NcclFeed
 
 
 class OpenFeed(Protocol):
-    """intake: how far the feed's buffers are filled; bases: address of each of its segments, by number."""
+    """intake: how far the feed's buffers are filled. bases: address of each of its segments, by number."""
 
     intake: Intake
     bases: list[int]
 
     def gone(self) -> bool:
-        """Whether the other side has ended: it fills nothing any more."""
+        """Whether the other side has ended, and so fills nothing any more."""
 
     def close(self) -> None:
         """Let go of everything. Any thread, once."""
 
 
 class IpcFeed:
-    """A trainer process's own memory. on_end: called in a thread of its own once that process has ended: an open mapping pins
-    the memory of a process that has died."""
+    """A trainer process's own memory, mapped by CUDA IPC.
+
+    `on_end` is called in a thread of its own when that process has ended: an open mapping pins the memory of a dead
+    process.
+    """
 
     def __init__(self, port: Port, feed: Feed, on_end: Callable[[], None]) -> None:
-        """Raises PullError when the process has ended, DeviceError, OSError when its page is gone."""
+        """Raises PullError when the process has ended, DeviceError, and OSError when its page is gone."""
         self.bases: list[int] = []
         with ExitStack() as stack:
             watch = ProcessWatch(feed.pid, feed.ticks, lambda _: on_end())
@@ -55,5 +60,5 @@ class IpcFeed:
 
 
 def open_feed(port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int) -> OpenFeed:
-    """By the feed's way. Raises what `IpcFeed` and `NcclFeed` raise."""
+    """Open a feed by its way. Raises what `IpcFeed` and `NcclFeed` raise."""
     return NcclFeed(port, feed, on_end, deadline, itemsize) if feed.nccl else IpcFeed(port, feed, on_end)

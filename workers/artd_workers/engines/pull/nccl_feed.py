@@ -1,11 +1,11 @@
-"""The direct push without CUDA IPC: a trainer's buffers come as messages, into a ring that is the engine's own.
+"""The direct push without CUDA IPC: a trainer's slots arrive as messages in a ring of the engine's own.
 
-Purpose: `NcclFeed` is an offer's feed, opened over a `contracts.Wire`, and
-`Receiver` what its pulls see of it. Owner of: the engine's ring, its end of the connection, and a watch of the trainer's process
-where that is one of this machine's.
-Invariants: a message goes only into a buffer that was copied; the two meet in a thread, and nothing is received but within a pull,
-so an engine that only generates waits for nobody; a pull that raises aborts the connection, which then is dead for good; every wait
+`NcclFeed` is an offer's feed over a `contracts.Wire`, and `Receiver` is what its pulls see of it. A feed owns the
+engine's ring, its end of the connection, and a watch of the trainer's process when that runs on this machine. A
+message goes only into a buffer that was copied. The two sides meet in a thread, and the engine receives only inside a
+pull, so an engine that only generates waits for nobody. A pull that raises aborts the connection for good. Every wait
 has a deadline.
+
 Wire form: for each push its fence (int64), then each slot's used bytes, slot by slot.
 """
 
@@ -30,8 +30,11 @@ from artd_workers.transfer.stock import ENGINE
 
 
 class Receiver:
-    """`ring.Intake` of a connection. sizes: bytes of each slot's message; bases: addresses of the ring's buffers; joining: the
-    thread in which the two meet, while they do."""
+    """`ring.Intake` over a connection.
+
+    sizes: bytes of each slot's message. bases: addresses of the ring's buffers. joining: the thread in which the two
+    sides meet, or None when they have met.
+    """
 
     def __init__(
         self, wire: Wire, sizes: Sequence[int], bases: Sequence[int], joining: threading.Thread | None = None
@@ -44,7 +47,7 @@ class Receiver:
 
     @contextmanager
     def take(self, fence: int, deadline: Deadline) -> Iterator[None]:
-        """A pull of this fence is the body. Raises PullError; whatever is raised ends the connection."""
+        """Run the pull of this fence as the block. Raises PullError. Any exception ends the connection."""
         self._meet(deadline)
         with as_pull_error("the pull over NCCL"), self._wire.within(deadline.left):
             self._expected, self._fence = fence, -1
@@ -62,19 +65,21 @@ class Receiver:
 
     @property
     def fence(self) -> int:
-        """Of the push that is sent, -1 before its header has come. Raises PullError for another than the pull's."""
+        """Fence of the push that the trainer sends; -1 before its header has arrived. Raises PullError for a fence
+        other than the pull's.
+        """
         self._look()
         return self._fence
 
     @property
     def ready(self) -> int:
-        """Messages received so far. Raises PullError."""
+        """Number of messages received so far. Raises PullError."""
         self._look()
         return self._ready
 
     @property
     def done(self) -> int:
-        """Buffers copied so far: they may be received into again."""
+        """Number of slots copied so far: their buffers may receive again."""
         return self._done
 
     @done.setter
@@ -85,7 +90,7 @@ class Receiver:
 
     @property
     def failed(self) -> bool:
-        """Never: what would make it so is raised. Raises PullError."""
+        """Always False: a failure raises PullError instead."""
         self._look()
         return False
 
@@ -101,7 +106,7 @@ class Receiver:
                     self._ready += 1
 
     def _begin(self) -> None:
-        """The header is there: read it, and have the first messages come."""
+        """Read the header, which has arrived, and post the first messages."""
         with self._wire.use():
             found = int(self._header.view(torch.int64))
         if found != self._expected:
@@ -117,13 +122,16 @@ class Receiver:
 
 
 class NcclFeed:
-    """`opened.OpenFeed` for a feed that comes over a connection. bases: of the ring's buffers, in this process. on_end: called in a
-    thread of its own once the trainer's process has ended, where that is one of this machine's."""
+    """`ipc_feed.OpenFeed` over a connection.
+
+    bases: addresses of the ring's buffers, in this process. `on_end` is called in a thread of its own when the
+    trainer's process has ended, if that runs on this machine.
+    """
 
     def __init__(
         self, port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int
     ) -> None:  # fmt: skip
-        """deadline: of the meeting with the trainer, which the first pull waits for. Raises PullError."""
+        """deadline: limits the meeting with the trainer, for which the first pull waits. Raises PullError."""
         sizes = slot_bytes(feed, itemsize)
         self._over = threading.Event()
         with ExitStack() as stack, as_pull_error("no connection over NCCL"):
@@ -141,11 +149,13 @@ class NcclFeed:
             self.close = stack.pop_all().close
 
     def gone(self) -> bool:
-        """Whether the trainer's process has ended, as far as that can be seen; the intake says what became of the connection."""
+        """Whether the trainer's process has ended, as far as this machine can see. The intake reports what happens to
+        the connection.
+        """
         return self._over.is_set()
 
     def _join(self, name: bytes, seconds: float) -> None:
-        """In a thread: NCCL takes a second or two, and the engine generates."""
+        """Meet the trainer. This runs in a thread: NCCL takes a second or two, and the engine generates meanwhile."""
         with suppress(NcclError), self._wire.within(seconds):  # the next pull reports why the connection is dead
             self._wire.join(name, ENGINE)
 
@@ -164,7 +174,7 @@ def _ring(wire: Wire, sizes: Sequence[int]) -> list[Tensor]:
 
 @contextmanager
 def as_pull_error(what: str) -> Iterator[None]:
-    """NcclError as PullError. what: was done."""
+    """Turn an NcclError of the block into a PullError. `what`: what the block does."""
     try:
         yield
     except NcclError as error:

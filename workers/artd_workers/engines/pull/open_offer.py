@@ -1,8 +1,7 @@
-"""One offer, open: its feeds, what their pulls go into, and the checksums that decide.
+"""An open offer of a trainer: its feeds, the pulls into the engine's tensors, and the checksums that decide.
 
-Purpose: `OpenOffer` is what `Session` has of a trainer. Owner of: the opened feeds, until `close`. Invariants: an offer that does not
-fill the engine's tensors, each element once, from memory that it offers, is never opened; `on_end` may come at any time, also
-for a link that is closed.
+`OpenOffer` owns the open feeds until `close`. An offer is opened only if it fills the engine's tensors, each element
+exactly once, from the memory that it offers. `on_end` may be called at any time, even for an offer that is closed.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from .pull import Pull, Puller
 
 
 class WrongWeights(Exception):
-    """The engine's checksums are not the manifest's: the engine must not serve."""
+    """The engine's checksums differ from the manifest's: the engine must not serve."""
 
 
 class OpenOffer:
-    """tensors: the engine's. on_end: told this link, once a process that it maps has ended."""
+    """tensors: the engine's. `on_end` gets this offer when a process whose memory it maps has ended."""
 
     def __init__(
         self,
@@ -52,28 +51,28 @@ class OpenOffer:
 
     @property
     def segments(self) -> int:
-        """Of all feeds."""
+        """Number of segments of all feeds."""
         return sum(len(one.bases) for one in self._opened)
 
     def into(self, tensors: Sequence[Tensor], poll_s: float = 0.0) -> Pull:
-        """The way into tensors of the engine's shapes; see `Pull`."""
+        """Return a pull into tensors of the engine's shapes; see `Pull`."""
         addresses, size = [tensor.data_ptr() for tensor in tensors], self.offer.itemsize
         both = zip(self._opened, self.offer.feeds, strict=True)
         return Pull([Puller(self._port, opened, feed, size, addresses) for opened, feed in both], poll_s)
 
     def expect(self, sums: dict[str, int]) -> None:
-        """The checksums that the next push must bring. Raises KeyError for a part without one."""
+        """Set the checksums that the next push must have. Raises KeyError for a part without one."""
         self._wanted.copy_(checksum.expected_sums(self.offer.parts, sums))
 
     def zero_sums(self) -> Tensor:
-        """Where the next pull's sums go [parts], all 0."""
+        """Return the tensor for the next pull's sums [parts], set to 0."""
         self._sums.zero_()
         if self._sums.is_cuda:
             torch.cuda.current_stream().synchronize()  # other streams add to the sums
         return self._sums
 
     def compare(self) -> dict[str, float]:
-        """Returns seconds. Raises WrongWeights."""
+        """Compare the sums with the expected ones. Returns named seconds. Raises WrongWeights."""
         began = time.perf_counter()
         wrong = checksum.wrong_parts(self._sums, self._wanted, self.offer.parts)
         if wrong:
@@ -85,8 +84,9 @@ class OpenOffer:
 
 
 def check(offer: Offer, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Whether the feeds together fill the engine's tensors, each element once, from memory that they offer. Raises
-    CoverError."""
+    """Check that the feeds together fill the engine's tensors, each element exactly once, from the memory that they
+    offer. Raises CoverError.
+    """
     pieces = ((r.tensor, r.at, r.count, r.width, r.pitch) for f in offer.feeds for unit in f.units for r in unit.runs)
     coverage.check("the engine's", names, [tensor.numel() for tensor in tensors], pieces)
     for feed in offer.feeds:

@@ -1,9 +1,10 @@
-"""Pulls: the ranges of an offer's feeds, copied out of the trainer's memory in their order, checksums behind them.
+"""Pulls: copy the ranges of an offer's feeds out of the trainer's memory in their order, and sum what was copied.
 
-Purpose: a `Puller` keeps a feed's ranges ready for one destination (the engine's own tensors, or spare ones); a `Pull` runs
-those of all feeds side by side, in one thread. Owner of: two queues of the device for each feed. Invariants: no Python runs for
-each range between the begin and the end of a pull but the issue of a copy, and ranges that lie together on both sides are one
-copy; an intake's `done` rises only behind a copy's end; when a pull ends, however it does, nothing that it queued still runs.
+A `Puller` prepares a feed's ranges for one destination: the engine's own tensors, or spare ones. A `Pull` runs the
+pullers of all feeds side by side in one thread. Each feed has two queues of the device. Between start and end of a
+pull, the only Python per range is the call that queues its copy, and ranges that are adjacent on both sides are one
+copy. An intake's `done` rises only after a copy has ended. When a pull ends, for whatever reason, nothing that it
+queued still runs.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 Copy = tuple[int, int, int]
 """(to, from, bytes)."""
 Grid = tuple[int, int, int, int, int]
-"""(to, pitch, from, width, rows), in bytes: what `Queue.copy2d` takes."""
+"""(to, pitch, from, width, rows), the sizes in bytes: what `Queue.copy2d` takes."""
 
 
 class Puller:
-    """addresses: of the tensors that are filled, by index in the engine's table."""
+    """One feed's copies into one set of tensors. addresses: of the tensors to fill, by index in the engine's table."""
 
     def __init__(self, port: Port, opened: OpenFeed, feed: Feed, itemsize: int, addresses: Sequence[int]) -> None:
         self.pid, self.gone = feed.pid, opened.gone
@@ -47,12 +48,13 @@ class Puller:
         self.mover, self.summer = port.queue(), port.queue()
 
     def take(self, fence: int, deadline: Deadline) -> AbstractContextManager[None]:
-        """What `issue` is for this fence is the body."""
+        """Run `issue` for this fence inside the block."""
         return self._intake.take(fence, deadline)
 
     def issue(self, fence: int, sums: Tensor | None) -> Iterator[None]:
-        """Queue everything as it comes, and the checksums unless `sums` [parts] is None; yields where it waits. Raises
-        PullError."""
+        """Queue each copy when its slot is filled, and its checksums unless `sums` [parts] is None. Yields whenever
+        it must wait. Raises PullError.
+        """
         behind: deque[Mark] = deque()
         intake = self._intake
         yield from self._wait(lambda: True, fence, behind)  # the pieces in place, too, are offered for this fence only
@@ -73,7 +75,7 @@ class Puller:
         yield from self._wait(lambda: not behind, fence, behind)
 
     def sum(self, sums: Tensor) -> None:
-        """Add the checksums of what lies there to `sums` [parts]."""
+        """Add the checksums of what the tensors contain to `sums` [parts]."""
         self.summer.sum(self._table, sums, (0, self._ends[-1]))
 
     def _wait(self, until: Callable[[], bool], fence: int, behind: deque[Mark]) -> Iterator[None]:
@@ -90,20 +92,23 @@ class Puller:
 
 
 class Pull:
-    """All feeds of an offer into one set of tensors. poll_s: seconds to sleep when every feed waits (0: none, the caller has
-    nothing else to do)."""
+    """All feeds of an offer into one set of tensors.
+
+    poll_s: seconds to sleep when every feed waits; 0 does not sleep, because the caller has nothing else to do.
+    """
 
     def __init__(self, pullers: Sequence[Puller], poll_s: float = 0.0) -> None:
         self._pullers, self._poll_s = tuple(pullers), poll_s
 
     @property
     def spans(self) -> list[Span]:
-        """Of everything that is pulled, where it is to lie."""
+        """Spans of everything that is pulled, at its destination."""
         return [span for puller in self._pullers for span in puller.spans]
 
     def run(self, fence: int, deadline: Deadline, sums: Tensor | None) -> dict[str, float]:
-        """Copy everything; add the checksums to `sums` [parts] unless it is None. Returns named seconds. Raises PullError as
-        soon as one feed fails or its process has ended."""
+        """Copy everything, and add the checksums to `sums` [parts] unless it is None. Returns named seconds. Raises
+        PullError as soon as one feed fails or its process has ended.
+        """
         began = time.perf_counter()
         try:
             with ExitStack() as taken:
@@ -122,13 +127,13 @@ class Pull:
                 time.sleep(self._poll_s)
 
     def sum(self, sums: Tensor) -> None:
-        """Add the checksums of what lies there to `sums` [parts]."""
+        """Add the checksums of what the tensors contain to `sums` [parts], and wait for that."""
         for puller in self._pullers:
             puller.sum(sums)
         self._settle()
 
     def _settle(self) -> float:
-        """Wait for all that was queued; returns when the copies were done."""
+        """Wait for all queued work. Returns the time when the copies were done."""
         for puller in self._pullers:
             puller.mover.settle()
         copied = time.perf_counter()
@@ -150,7 +155,7 @@ class Pull:
 
 
 def span_of(run: Run, addresses: Sequence[int], itemsize: int) -> Span:
-    """The words of a run where they are to lie."""
+    """Return the words of a run at their destination."""
     address, first, words = addresses[run.tensor] + run.at * itemsize, run.first * itemsize, run.count * itemsize
     if not run.width:
         return Span(address, first // WORD, words // WORD, run.part)
@@ -159,8 +164,9 @@ def span_of(run: Run, addresses: Sequence[int], itemsize: int) -> Span:
 
 
 def _join_copies(runs: Sequence[Run], addresses: Sequence[int], bases: Sequence[int], itemsize: int) -> list[Copy]:
-    """Copies of the runs that lie together. Those of one tensor out of one segment are joined; neighbours in two allocations
-    must not be."""
+    """Return the copies of the contiguous runs. Adjacent runs of one tensor from one segment become one copy;
+    neighbours in two allocations must not.
+    """
     out: list[Copy] = []
     last = (-1, -1)
     for run in runs:
@@ -177,7 +183,9 @@ def _join_copies(runs: Sequence[Run], addresses: Sequence[int], bases: Sequence[
 
 
 def _grids(runs: Sequence[Run], addresses: Sequence[int], bases: Sequence[int], itemsize: int) -> list[Grid]:
-    """Copies of the runs that are rows; joined where the rows go on on both sides, as those of a layer's experts do."""
+    """Return the copies of the runs that are rows. Runs whose rows continue on both sides, as those of a layer's
+    experts do, become one copy.
+    """
     out: list[Grid] = []
     last: tuple[int, ...] = ()
     for run in runs:

@@ -1,10 +1,11 @@
-"""The engine's side of the direct push: pulls in place or staged out of the offer that is open, and the gate around them.
+"""The engine's side of the direct push: pulls out of the open offer, in place or staged, behind the gate.
 
-Purpose: `Session` is what an engine's worker extension calls. Owner of: the open `OpenOffer`, the spare tensors, the pull
-into them that is under way. Invariants: an update is finished at the gate only when every checksum is the manifest's, else
-it stays open and the weights count as unknown; the engine's tensors keep their addresses, so that its graphs stay valid;
-a new offer, `close`, or the end of any of the trainer's processes closes every mapping (they would pin a dead one's memory), and
-no mapping is closed while a pull reads from it: whoever calls holds the lock, and a pull ends by itself once a process has.
+`Session` is what an engine's worker extension calls. It owns the open `OpenOffer`, the spare tensors, and the pull
+into them that is under way. The gate finishes an update only when every checksum is the manifest's; otherwise the
+update stays open, and the weights count as unknown. The engine's tensors keep their addresses, so that its CUDA
+graphs stay valid. A new offer, `close`, or the end of any of the trainer's processes closes every mapping, which
+would pin a dead process's memory. No mapping closes while a pull reads from it: every caller holds the lock, and a
+pull ends by itself when a process has ended.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from .staging import Spare, Staging
 __all__ = ["MARGIN_BYTES", "OPEN_S", "Session", "WrongWeights"]
 
 MARGIN_BYTES = 2 << 30
-"""Of the device that spare memory leaves free."""
+"""Spare memory leaves so many bytes of the device free."""
 OPEN_S = 60.0
-"""Seconds that opening an offer may take where nothing else is said."""
+"""Default limit for opening an offer, in seconds."""
 
 
 class Session:
-    """tensors: the engine's, in the order of its table; names: theirs."""
+    """The direct pushes of one engine worker. names, tensors: the engine's, in the order of its table."""
 
     def __init__(self, gate: Gate, port: Port, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._gate, self._port = gate, port
@@ -48,7 +49,7 @@ class Session:
     # ---- the offer ----------------------------------------------------------------------------------------------------
 
     def open(self, offer: Offer, timeout_s: float = OPEN_S) -> dict[str, float]:
-        """Open a trainer's feeds in place of those of the one before. Raises CoverError, DeviceError, PullError, OSError."""
+        """Open a trainer's offer, and close the one before it. Raises CoverError, DeviceError, PullError, OSError."""
         began = time.perf_counter()
         with self._lock:
             self.close()
@@ -57,7 +58,7 @@ class Session:
             return {"seconds": time.perf_counter() - began, "segments": self._link.segments}
 
     def close(self) -> None:
-        """Close every mapping of the trainer's memory; waits for a pull that is under way. Any thread."""
+        """Close every mapping of the trainer's memory. Waits for a pull that is under way. Any thread."""
         with self._lock:
             self._end_staging()
             link, self._link, self._spare = self._link, None, None
@@ -65,7 +66,9 @@ class Session:
                 link.close()
 
     def _on_end(self, link: OpenOffer) -> None:
-        """A process of the trainer has ended (in the watch's thread); a pull that is under way ends by itself."""
+        """Close an offer of which a process has ended. Runs in the watch's thread; a pull that is under way ends by
+        itself.
+        """
         with self._lock:
             if self._link is link:
                 self.close()
@@ -73,7 +76,7 @@ class Session:
     # ---- a push -------------------------------------------------------------------------------------------------------
 
     def expect(self, sums: dict[str, int]) -> None:
-        """The checksums that the next push must bring. Raises KeyError for a part without one."""
+        """Set the checksums that the next push must have. Raises KeyError for a part without one."""
         with self._lock:
             self._open_offer().expect(sums)
 
@@ -82,8 +85,9 @@ class Session:
         return bool(self._spare_tensors) or self._port.free() >= _size(self._tensors) + MARGIN_BYTES
 
     def pull(self, fence: Fence, timeout_s: float) -> dict[str, float]:
-        """Copy the trainer's weights into the engine's tensors and check them; the engine is paused meanwhile. Returns
-        seconds. Raises FenceError, PullError, WrongWeights."""
+        """Copy the trainer's weights into the engine's tensors and check them, while the engine is paused. Returns
+        named seconds. Raises FenceError, PullError, WrongWeights.
+        """
         with self._lock:
             link = self._open_offer()
             self._end_staging()
@@ -92,8 +96,9 @@ class Session:
             return seconds | self._finish(link)
 
     def stage(self, fence: Fence, timeout_s: float) -> dict[str, float]:
-        """Begin to copy into spare memory beside the running engine; returns at once what that takes on the first call.
-        Raises FenceError, PullError."""
+        """Start to copy into spare memory while the engine runs. Returns at once: the spare bytes that this takes.
+        Raises FenceError, PullError.
+        """
         with self._lock:
             link = self._open_offer()
             self._end_staging()
@@ -105,15 +110,16 @@ class Session:
             return {"spare_bytes": _size(self._spare_tensors)}
 
     def staged(self) -> dict[str, float]:
-        """Seconds of the staging pull; empty while it is under way. Raises what it ended with."""
+        """Return the staging pull's named seconds, empty while it runs. Raises the error with which it ended."""
         staging = self._staging
         if staging is None:
             raise PullError("nothing is staged: no pull was begun, or the trainer's process has ended")
         return staging.result()
 
     def swap(self, fence: Fence) -> dict[str, float]:
-        """Copy what was staged for this fence into the engine's tensors and check them, the engine being paused. Returns
-        seconds. Raises FenceError, PullError, WrongWeights."""
+        """Copy what was staged for this fence into the engine's tensors and check them, while the engine is paused.
+        Returns named seconds. Raises FenceError, PullError, WrongWeights.
+        """
         with self._lock:
             spare = self._spare
             if spare is None or self._staging is None or self._staging.fence != fence or not self._staging.result():
@@ -126,14 +132,16 @@ class Session:
             return {"summed": time.perf_counter() - began} | self._finish(link)
 
     def check(self) -> dict[str, float]:
-        """Sum the engine's tensors as they are now. Returns seconds. Raises PullError, WrongWeights."""
+        """Sum the engine's tensors as they are now, and compare. Returns named seconds. Raises PullError,
+        WrongWeights.
+        """
         with self._lock:
             began, link = time.perf_counter(), self._open_offer()
             link.pull.sum(link.zero_sums())
             return {"summed": time.perf_counter() - began} | link.compare()
 
     def drop_spare(self) -> None:
-        """Give the spare memory back."""
+        """Free the spare memory."""
         with self._lock:
             self._end_staging()
             self._spare, self._spare_tensors = None, []

@@ -1,6 +1,7 @@
-"""A staged push: a pull into spare memory in a thread of its own, beside the running engine, and the copy from there.
+"""A staged push: a pull into spare memory while the engine runs, and the copy from there into the engine's tensors.
 
-Owner of: that thread. Invariant: spare tensors are laid out as the engine's are, so what comes in rows is copied on as a whole.
+Each `Staging` owns its thread. Spare tensors have the layout of the engine's, so what arrives in rows is copied on as
+a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ POLITE_S = 0.0005
 
 
 class Spare:
-    """A link's way into spare tensors, laid out as the engine's are, and on into those."""
+    """A pull of an open offer into spare tensors, and the copy from them. The spare tensors have the layout of the
+    engine's.
+    """
 
     def __init__(self, port: Port, link: OpenOffer, tensors: Sequence[Tensor]) -> None:
         self.pull = link.into(tensors, POLITE_S)
@@ -31,13 +34,15 @@ class Spare:
         self._count, self._table, self._queue = len(spans), port.sums(spans), port.queue()
 
     def copy(self, sums: Tensor) -> None:
-        """Copy into the engine's tensors, add the checksums of what was written to `sums` [parts]."""
+        """Copy into the engine's tensors, and add the checksums of what was written to `sums` [parts]."""
         self._queue.sum(self._table, sums, (0, self._count), copy=True)
         self._queue.settle()
 
 
 def join_rows(spans: Sequence[Span]) -> list[Span]:
-    """The same words, none of them in two spans: rows of a part that lie between each other are one span."""
+    """Return spans with the same words, each word in one span. Rows of one part that interleave without a gap become
+    one span.
+    """
     groups: dict[tuple[int, int, int], list[Span]] = {}
     for span in spans:
         groups.setdefault((span.part, *_origins(span)), []).append(span)
@@ -53,18 +58,18 @@ def join_rows(spans: Sequence[Span]) -> list[Span]:
 
 
 def _origins(span: Span) -> tuple[int, int]:
-    """Where its part's first word would lie."""
+    """Return the addresses at which the part's first word would be."""
     return span.address - span.first * WORD, span.other - span.first * WORD
 
 
 def _end(span: Span) -> int:
-    """Position behind its last word."""
+    """Return the position after a span's last word."""
     rows = span.words // span.width - 1 if span.width else 0
     return span.first + rows * span.pitch + (span.width or span.words)
 
 
 class Staging:
-    """Begins at once. work: the pull; returns its named seconds."""
+    """Runs a pull in a thread, from now on. work: the pull; returns its named seconds."""
 
     def __init__(self, fence: Fence, work: Callable[[], dict[str, float]]) -> None:
         self.fence = fence
@@ -74,11 +79,11 @@ class Staging:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for its end, whatever that is."""
+        """Wait until the pull has ended, well or not."""
         self._thread.join()
 
     def result(self) -> dict[str, float]:
-        """Its seconds; empty while it runs. Raises what it ended with."""
+        """Return the pull's named seconds, empty while it runs. Raises the error with which it ended."""
         if self._thread.is_alive():
             return {}
         if self._error is not None:

@@ -52,7 +52,9 @@ class Sender:
             unique_id = self._library.unique_id()
             leave_id(self._rendezvous, unique_id)
             self._communicator.join(unique_id, WORLD)
-            warm = torch.zeros(1, device=self._queue.device)  # the engine's side starts with an all-reduce of one number
+            warm = torch.zeros(
+                1, device=self._queue.device
+            )  # the engine's side starts with an all-reduce of one number
             self._communicator.all_reduce(warm.data_ptr(), self._queue.handle)
             self._wait("ncclAllReduce")
         self.joined = True
