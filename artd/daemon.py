@@ -44,6 +44,7 @@ from artd.store.store import DatabaseInUse, Store, get_meta, set_meta
 from artd.store.writer import StoreFull
 from artd.supervise import procfs
 from artd.supervise.code import install_code
+from artd.supervise.losses import install_losses
 from artd.supervise.reap import Leftover, Recorded, reap
 from artd.supervise.scratch import sweep_folders
 from artd_schema import paths
@@ -178,6 +179,9 @@ class Daemon:
         max_message = settings.limits.max_message_mib << 20
         under_way = UnderWay(settings.limits.under_way_mib << 20)
         code = await anyio.to_thread.run_sync(install_code, data.root)
+        losses = await anyio.to_thread.run_sync(install_losses, data.root)
+        for kind, why in losses.refused.items():
+            log.warning("loss %r is not there: %s", kind, why)
         token = await store.write(_token)
         workers: Router[w.FromWorker] = Router(
             self._sockets.workers, Codec(w.FromWorker), max_message,
@@ -189,7 +193,7 @@ class Daemon:
         )  # fmt: skip
         boot_info = Boot(
             instance=instance, number=boot, code=code, endpoint=workers.endpoint, token=token, leftovers=leftovers,
-            listener=listener,
+            listener=listener, losses=losses,
         )  # fmt: skip
         services = Services(
             store,

@@ -30,6 +30,7 @@ from artd.store.store import Store, emit, set_meta
 from artd.store.views import active_run, route_shape, stored_spec
 from artd.supervise.environment import TRAINER_EXTRA, Tags, child_environment
 from artd.supervise.lease import Holder, heartbeat_s
+from artd.supervise.losses import NO_LOSSES, Losses
 from artd.supervise.postmortem import Status
 from artd.supervise.reap import Leftover
 from artd.supervise.spawn import Undead
@@ -65,7 +66,7 @@ Death = Callable[[str, int, bool, str, str], Awaitable[None]]
 class Boot:
     """What every process of this boot is told. code: folder with the workers' code; endpoint: of the worker ROUTER.
     leftovers: processes of older boots that outlived SIGKILL: their workers are broken until they are gone. listener: the
-    gateway's."""
+    gateway's. losses: what installed packages bring."""
 
     instance: str
     number: int
@@ -74,6 +75,7 @@ class Boot:
     token: str
     leftovers: tuple[Leftover, ...] = ()
     listener: socket.socket | None = None
+    losses: Losses = NO_LOSSES
 
 
 @dataclass
@@ -219,7 +221,7 @@ class Workforce:
             tags,
             code=self.boot.code,
             tmpdir=folder,
-            site_paths=site_paths,
+            site_paths=[*site_paths, *(self.boot.losses.folders if kind == "trainer" else ())],
             extra=extra,
             drop=self.settings.environment.drop,
             keep=self.settings.environment.keep,
@@ -291,9 +293,9 @@ class Workforce:
         spec = stored_spec(run)
         pinned = msgspec.json.decode(run["base_manifest"], type=BaseModel)
         if message.kind == "trainer":
-            return w.Welcome(
-                trainer=w.TrainerConfig(run=run["name"], spec=spec, base_digest=run["base_digest"], base=pinned), **base
-            )
+            named: dict[str, Any] = {"run": run["name"], "base_digest": run["base_digest"], "base": pinned}
+            loss = self.boot.losses.codes.get(spec.loss.kind)
+            return w.Welcome(trainer=w.TrainerConfig(spec=spec, loss=loss, **named), **base)
         python, _ = self._interpreter("engine", spec.engine.kind)
         folder = self.data.spawn_dir("engine", message.spawn)
         config = w.EngineConfig(

@@ -25,6 +25,7 @@ from artd.rollouts import slices
 from artd.store.selects import NOT_DELETED
 from artd.store.store import Store, emit, get_meta
 from artd.store.views import load_run, push_failed, stored_spec, unreadable
+from artd.supervise.losses import NO_LOSSES, Losses
 from artd.supervise.postmortem import telling
 from artd.tables import pauses
 from artd.tables.jobs import give_up, insert_init_job
@@ -47,12 +48,13 @@ TOLD = 16
 
 class Runs:
     """What clients ask about runs. require_runtimes: raises RequestError when the trainer, or an engine of this kind, cannot run here; routed: names
-    (`RUN@STEP`) that the gateway confirmed to route."""
+    (`RUN@STEP`) that the gateway confirmed to route; losses: what installed packages bring."""
 
     def __init__(
         self, store: Store, require_runtimes: Callable[[str], None], routed: Callable[[], frozenset[str]],
-        models: Fetcher | None = None,
+        models: Fetcher | None = None, losses: Losses = NO_LOSSES,
     ) -> None:  # fmt: skip
+        self._losses = losses
         self._models = models or Fetcher()
         self._store = store
         self._require_runtimes = require_runtimes
@@ -73,6 +75,8 @@ class Runs:
                 field="name",
             )
         _check_spec(op.spec)
+        if (unknown := self._losses.error(op.spec.loss))[1]:
+            raise Invalid(unknown[1], field=f"spec.{unknown[0]}")
         model = await self._model(op.spec)
         if isinstance(model, str):
             return api.Pending(step=-1, phase="fetch", doing=model)

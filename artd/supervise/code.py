@@ -1,4 +1,5 @@
-"""Installs the code that managed children run: one content-addressed copy of `artd_schema` and `artd_workers` under DATA/code/.
+"""Installs the code that managed children run, under DATA/code/: one content-addressed copy of `artd_schema` and `artd_workers`, and one
+of each package that brings a loss (`losses.py`).
 
 Owner of: DATA/code/. Invariants: a folder there is complete or absent (artd writes it aside, fsyncs it, then renames it), and its
 name is the digest of its names and contents. A lock on DATA/code lets one process at a time write there, so an unfinished copy
@@ -14,7 +15,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
     files: dict[str, bytes] = {}
     for package in packages:
         files |= read_tree(_locate(package), package)
+    return install_files(data, files)
+
+
+def install_files(data: Path, files: Mapping[str, bytes]) -> Path:
+    """Folder DATA/code/<their digest> with these files. Raises OSError when the copy cannot be written."""
     root = data / "code"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = root / digest_files(files)
@@ -48,7 +54,7 @@ def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
     return target
 
 
-def _install(target: Path, files: dict[str, bytes]) -> None:
+def _install(target: Path, files: Mapping[str, bytes]) -> None:
     if target.is_dir() and digest_files(read_tree(target)) == target.name:
         _drop_old_byte_code(target)
         return
@@ -101,7 +107,7 @@ def read_tree(folder: Path, prefix: str = "") -> dict[str, bytes]:
     return files
 
 
-def digest_files(files: dict[str, bytes]) -> str:
+def digest_files(files: Mapping[str, bytes]) -> str:
     """Return 12 hex digits of sha256 over every (name, length, content), in order of name."""
     total = hashlib.sha256()
     for name in sorted(files):
@@ -118,7 +124,7 @@ def _locate(package: str) -> Path:
     return Path(places[0])
 
 
-def _write_tree(folder: Path, files: dict[str, bytes]) -> None:
+def _write_tree(folder: Path, files: Mapping[str, bytes]) -> None:
     parents = {folder}
     for name, content in files.items():
         path = folder / name

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from .codec import prepare
+from .losses import LossCode
 from .spec import Parameters
 from .trajectory import RouteShape
 
@@ -184,6 +185,7 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     `model.safetensors`, Hugging Face names) and the base model is not needed to serve it.
     files: every other file of the folder. batch: sha of the batch manifest trained on ("" at step 0).
     metrics: of the train job. environment: what a bitwise repeat needs (CPU features, threads, versions).
+    loss: the package's code that the run's loss is; unset where the loss is artd's own, as in manifests of before.
     """
 
     version: int = 1
@@ -203,6 +205,7 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     parameters: Parameters = "lora"
     metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    loss: LossCode | UnsetType = UNSET
 
 
 prepare(BatchManifest, ReplayManifest, CheckpointManifest, WeightTable)

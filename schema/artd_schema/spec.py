@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from .codec import prepare
 from .engines import DEFAULT
@@ -30,6 +30,9 @@ Beta = Annotated[float, Meta(ge=0, lt=1)]
 Clip = Annotated[float, Meta(gt=0, le=1e9)]
 YEAR_S = 366 * 86400.0
 Seconds = Annotated[float, Meta(ge=0, le=YEAR_S)]
+ParamName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+ParamValue = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Params = Annotated[dict[ParamName, ParamValue], Meta(min_length=1, max_length=64)]
 Mode = Literal["merged", "lora"]
 EngineName = Annotated[str, Meta(min_length=1, max_length=64)]
 """A key of `artd_schema.engines.ENGINES`."""
@@ -57,11 +60,15 @@ class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Policy loss. cispo: arXiv:2506.13585, weight sg(min(ratio, clip_high)); the loss is summed over trainable
-    tokens and divided by their number in the whole batch (`token`) or averaged per sequence first (`sequence`)."""
+    tokens and divided by their number in the whole batch (`token`) or averaged per sequence first (`sequence`).
+    kind: a loss of artd (`artd_schema.losses`), or of a package that the daemon's owner installed; the daemon refuses others. params:
+    numbers by name for a loss that has parameters of its own."""
 
-    kind: Literal["cispo"] = "cispo"
+    kind: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,63}$")] = "cispo"
     clip_high: Clip = 5.0
     normalise: Literal["token", "sequence"] = "token"
+    # Unset and not empty: a spec without it keeps the bytes and the digest that it had before there were parameters.
+    params: Params | UnsetType = UNSET
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,9 +217,9 @@ def first_difference(stored: RunSpec, asked: RunSpec) -> str | None:
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any], prefix: str) -> str | None:
-    for name, value in a.items():
-        other = b[name]
-        if isinstance(value, dict):
+    for name in [*a, *(name for name in b if name not in a)]:
+        value, other = a.get(name), b.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
             if found := _difference(value, other, f"{prefix}{name}."):
                 return found
         elif value != other:

@@ -18,8 +18,15 @@ from .spec import RunSpec
 from .trajectory import RouteShape, Turn
 
 STORED = (RunSpec, BaseModel, RouteShape, Turn, BatchManifest, ReplayManifest, CheckpointManifest, WeightTable)
-READABLE: frozenset[str] = frozenset()
-"""Forms of released versions whose rows and files these Structs still read (a folder of each is opened by a test)."""
+READABLE: frozenset[str] = frozenset(
+    {
+        # Before an engine's kind was checked by the daemon's table, and as the next.
+        "25deb1d10b73f25dc0e85d9de56aa42e3ab9cf9f223c648eff65832b1b363981",
+        # Before losses had parameters and code of packages: both fields are left out of JSON where they are unset.
+        "c9823aa1afb7865a35ee4e002d7a6b867b6e5532c8a37f3ac4ca1d87804c134c",
+    }
+)
+"""Forms of older versions whose rows and files these Structs still read (`python -m tests.house.same` opens a folder of each)."""
 
 
 def form() -> str:

@@ -12,6 +12,7 @@ from msgspec import Struct, field
 
 from .base import BaseModel
 from .engines import DEFAULT
+from .losses import LossCode
 from .spec import Mode, RunSpec
 from .trajectory import RouteShape, Sampling, Split
 
@@ -45,12 +46,13 @@ class CheckpointRef(Struct, frozen=True, kw_only=True):
 
 class TrainerConfig(Struct, frozen=True, kw_only=True):
     """What a trainer process needs to know of its run. base: the files of the base model, which it checks before it is ready
-    (None: it does not)."""
+    (None: it does not). loss: the package's code that the spec's loss is, whose copy is on PYTHONPATH (None: artd's own)."""
 
     run: str
     spec: RunSpec
     base_digest: str
     base: BaseModel | None = None
+    loss: LossCode | None = None
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ def test_every_field_of_a_run_stands_with_its_default() -> None:
         fields = [field for field in msgspec.structs.fields(spec) if field.name not in told]
         assert list(rows) == [field.name for field in fields], name
         for field in fields:
-            default = "" if field.required else json.dumps(field.default)
+            default = "" if field.required or field.default is msgspec.UNSET else json.dumps(field.default)
             assert rows[field.name] == default, field.name
 
 
@@ -70,14 +70,25 @@ def test_every_exit_code_is_documented_and_used() -> None:
 
 def test_every_metric_is_defined() -> None:
     told = set(re.findall(r"`(?:seconds\.)?(\w+)`", (ROOT / "docs/metrics.md").read_text()))
-    losses, step, trainer, lost = (
-        TRAINER / name for name in ("step/losses.py", "step/step.py", "trainer.py", "checkpoint/merge_loss.py")
+    losses, measures, step, trainer, lost = (
+        TRAINER / name
+        for name in ("step/losses.py", "step/measures.py", "step/step.py", "trainer.py", "checkpoint/merge_loss.py")
     )
-    measured = set(re.findall(r'"(\w+)": float\(', losses.read_text() + trainer.read_text()))
-    measured |= set(re.findall(r'out\["(\w+)"\]', losses.read_text()))
-    measured |= set(re.findall(r'"(\w+)": (?:quantile|total|norm|sum)', losses.read_text() + step.read_text()))
+    measured = set(re.findall(r'"(\w+)": float\(', measures.read_text() + trainer.read_text()))
+    measured |= set(re.findall(r'out\["(\w+)"\]', measures.read_text()))
+    measured |= set(re.findall(r'"(\w+)": (?:quantile|total|norm|sum)', measures.read_text() + step.read_text()))
+    measured |= set(re.findall(r'"(\w+)": Mean', losses.read_text()))
     measured |= set(re.findall(r'"(merge_\w+)"', lost.read_text()))
-    assert {"loss", "grad_norm", "kl_k3", "mismatch_mae", "ratio_p95", "tokens_per_s", "reward_mean"} <= measured
+    assert {
+        "loss",
+        "grad_norm",
+        "clipped_fraction",
+        "kl_k3",
+        "mismatch_mae",
+        "ratio_p95",
+        "tokens_per_s",
+        "reward_mean",
+    } <= measured
     assert {"merge_changed", "merge_served", "merge_kl"} <= measured
     assert measured <= told, measured - told
     spent = set(re.findall(r'seconds\["(\w+)"\]', trainer.read_text()))

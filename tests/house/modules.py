@@ -29,8 +29,8 @@ TEXTS = ("pyproject.toml", "Makefile", ".ci", "README.md", "CONTRIBUTING.md", "d
 """Files, or folders of them, that name modules besides the Python ones of SOURCES."""
 SOURCES = (*(str(folder.relative_to(ROOT)) for folder in PACKAGES.values()), "tests", "examples")
 NAME = re.compile(r"(?<![\w./@-])(?:artd|artd_workers|artd_schema|artd_client)(?:\.[A-Za-z_]\w*)+(?![\w/-])")
-NO_MODULES = re.compile(r"artd\.(db|lock|toml|folder|pth|log|gateway|refused|deep\..*)$|artd_workers\.NAME$")
-"""Names of files, of a logger, of a key of a request's scope, of samples in tests, and a word for any module."""
+NO_MODULES = re.compile(r"artd\.(db|lock|toml|folder|pth|log|gateway|losses|refused|deep\..*)$|artd_workers\.NAME$")
+"""Names of files, of a logger, of a group of entry points, of a key of a request's scope, of samples in tests, and a word for any module."""
 _IMPORTS = re.compile(r"^ *(from|import) .*$", re.MULTILINE)
 
 

@@ -897,4 +897,30 @@ BUGS = (
         "tests/unit/test_modules.py::test_every_module_name_in_a_text_is_there",
         "artd.packing.+kid",
     ),
+    Bug(
+        "loss-digest-not-checked-on-replay", "artd/cli/replay_job/loss.py",
+        "    if (found := digest_files(files)) != code.digest:\n", '    if (found := digest_files(files)) == "":\n',
+        "tests/unit/test_losses.py::test_a_replay_takes_the_copy_of_the_digest_or_nothing", "DID NOT RAISE",
+    ),
+    Bug(
+        "unknown-loss-accepted", "artd/runs/lifecycle.py",
+        "        if (unknown := self._losses.error(op.spec.loss))[1]:\n",
+        "        if (unknown := self._losses.error(op.spec.loss))[1] and False:\n",
+        "tests/unit/test_losses.py::test_a_run_with_an_unknown_loss_is_refused_with_what_is_known", "DID NOT RAISE",
+    ),
+    Bug(
+        "loss-imported-from-anywhere", "workers/artd_workers/trainer/step/objective.py",
+        "    if code.digest not in place.parts:\n", "    if False:\n",
+        "tests/trainer/test_loss_api.py::test_code_that_is_not_the_copy_is_refused", "DID NOT RAISE", torch=True,
+    ),
+    Bug(
+        "sequence-sum-of-one-rank", "workers/artd_workers/trainer/parallel/context.py",
+        "    return x if _group is None else _Summed.apply(x)\n", "    return x\n",
+        "tests/trainer/test_loss_api.py::test_a_sequence_that_is_cut_over_ranks_is_summed_whole", "assert .* == ", torch=True,
+    ),
+    Bug(
+        "every-loss-is-cispo", "workers/artd_workers/trainer/step/objective.py",
+        "spec.kind, LOSSES[spec.kind]", 'spec.kind, LOSSES["cispo"]',
+        "tests/trainer/test_loss_api.py::test_a_step_with_it_reports_its_metrics", "KeyError: 'sequence_tokens'", torch=True,
+    ),
 )  # fmt: skip

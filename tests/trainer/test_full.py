@@ -20,7 +20,7 @@ from artd_schema.manifest import MODEL_FILE, CheckpointManifest
 from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
 from artd_workers.trainer.checkpoint.folder import CheckpointError
 from artd_workers.trainer.parameters.trained import AdapterState, FullState, open_model
-from artd_workers.trainer.step.losses import row_loss, shares
+from artd_workers.trainer.step.objective import Objective, shares
 from artd_workers.trainer.step.step import NonFinite, Optimizer, decays, train_step
 from artd_workers.trainer.tools.export import export
 from artd_workers.trainer.trainer import Trainer
@@ -148,7 +148,7 @@ def test_a_step_is_transformers_step(toy_folders: dict[str, Path], family: str) 
         metrics = train_step(policy, optimizer, batch, loss, 0)
         branches = [torch.cat([row.tokens[:12], row.tokens[12:21]]), torch.cat([row.tokens[:12], row.tokens[21:]])]
         logprobs = torch.cat([rig.hf_logprobs(hf, tokens)[12:] for tokens in branches])
-        part = row_loss(loss, row, logprobs, share)
+        part = Objective(loss).row_loss(row, logprobs, share, batch.sequences)[0]
         assert metrics["loss"] == pytest.approx(part.item(), rel=1e-5)
         theirs.zero_grad()
         part.backward()

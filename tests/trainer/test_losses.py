@@ -12,6 +12,7 @@ from torch import Tensor
 from artd_schema.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.step import losses
+from artd_workers.trainer.step.objective import Objective, shares
 from artd_workers.trainer.step.step import Cancelled, NonFinite, Optimizer, train_step
 
 from . import rig
@@ -62,8 +63,8 @@ def test_cispo_and_its_gradient(normalise: str, clip_high: float) -> None:
     batch, spec = make_batch(), LossSpec(normalise=normalise, clip_high=clip_high)
     generator = torch.Generator().manual_seed(12)
     logprobs = [(-8 * torch.rand(len(row.at), generator=generator)).requires_grad_() for row in batch.rows]
-    share = losses.shares(batch, normalise)
-    found = sum(losses.row_loss(spec, row, values, share) for row, values in zip(batch.rows, logprobs, strict=True))
+    share, cispo = shares(batch, normalise), Objective(spec)
+    found = sum(cispo.row_loss(row, v, share, batch.sequences)[0] for row, v in zip(batch.rows, logprobs, strict=True))
     exact = [values.detach().double().requires_grad_() for values in logprobs]
     wanted = oracle(batch, exact, spec)
     assert abs(found.item() - wanted.item()) <= 1e-6
@@ -98,10 +99,10 @@ def test_adamw_and_clip_by_hand(toy_folders: dict[str, Path]) -> None:
     spec = OptimizerSpec(lr=0.01, weight_decay=0.1, clip_grad_norm=0.01)
     before = {n: p.detach().clone() for n, p in policy.lora.named()}
     parts = []
-    share = losses.shares(batch, "token")
+    share = shares(batch, "token")
     for row in batch.rows:
         scores = policy.score(row.tokens, row.positions, row.hidden_from, row.at, row.targets, row.temperatures)
-        parts.append(losses.row_loss(LossSpec(), row, scores.logprobs, share))
+        parts.append(Objective(LossSpec()).row_loss(row, scores.logprobs, share, batch.sequences)[0])
     grads = dict(zip(before, torch.autograd.grad(sum(parts), policy.lora.parameters()), strict=True))
     optimizer = Optimizer.make(policy.lora, spec)
     norm = train_step(policy, optimizer, batch, LossSpec(), 0)["grad_norm"]

@@ -24,7 +24,7 @@ from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.parameters.full import FullState
 from artd_workers.trainer.parameters.trained import open_model
 from artd_workers.trainer.placement import Placement
-from artd_workers.trainer.step.losses import row_loss, shares
+from artd_workers.trainer.step.objective import Objective, shares
 from artd_workers.trainer.step.step import Optimizer, train_step
 from artd_workers.transfer.merge import BaseWeights
 
@@ -109,7 +109,7 @@ def summed(policy: Policy, batch: Batch) -> dict[str, Tensor]:
     share, total = shares(batch, loss.normalise), {name: torch.zeros(one.shape) for name, one in own.items()}
     for row in batch.rows:
         scores = policy.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures)
-        part = row_loss(loss, row, scores.logprobs, share)
+        part = Objective(loss).row_loss(row, scores.logprobs, share, batch.sequences)[0]
         for name, grad in zip(own, torch.autograd.grad(part, list(own.values())), strict=True):
             assert grad.dtype == own[name].dtype
             total[name] += grad.float()

@@ -25,6 +25,7 @@ from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import CONFLICT, FAILED, OK, CliError, at_least, shared
 from artd.cli.replay_job import inputs
 from artd.cli.replay_job import report as replay_report
+from artd.cli.replay_job.loss import copy_loss
 from artd_schema.codec import UNREADABLE
 from artd_schema.replay_job import ReplayReport, ReplayRequest
 
@@ -96,7 +97,8 @@ def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: Replay
     """Run the trainer's part; its words go to a log. Raises CliError when it gives no answer."""
     from artd.supervise.postmortem import explain, read_tail
 
-    command, env = _command(args, data, scratch)
+    loss = request.config.loss
+    command, env = _command(args, data, scratch, [copy_loss(data, loss, scratch)] if loss else [])
     log, raw = scratch / "out" / "trainer.log", msgspec.json.encode(request)
     try:
         with log.open("wb") as words:
@@ -118,8 +120,8 @@ def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: Replay
     return report
 
 
-def _command(args: argparse.Namespace, data: Path, scratch: Path) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of the trainer's part. Raises CliError(FAILED)."""
+def _command(args: argparse.Namespace, data: Path, scratch: Path, more: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of the trainer's part. more: folders for PYTHONPATH. Raises CliError(FAILED)."""
     from artd.cli.in_trainer import interpreter
     from artd.supervise.code import CodeError, install_code
     from artd.supervise.environment import TRAINER_EXTRA, Tags, child_environment
@@ -132,6 +134,6 @@ def _command(args: argparse.Namespace, data: Path, scratch: Path) -> tuple[list[
     # No daemon's instance: whoever reaps his own children must not take this for one.
     tags = Tags(instance="replay-job", boot=0, spawn=0, worker="replay-job", build=code.name, socket="")
     env = child_environment(
-        os.environ, tags, code=code, tmpdir=scratch / "tmp", site_paths=folders, extra=TRAINER_EXTRA
+        os.environ, tags, code=code, tmpdir=scratch / "tmp", site_paths=[*folders, *more], extra=TRAINER_EXTRA
     )
     return [python, "-m", "artd_workers.trainer.tools.replay_job"], env

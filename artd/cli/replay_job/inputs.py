@@ -23,6 +23,8 @@ from artd_schema.replay_job import ReplayRequest
 from artd_schema.spec import RunSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 
+from .loss import committed_loss
+
 Row = read.Row
 _TOLD = 5
 _LOOKED_AT = 1000
@@ -115,7 +117,8 @@ def request(database: read.Database, data: Path, row: Row, target: Path) -> Repl
         raise CliError(
             FAILED, f"the spec of run {row['run']} cannot be read: {error}", "use the artd that made it"
         ) from None
-    config = TrainerConfig(run=row["run"], spec=spec, base_digest=row["base_digest"])
+    loss = committed_loss(data, row)
+    config = TrainerConfig(run=row["run"], spec=spec, base_digest=row["base_digest"], loss=loss)
     return ReplayRequest(config=config, run=order, committed=_reference(data, row, ""))
 
 

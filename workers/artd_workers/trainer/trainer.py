@@ -37,6 +37,7 @@ from artd_workers.trainer.parameters.trained import Trained, open_model
 from artd_workers.trainer.push import serving
 from artd_workers.trainer.push.serving import Serving
 from artd_workers.trainer.push.snapshot import Snapshot
+from artd_workers.trainer.step.objective import Objective, adopt
 from artd_workers.trainer.step.step import Cancelled, NonFinite, Optimizer, train_step
 from artd_workers.transfer.contracts import Port
 
@@ -205,6 +206,8 @@ class Trainer:
         if self._policy is None:
             started = time.perf_counter()
             with self.ranks.share_errors():
+                adopt(self.config.loss)
+                Objective(self.spec.loss)  # a run whose loss cannot be had fails before its first step
                 policy, self._trained = open_model(self.spec, self.ranks.parallel)
                 self._base_files.unchanged()
             with self.ranks.in_step():
@@ -268,6 +271,7 @@ class Trainer:
                 parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,
                 spec_digest=digest(to_json(self.spec)), instance=job.instance, job=job.job, fence=job.fence,
                 canary=probe, parameters=self._trained.kind, metrics=_finite(metrics), environment=self._environment(),
+                loss=self.config.loss or msgspec.UNSET,
             )  # fmt: skip
         seconds["stage"] = time.perf_counter() - started
         self._staged = sha, snapshot

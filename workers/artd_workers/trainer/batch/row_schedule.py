@@ -35,7 +35,10 @@ class Turn:
     counts: bool = True
 
 
-TRAINED = ("at", "targets", "old_logprobs", "advantages", "weights", "temperatures", "epochs", "trajectories")
+TRAINED = (
+    "at", "targets", "old_logprobs", "advantages", "weights", "temperatures", "epochs", "trajectories", "segments",
+    "sequences", "groups",
+)  # fmt: skip
 """Fields of a row that hold something for each trained token."""
 
 

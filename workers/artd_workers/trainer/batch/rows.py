@@ -48,8 +48,9 @@ class PackedRow:
     """One row without its padding. Per token [s]: tokens, positions int64; until int64, who may see it (see `tree`).
 
     Per trained token [n], in row order: at = index of its predictor, targets, old_logprobs, advantages, weights,
-    temperatures, epochs (-1 unknown), trajectories (index in the manifest). routes: expert ids [MoE layers, s, topk] to
-    replay (uint8 or int32), None when no experts are replayed.
+    temperatures, epochs (-1 unknown), trajectories (index in the manifest), segments (id in the row), sequences and groups
+    (numbers in the batch, from 0). routes: expert ids [MoE layers, s, topk] to replay (uint8 or int32), None when no experts
+    are replayed.
     """
 
     tokens: Tensor
@@ -63,6 +64,9 @@ class PackedRow:
     temperatures: Tensor
     epochs: Tensor
     trajectories: Tensor
+    segments: Tensor
+    sequences: Tensor
+    groups: Tensor
     routes: Tensor | None = None
 
     @property
@@ -95,6 +99,11 @@ class Batch:
     @property
     def trained(self) -> int:
         return int(self.counts.sum())
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences are trained."""
+        return 1 + max(int(row.sequences.max()) for row in self.rows)
 
 
 def read_batch(
@@ -136,16 +145,19 @@ def make_batch(
     columns: dict[str, Tensor], manifest: BatchManifest, sha: str, vocab_size: int, bundle: Bundle | None = None
 ) -> Batch:
     """Check the packer's rules and cut the rows. Raises BatchError."""
-    counts = torch.zeros(len(manifest.trajectories), dtype=torch.int64)
-    rows = []
+    groups = _groups(manifest)
+    counts = torch.zeros(len(groups), dtype=torch.int64)
+    rows: list[PackedRow] = []
+    sequences = 0
     for index in range(columns["tokens"].shape[0]):
         row = {name: tensor[index] for name, tensor in columns.items()}
         try:
-            packed = _row(row, vocab_size, len(counts), partial(bundle.row, index) if bundle else None)
+            packed = _row(row, vocab_size, groups, sequences, partial(bundle.row, index) if bundle else None)
         except BatchError as error:
             raise BatchError(f"row {index}: {error}") from None
         if len(packed.at):
             rows.append(packed)
+            sequences = int(packed.sequences[-1]) + 1
             counts += torch.bincount(packed.trajectories, minlength=len(counts))
     if not rows:
         raise BatchError("no token of the batch is trained")
@@ -153,7 +165,17 @@ def make_batch(
     return Batch(manifest, sha, tuple(rows), counts, coverage)
 
 
-def _row(row: dict[str, Tensor], vocab_size: int, trajectories: int, routes: Callable[..., Tensor] | None) -> PackedRow:
+def _groups(manifest: BatchManifest) -> Tensor:
+    """Number the groups from 0 in the manifest's order. Returns the group of each trajectory [trajectories]."""
+    numbers: dict[int, int] = {}
+    found = [numbers.setdefault(member.group, len(numbers)) for member in manifest.trajectories]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _row(
+    row: dict[str, Tensor], vocab_size: int, groups: Tensor, sequences: int, routes: Callable[..., Tensor] | None
+) -> PackedRow:
+    """Cut a row. `groups` holds the group of each trajectory; `sequences` is how many the rows before this one train."""
     size = int((row["segment_ids"] >= 0).sum())
     if (row["segment_ids"][:size] < 0).any():
         raise BatchError("padding lies between tokens, not in one tail")
@@ -170,11 +192,14 @@ def _row(row: dict[str, Tensor], vocab_size: int, trajectories: int, routes: Cal
     if len(trained) and (int(at.min()) < 0 or (segments[at] != segments[trained]).any()):
         raise BatchError("a trained token begins its segment, so nothing in the row predicts it")
     scored = {name: row[name][trained] for name in ("old_logprobs", "advantages", "weights", "temperatures")}
-    _check_scored(scored, row["trajectory_index"][trained], trajectories)
+    owners = row["trajectory_index"][trained].long()
+    _check_scored(scored, owners, len(groups))
+    # The packer keeps what a sequence trains in one segment that no other sequence has.
+    number = torch.unique_consecutive(segments[trained], return_inverse=True)[1]
     return PackedRow(
         tokens, positions, until, at, tokens[trained], scored["old_logprobs"], scored["advantages"],
-        scored["weights"], scored["temperatures"], row["policy_epochs"][trained].long(), row["trajectory_index"][trained].long(),
-        routes(row, spans) if routes else None,
+        scored["weights"], scored["temperatures"], row["policy_epochs"][trained].long(), owners,
+        segments[trained], sequences + number, groups[owners], routes(row, spans) if routes else None,
     )  # fmt: skip
 
 

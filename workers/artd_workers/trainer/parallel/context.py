@@ -7,6 +7,8 @@ lie in the order of ranks. A query sees exactly what the row's mask allows, whic
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,6 +59,23 @@ def all_reduce(x: Tensor) -> Tensor:
     if _group is not None:
         dist.all_reduce(x, group=_group)
     return x
+
+
+class _Summed(torch.autograd.Function):
+    """Every rank's loss takes from the sum, so the gradient of a rank's part is what all ranks' losses ask of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return all_reduce(grad.clone())
+
+
+def add_with_gradient(x: Tensor) -> Tensor:
+    """All-reduce `x`, with gradient. Collective: every rank calls it, and the result reaches the loss of every rank."""
+    return x if _group is None else _Summed.apply(x)
 
 
 def tokens_per_rank(parallel: Parallel, size: int, blocks: bool) -> int:

@@ -1,104 +1,31 @@
-"""Policy losses and what is measured beside them.
+"""Policy losses, one function each: `LOSSES`.
 
-Purpose: one function per loss, pure torch. Owner of: no state. Sign: losses are minimised.
-Invariants: the divisor belongs to the whole batch, so a loss does not depend on how it was packed; behaviour logprobs are
-the engine's, at the sampling temperature.
+Signs: a loss is minimised. Behaviour logprobs are the engine's, at the sampling temperature.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from artd_schema.spec import LossSpec
-from artd_workers.trainer.batch.rows import Batch, PackedRow
+from .loss_api import LossInputs, LossOutput, Mean
 
 _MAX_LOG_RATIO = 20.0
 """exp of a larger difference would overflow or be meaningless; the weight is clipped far below it anyway."""
 
 
 def ratio(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Importance ratio pi_new / pi_old per token [n], without gradient."""
+    """Return the importance ratio pi_new / pi_old per token [n], without gradient."""
     return (logprobs.detach() - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
-    """CISPO per token [n] (arXiv:2506.13585, eq. 4): -sg(clip(ratio, 0, clip_high)) * advantage * logprob."""
-    return -ratio(logprobs, old).clamp(0.0, clip_high) * advantages * logprobs
+def cispo(inputs: LossInputs, *, clip_high: float) -> LossOutput:
+    """Compute CISPO per token (arXiv:2506.13585, eq. 4): -sg(clip(ratio, 0, clip_high)) * advantage * logprob."""
+    weight = ratio(inputs.logprobs, inputs.old_logprobs).clamp(0.0, clip_high)
+    clipped = ratio(inputs.logprobs.double(), inputs.old_logprobs.double()) > clip_high
+    return LossOutput(-weight * inputs.advantages * inputs.logprobs, {"clipped_fraction": Mean.of(clipped)})
 
 
-def shares(batch: Batch, normalise: str) -> Tensor:
-    """What one token of each trajectory counts in the loss [trajectories].
-
-    token: 1 / trained tokens of the batch. sequence: 1 / (trajectories with trained tokens x trained tokens of this one).
-    """
-    counts = batch.counts.double()
-    if normalise == "token":
-        return torch.full_like(counts, 1.0 / batch.trained)
-    return torch.where(counts > 0, 1.0 / (counts.clamp(min=1) * int((counts > 0).sum())), 0.0)
-
-
-def row_loss(spec: LossSpec, row: PackedRow, logprobs: Tensor, share: Tensor) -> Tensor:
-    """This row's part of the batch's loss, a scalar; the parts of all rows add up to it. share: from `shares`."""
-    tokens = cispo(logprobs, row.old_logprobs, row.advantages, spec.clip_high)
-    return (tokens * row.weights * share[row.trajectories].float()).sum()
-
-
-class Measures:
-    """Collects what a step measured, token by token, and reduces it once at the end, independent of packing.
-
-    found: fp64 [2, trained tokens of the batch], logprobs and entropies in the order of `rows`; zero where nothing was added.
-    """
-
-    def __init__(self, rows: Sequence[PackedRow], device: torch.device) -> None:
-        self._rows = rows
-        self.found = torch.zeros(2, sum(len(row.at) for row in rows), dtype=torch.float64, device=device)
-
-    def add(self, first: int, logprobs: Tensor, entropy: Tensor) -> None:
-        """first: number of trained tokens of the batch before these."""
-        here = slice(first, first + len(logprobs))
-        self.found[0, here], self.found[1, here] = logprobs.detach(), entropy
-
-    def metrics(self, clip_high: float, epoch: int) -> dict[str, float]:
-        """epoch: policy epoch of the weights that were trained; tokens sampled by exactly these measure the mismatch."""
-        new, entropy = self.found.cpu()
-        old = torch.cat([row.old_logprobs for row in self._rows]).double()
-        epochs = torch.cat([row.epochs for row in self._rows])
-        ratios = ratio(new, old)
-        out = {
-            "ratio_mean": float(ratios.mean()),
-            "ratio_p95": quantile(ratios, 0.95),
-            "ratio_p99": quantile(ratios, 0.99),
-            "clipped_fraction": float((ratios > clip_high).double().mean()),
-            # k3 of KL(old || new), J. Schulman, "Approximating KL divergence" (2020): r - 1 - log r.
-            "kl_k3": float((ratios - 1 - (new - old)).mean()),
-            "entropy": float(entropy.mean()),
-            "trained_tokens": float(len(new)),
-        }
-        known = epochs >= 0
-        if known.any():
-            stale = (epoch - epochs[known]).double()
-            out |= {"staleness_mean": float(stale.mean()), "staleness_max": float(stale.max())}
-        return out | mismatch(new, old, epochs == epoch)
-
-
-def mismatch(trainer: Tensor, engine: Tensor, same: Tensor) -> dict[str, float]:
-    """Trainer against engine on tokens that the same weights sampled [n bool]: MAE and max in nats, and the MAE as a
-    percentage of the mean |logprob| of the engine. Without such a token only the count is given."""
-    count = int(same.sum())
-    out = {"mismatch_tokens": float(count)}
-    if count:
-        difference = (trainer[same] - engine[same]).abs()
-        scale = float(engine[same].abs().mean())
-        out["mismatch_mae"] = float(difference.mean())
-        out["mismatch_max"] = float(difference.max())
-        out["mismatch_mean_abs_pct"] = 100.0 * out["mismatch_mae"] / scale if scale > 0 else 0.0
-    return out
-
-
-def quantile(values: Tensor, q: float) -> float:
-    """The smallest value that at least a share q of the values does not exceed (nearest rank)."""
-    return float(values.sort().values[max(math.ceil(q * len(values)), 1) - 1])
+LOSSES: dict[str, Callable[..., LossOutput]] = {"cispo": cispo}
+"""Loss by `loss.kind`. The daemon knows these names from `artd_schema.losses`; `objective.adopt` adds a package's."""

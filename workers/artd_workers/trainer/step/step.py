@@ -23,7 +23,8 @@ from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.model.model import Policy, Scores
 from artd_workers.trainer.parameters.contract import ParameterSet
 
-from .losses import Measures, row_loss, shares
+from .measures import Measures
+from .objective import Objective, Tally, shares
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -132,17 +133,15 @@ def train_step(
     parameters = optimizer.parameters
     # Ahead of their use, all of them: they are small beside the activations of one.
     mine = turns(batch.rows, policy.parallel, policy.device)
-    measures, share = Measures(batch.rows, policy.device), shares(batch, loss.normalise).to(policy.device)
-    losses = torch.zeros(len(batch.rows), dtype=torch.float64, device=policy.device)
+    into = _Found.of(policy, batch, loss)
     optimizer.torch.zero_grad(set_to_none=True)
     try:
         with policy.replaying(batch.coverage is not None) as replay:
-            _pass_all(
-                policy, mine, lambda turn: _forward(policy, turn, loss, share, measures, losses), progress, cancelled
-            )
-            measures.found = added(measures.found, policy.parallel)
+            _pass_all(policy, mine, lambda turn: _forward(policy, turn, into), progress, cancelled)
+            into.measures.found = added(into.measures.found, policy.parallel)
             # The first wait for the device: what is read after it is there then.
-            parts = added(losses, policy.parallel).tolist()
+            parts = added(into.losses, policy.parallel).tolist()
+            own = into.tally.metrics(policy.parallel)
             _check_losses(parts)
             norm = optimizer.set.gradient_norm()
             calls = replay.finish() if replay else 0
@@ -154,12 +153,33 @@ def train_step(
         optimizer.step()
     finally:
         optimizer.torch.zero_grad(set_to_none=True)
-    found = measures.metrics(loss.clip_high, epoch)  # waits for the device, which has the update yet to make
+    found = own | into.measures.metrics(epoch)  # waits for the device, which has the update yet to make
     seconds = time.perf_counter() - started
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
     if batch.coverage is not None:
         rates |= {"replay_coverage": batch.coverage, "replay_calls": float(calls)}
     return {"loss": sum(parts), "grad_norm": norm} | found | rates
+
+
+@dataclass
+class _Found:
+    """A step's loss, and what its rows add to. share: see `shares`; sequences: of the batch; losses: fp64 [rows]."""
+
+    objective: Objective
+    share: Tensor
+    sequences: int
+    measures: Measures
+    tally: Tally
+    losses: Tensor
+
+    @classmethod
+    def of(cls, policy: Policy, batch: Batch, loss: LossSpec) -> _Found:
+        objective = Objective(loss)
+        return cls(
+            objective, shares(batch, loss.normalise).to(policy.device), batch.sequences,
+            Measures(batch.rows, policy.device), Tally(objective.names, policy.device),
+            torch.zeros(len(batch.rows), dtype=torch.float64, device=policy.device),
+        )  # fmt: skip
 
 
 def _pass_all(
@@ -187,20 +207,22 @@ def _pass_all(
         raise Cancelled(f"cancelled after {begun} of {len(mine)} rows")
 
 
-def _forward(policy: Policy, turn: Turn, loss: LossSpec, share: Tensor, measures: Measures, losses: Tensor) -> Tensor:
-    """A row forward; what its backward starts from. Its part of the loss is added to `losses`, and nothing waits for it."""
+def _forward(policy: Policy, turn: Turn, into: _Found) -> Tensor:
+    """Do a row forward; returns what its backward starts from. What it found goes to `into`, and nothing waits for it."""
     row = turn.row
     out = policy.hidden_scores(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
     if not policy.stage.last:
         return out
-    if not len(row.at):  # other ranks have them; what this one does for their tokens goes backward all the same
+    if not len(row.at) and policy.parallel.cp == 1:
         return out.sum() * 0.0
     scores = Scores.of(out)
-    part = row_loss(loss, row, scores.logprobs, share)
+    part, metrics = into.objective.row_loss(row, scores.logprobs, into.share, into.sequences)
     if turn.counts:
-        measures.add(turn.first, scores.logprobs, scores.entropy)
-        losses[turn.index] = part.detach()
-    return part
+        into.measures.add(turn.first, scores.logprobs, scores.entropy)
+        into.tally.add(metrics)
+        into.losses[turn.index] = part.detach()
+    # Without a trained token of its own, what a rank does for the others' tokens goes backward all the same.
+    return part if len(row.at) else part + out.sum() * 0.0
 
 
 def _check_losses(parts: list[float]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import UNSET
 from safetensors import safe_open
 from torch import Tensor
 
@@ -39,7 +40,8 @@ def compare(committed: Path, replayed: Path) -> Iterator[ReplayRow]:
     yield from _canary(ours.canary, theirs.canary)
     fields = [field for field in CheckpointManifest.__struct_fields__ if field not in _ELSEWHERE]
     for field in fields:
-        yield _value("manifest", field, getattr(ours, field), getattr(theirs, field))
+        a, b = (getattr(each, field) for each in (ours, theirs))
+        yield _value("manifest", field, None if a is UNSET else a, None if b is UNSET else b)
     yield from _files(committed, replayed, ours, theirs)
 
 

@@ -1,0 +1,186 @@
+"""Losses that packages bring, as the daemon sees them: found by metadata, copied by digest, never imported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from artd.cli.outcome import FAILED, NOT_FOUND, CliError
+from artd.cli.replay_job.loss import copy_loss
+from artd.errors import Invalid
+from artd.runs.lifecycle import Runs
+from artd.supervise.code import digest_files, read_tree
+from artd.supervise.losses import Losses, install_losses, installed_files
+from artd_schema import client_api as api
+from artd_schema.codec import to_json
+from artd_schema.manifest import CheckpointManifest
+from artd_schema.spec import LossSpec, RunSpec, first_difference
+from tests.fakes.rows import EVERY_STEP, count, open_store
+
+MANIFEST = {
+    "version": 1, "run": "r", "step": 0, "epoch": 0, "lineage": 0, "parent": "", "batch": "", "base_digest": "", "spec_digest": "",
+    "instance": "", "job": 1, "fence": 1, "files": [], "parameters": "lora", "metrics": {}, "environment": {},
+    "canary": {"prompts": [], "logprobs": [], "max_abs": 0.0, "mean_abs": 0.0, "base": [], "rounding": 0.0},
+}  # fmt: skip
+"""As every artd before losses of packages wrote it."""
+NEVER = "raise SystemExit('the daemon imported a loss')\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages that this process sees."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def install(site: Path, package: str, points: dict[str, str], version: str = "1.0", code: str = NEVER) -> None:
+    """As pip leaves a package."""
+    (site / package).mkdir(exist_ok=True)
+    (site / package / "__init__.py").write_text(code)
+    info = site / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(
+        "[artd.losses]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+    )
+
+
+def test_it_is_found_copied_and_not_imported(site: Path, tmp_path: Path) -> None:
+    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    (site / "toy_gspo" / "parts").mkdir()
+    (site / "toy_gspo" / "parts" / "__init__.py").write_text(NEVER)
+    found = install_losses(tmp_path)
+    code = found.codes["gspo"]
+    assert (code.target, code.distribution, code.version) == ("toy_gspo:gspo", "toy_gspo", "1.0")
+    assert found.folders == [str(tmp_path / "code" / code.digest)] and not found.refused
+    files = read_tree(Path(found.folders[0]))
+    assert files.keys() == {"toy_gspo/__init__.py", "toy_gspo/parts/__init__.py"}
+    assert digest_files(files) == code.digest and installed_files(code) == files
+    assert "toy_gspo" not in sys.modules
+
+
+def test_another_version_is_another_copy_and_both_stay(site: Path, tmp_path: Path) -> None:
+    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    first = install_losses(tmp_path).codes["gspo"]
+    (site / "toy_gspo" / "__init__.py").write_text(NEVER + "# mended\n")
+    second = install_losses(tmp_path).codes["gspo"]
+    assert first.digest != second.digest and installed_files(first) is None
+    for code in (first, second):
+        assert digest_files(read_tree(tmp_path / "code" / code.digest)) == code.digest
+
+
+def test_a_module_of_one_file(site: Path, tmp_path: Path) -> None:
+    install(site, "some", {"gspo": "one_file:gspo"})
+    (site / "one_file.py").write_text(NEVER)
+    code = install_losses(tmp_path).codes["gspo"]
+    assert read_tree(tmp_path / "code" / code.digest) == {"one_file.py": NEVER.encode()}
+
+
+@pytest.mark.parametrize(
+    ("points", "says"),
+    [
+        ({"cispo": "toy:x"}, "name of one of artd's own"),
+        ({"gspo": "toy"}, "package.module:function"),
+        ({"Big": "toy:x"}, "lower-case"),
+        ({"gspo": "artd_workers.trainer:x"}, "neither a module nor a package"),
+        ({"gspo": "not_there:x"}, "neither a module nor a package"),
+        ({"gspo": "spaced.inner:x"}, "neither a module nor a package"),
+        ({"gspo": "zlib:x"}, "neither a module nor a package"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_stops_nothing(
+    site: Path, tmp_path: Path, points: dict[str, str], says: str
+) -> None:
+    install(site, "toy", {"fine": "toy:fine"} | points)
+    (site / "spaced" / "inner").mkdir(parents=True)
+    found = install_losses(tmp_path)
+    (kind,) = points
+    assert says in found.refused[kind] and found.codes.keys() == {"fine"}
+
+
+def test_two_packages_of_one_name_are_refused(site: Path, tmp_path: Path) -> None:
+    install(site, "first", {"gspo": "first:x"})
+    install(site, "second", {"gspo": "second:x"})
+    assert "several packages offer it (first, second)" in install_losses(tmp_path).refused["gspo"]
+
+
+def test_a_replay_takes_the_copy_of_the_digest_or_nothing(site: Path, tmp_path: Path) -> None:
+    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    data = tmp_path / "data"
+    code = install_losses(data).codes["gspo"]
+    (site / "toy_gspo" / "__init__.py").write_text("# a later version\n")
+    copied = Path(copy_loss(data, code, tmp_path / "scratch"))
+    assert read_tree(copied) == {"toy_gspo/__init__.py": NEVER.encode()} and data not in copied.parents
+    (data / "code" / code.digest / "toy_gspo" / "__init__.py").write_text("# not what was trained with\n")
+    with pytest.raises(CliError, match="is damaged: its files have the digest") as error:
+        copy_loss(data, code, tmp_path / "scratch")
+    assert error.value.code == FAILED
+    shutil.rmtree(data / "code")
+    with pytest.raises(CliError, match="is gone, and no package with the same files") as error:
+        copy_loss(data, code, tmp_path / "scratch")
+    assert error.value.code == NOT_FOUND
+    (site / "toy_gspo" / "__init__.py").write_text(NEVER)
+    assert Path(copy_loss(data, code, tmp_path / "scratch")).name == code.digest
+
+
+@pytest.mark.asyncio
+async def test_a_run_with_an_unknown_loss_is_refused_with_what_is_known(site: Path, tmp_path: Path) -> None:
+    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 50}))
+    (folder / "a.safetensors").write_bytes(b"x")
+
+    async def create(runs: Runs, loss: LossSpec) -> None:
+        await runs.create(api.CreateRun(name="r", spec=RunSpec(model=str(folder), loss=loss)))
+
+    async with open_store(tmp_path) as store:
+        for losses, loss, where, says in (
+            (Losses(), LossSpec(kind="gspo"), "spec.loss.kind", "no package.* Known losses: cispo. Use one"),
+            (install_losses(tmp_path), LossSpec(kind="ppo"), "spec.loss.kind", r"cispo, gspo \(toy_gspo 1.0\).*'ppo'"),
+            (Losses(refused={"ppo": "it is broken"}), LossSpec(kind="ppo"), "spec.loss.kind", "it is broken"),
+            (Losses(), LossSpec(params={"clip": 1.0}), "spec.loss.params", "'cispo' has no parameter 'clip'"),
+        ):
+            with pytest.raises(Invalid, match=says) as error:
+                await create(Runs(store, lambda _: None, EVERY_STEP, losses=losses), loss)
+            assert error.value.field == where
+        assert await count(store, "run") == 0
+        known = Runs(store, lambda _: None, EVERY_STEP, losses=install_losses(tmp_path))
+        await create(known, LossSpec(kind="gspo", params={"clip": 0.5}))
+        assert await count(store, "run") == 1
+    assert "toy_gspo" not in sys.modules
+
+
+def test_the_spec_keeps_its_bytes_and_tells_parameters_apart() -> None:
+    """`spec_digest` of every checkpoint that there is hangs on them."""
+    assert msgspec.json.encode(LossSpec()) == b'{"kind":"cispo","clip_high":5.0,"normalise":"token"}'
+    plain, clipped, other = (
+        RunSpec(model="m", loss=LossSpec(**fields))
+        for fields in ({}, {"params": {"clip": 0.1}}, {"params": {"clip": 0.1, "more": 1.0}})
+    )
+    for spec in (plain, clipped, other):
+        assert msgspec.json.decode(msgspec.json.encode(spec), type=RunSpec) == spec
+        assert first_difference(spec, spec) is None
+    assert to_json(msgspec.convert(MANIFEST, CheckpointManifest)) == to_json(MANIFEST)
+    assert first_difference(plain, clipped) == first_difference(clipped, plain) == "loss.params"
+    assert first_difference(clipped, other) == first_difference(other, clipped) == "loss.params.more"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"kind": "No"}, {"kind": ""}, {"kind": "a" * 65}, {"kind": "../x"}, {"params": {}}, {"params": {"X": 1.0}},
+        {"params": {"x": 1e10}}, {"params": {"x": "y"}}, {"params": {f"p{i}": 1.0 for i in range(65)}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_loss_could_be_is_no_spec(loss: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(loss, LossSpec)

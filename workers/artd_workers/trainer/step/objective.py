@@ -1,0 +1,146 @@
+"""The loss of a run: the function that its spec names, its part of each row, and its metrics over rows and ranks."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from artd_schema.losses import LossCode
+from artd_schema.spec import LossSpec
+from artd_workers.trainer.batch.row_schedule import added
+from artd_workers.trainer.batch.rows import Batch, PackedRow
+from artd_workers.trainer.parallel import context
+from artd_workers.trainer.parallel.layout import Parallel
+
+from .loss_api import LossInputs, LossOutput, Mean, nothing
+from .losses import LOSSES
+
+
+class LossError(ValueError):
+    """A loss cannot be used as the run's spec asks, or does not do what a loss has to. Another try gives the same."""
+
+
+def adopt(code: LossCode | None) -> None:
+    """Import a package's loss from the copy that the daemon made of it, and add it to `LOSSES`. Raises LossError."""
+    if code is None:
+        return
+    module, _, name = code.target.partition(":")
+    try:
+        found = importlib.import_module(module)
+        function = getattr(found, name)
+    except Exception as error:  # a package's own code: whatever it raises
+        raise LossError(
+            f"loss {code.kind!r}: {code.target} of {code.distribution} {code.version} cannot be imported: "
+            f"{type(error).__name__}: {error}; mend the package, install it and start artd again"
+        ) from error
+    place = Path(inspect.getfile(found))
+    if code.digest not in place.parts:
+        raise LossError(
+            f"loss {code.kind!r}: {module} was imported from {place}, not from the copy {code.digest}: a package of the "
+            "trainer's runtime has the same name; rename the loss's package"
+        )
+    LOSSES[code.kind] = function
+
+
+class Objective:
+    """A loss with its parameters. names: of its metrics."""
+
+    def __init__(self, spec: LossSpec) -> None:
+        """Find the loss. Raises LossError for a loss that is not there, or parameters that it does not have."""
+        if spec.kind not in LOSSES:
+            raise LossError(
+                f"loss.kind {spec.kind!r} is not known to the trainer; known: {', '.join(sorted(LOSSES))}: install the package that "
+                "brings it where artd runs, start artd again, then `artctl retry JOB`"
+            )
+        self.kind, self._function = spec.kind, LOSSES[spec.kind]
+        self._parameters = _parameters(spec, self._function)
+        self.names = tuple(self._call(nothing()).metrics)
+
+    def row_loss(
+        self, row: PackedRow, logprobs: Tensor, share: Tensor, sequences: int
+    ) -> tuple[Tensor, Mapping[str, Mean]]:
+        """Return this row's part of the batch's loss, a scalar, and its metrics; the parts of all rows add up to the batch's.
+
+        `share` is from `shares`; `sequences` counts those of the batch. Collective: every rank that shares the row calls it.
+        Raises LossError.
+        """
+        inputs = LossInputs(
+            logprobs=logprobs, old_logprobs=row.old_logprobs, advantages=row.advantages, mask=row.weights != 0,
+            segments=row.segments, sequences=row.sequences, groups=row.groups, trajectories=row.trajectories,
+            sequence_count=sequences, across=context.add_with_gradient,
+        )  # fmt: skip
+        found = self._call(inputs)
+        if tuple(found.metrics) != self.names:
+            raise LossError(
+                f"loss {self.kind!r} gives the metrics {list(found.metrics)}, and {list(self.names)} where there is no token: a "
+                "loss gives the same names always"
+            )
+        return (found.tokens * row.weights * share[row.trajectories].float()).sum(), found.metrics
+
+    def _call(self, inputs: LossInputs) -> LossOutput:
+        try:
+            found = self._function(inputs, **self._parameters)
+        except (TypeError, AttributeError, LookupError) as error:  # its code is wrong: no try makes it better
+            raise LossError(f"loss {self.kind!r}: {type(error).__name__}: {error}") from error
+        if not isinstance(found, LossOutput) or found.tokens.shape != inputs.logprobs.shape:
+            raise LossError(
+                f"loss {self.kind!r} must return a LossOutput with one loss for each of {len(inputs.logprobs)} tokens"
+            )
+        return found
+
+
+def _parameters(spec: LossSpec, function: Callable[..., LossOutput]) -> dict[str, float]:
+    """Take from the spec what the function has parameters for. Raises LossError, which names them."""
+    wanted = {
+        name: parameter.default is parameter.empty
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    given = dict(spec.params or {})
+    if extra := sorted(given.keys() - wanted.keys()):
+        raise LossError(
+            f"loss.params: {spec.kind!r} has no parameter {extra[0]!r}; it has: {', '.join(wanted) or 'none'}"
+        )
+    if wanted.get("clip_high") and "clip_high" not in given:
+        given["clip_high"] = spec.clip_high
+    if missing := [name for name, required in wanted.items() if required and name not in given]:
+        raise LossError(f"loss.params: {spec.kind!r} needs {', '.join(missing)}")
+    return given
+
+
+def shares(batch: Batch, normalise: str) -> Tensor:
+    """Return what one token of each trajectory counts in the loss [trajectories].
+
+    token: 1 / trained tokens of the batch. sequence: 1 / (trajectories with trained tokens x trained tokens of this one).
+    The divisor belongs to the whole batch, so a loss does not depend on how the batch was packed.
+    """
+    counts = batch.counts.double()
+    if normalise == "token":
+        return torch.full_like(counts, 1.0 / batch.trained)
+    return torch.where(counts > 0, 1.0 / (counts.clamp(min=1) * int((counts > 0).sum())), 0.0)
+
+
+class Tally:
+    """Adds a loss's metrics up over rows, and over ranks at the end. found: fp64 [2, metrics], totals and counts."""
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self._names = names
+        self.found = torch.zeros(2, len(names), dtype=torch.float64, device=device)
+
+    def add(self, metrics: Mapping[str, Mean]) -> None:
+        """Nothing waits for the device."""
+        for at, mean in enumerate(metrics.values()):
+            self.found[0, at] += mean.total
+            self.found[1, at] += mean.count
+
+    def metrics(self, parallel: Parallel) -> dict[str, float]:
+        """Add up over the ranks, and wait for the device. Collective: every rank calls it."""
+        totals, counts = added(self.found, parallel).tolist()
+        return {
+            name: total / count for name, total, count in zip(self._names, totals, counts, strict=True) if count > 0
+        }
