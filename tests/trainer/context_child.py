@@ -29,8 +29,8 @@ CUT = 13
 def main() -> None:
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    ranks.met(2, given["rank"], Path(given["folder"]), cuda=False)
-    context.opened(Parallel(cp=2))
+    ranks.meet(2, given["rank"], Path(given["folder"]), cuda=False)
+    context.make_groups(Parallel(cp=2))
     LOSSES["gspo"] = gspo
     batch, objective = make_batch(), Objective(LossSpec(kind="gspo"))
     share, found = shares(batch, "token"), []
