@@ -25,7 +25,7 @@ from artd.runtimes import lockfile, registry
 from tests.teeth.bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
-TREE = ("artd", "schema", "client", "workers", "tests", "examples", "docs", "pyproject.toml", "Makefile")
+TREE = ("artd", "schema", "client", "workers", "tests", "tools", "examples", "docs", "pyproject.toml", "Makefile")
 LIMIT_S = 200
 RUN = "import os, sys, pytest; sys.argv[0] = 'pytest'; code = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(code)"
 """pytest that does not wait for the threads which a red test left behind."""
