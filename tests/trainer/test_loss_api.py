@@ -154,7 +154,7 @@ def test_metrics_that_come_and_go_are_refused() -> None:
 
 
 def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(LossError, match="'gspo' is not known to the trainer; known: cispo: install"):
+    with pytest.raises(LossError, match="'gspo' is not known to the trainer; known: .*cispo.*: install"):
         Objective(LossSpec(kind="gspo"))
 
 
@@ -164,7 +164,7 @@ def test_code_that_is_not_the_copy_is_refused() -> None:
         adopt(code)
     with pytest.raises(LossError, match="cannot be imported: ModuleNotFoundError"):
         adopt(LossCode(kind="x", target="no_such_module:x", distribution="d", version="1", digest="0" * 12))
-    assert losses.LOSSES.keys() == {"cispo"}
+    assert losses.LOSSES.keys() == names.LOSSES.keys()
 
 
 def test_the_api_is_imported_without_megatron() -> None:
