@@ -251,8 +251,15 @@ def _fields(writer: Writer, found: Definition, node: ast.ClassDef) -> list[str]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign):
             text = f"    {ast.unparse(item.target)}: {_type(item.annotation, found.module, writer)}"
-            lines.append(text if item.value is None else f"{text} = {_source(item.value)}")
+            lines.append(text if item.value is None else f"{text} = {_source(_constant(item.value, found.module))}")
     return lines
+
+
+def _constant(node: ast.expr, module: str) -> ast.expr:
+    """Return the value of a name that stands for a constant elsewhere in the source, and any other expression as it is."""
+    found = find(module, node.id) if isinstance(node, ast.Name) else None
+    value = found.node.value if found and isinstance(found.node, ast.Assign | ast.AnnAssign) else None
+    return value if isinstance(value, ast.Constant) else node
 
 
 def _write_properties(writer: Writer, found: Definition, nodes: list[Function]) -> None:
