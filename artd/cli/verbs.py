@@ -24,7 +24,7 @@ def find_verbs(command: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in Path(__file__).with_name(command).glob("*.py"):
         if path.stem != "__init__":
-            family = _FAMILY.search(path.read_text())
+            family = _FAMILY.search(path.read_text("utf-8"))
             names = ast.literal_eval(family[1]) if family else (path.stem.replace("_", "-"),)
             found |= dict.fromkeys(names, f"artd.cli.{command}.{path.stem}")
     return dict(sorted(found.items()))

@@ -72,8 +72,8 @@ def install_losses(data: Path) -> Losses:
     for kind, points in _offers():
         try:
             code, files = describe(kind, points)
-        except (Refused, OSError) as error:
-            refused[kind] = str(error)
+        except Exception as error:  # another package's metadata and files: none may keep the daemon from starting
+            refused[kind] = str(error) or type(error).__name__
             continue
         install_files(data, files)
         codes[kind] = code
@@ -86,7 +86,7 @@ def installed_files(code: LossCode) -> dict[str, bytes] | None:
         if kind == code.kind:
             try:
                 found, files = describe(kind, points)
-            except (Refused, OSError):
+            except Exception:  # as in install_losses
                 return None
             return files if found.digest == code.digest else None
     return None
@@ -112,6 +112,8 @@ def describe(kind: str, points: list[EntryPoint]) -> tuple[LossCode, dict[str, b
             f"{names[0]} offers it as {point.value!r}: a name has lower-case letters, digits, '_' and '-', and its value is "
             "package.module:function"
         )
+    if not isinstance(point.dist.version, str):
+        raise Refused(f"{names[0]} has no version: install it again")
     files = _read(point.value.partition(":")[0].partition(".")[0], names[0])
     return LossCode(
         kind=kind, target=point.value, distribution=point.dist.name, version=point.dist.version, digest=digest_files(files)
@@ -127,12 +129,10 @@ def _read(package: str, distribution: str) -> dict[str, bytes]:
         raise Refused(
             f"{distribution} offers it in {package!r}, which is neither a module nor a package with an __init__.py of its own"
         )
-    if origin.name == "__init__.py":
-        files = read_tree(origin.parent, package)
-    else:
-        files = {origin.name: origin.read_bytes()}
-    if (size := sum(map(len, files.values()))) > MAX_BYTES:
+    whole = origin.name == "__init__.py"
+    paths = origin.parent.rglob("*") if whole else (origin,)
+    if (size := sum(path.stat().st_size for path in paths if path.is_file())) > MAX_BYTES:
         raise Refused(
             f"{package!r} of {distribution} has {size >> 20} MiB, more than {MAX_BYTES >> 20}: give the loss a package of its own"
         )
-    return files
+    return read_tree(origin.parent, package) if whole else {origin.name: origin.read_bytes()}

@@ -135,6 +135,7 @@ def test_a_row_that_only_keeps_step_is_masked() -> None:
         (lambda inputs: LossOutput(inputs.logprobs.sum()), "one loss for each of 0 tokens"),
         (lambda inputs: LossOutput(inputs.no_such), "AttributeError.*no_such"),
         (lambda inputs, *, needed: LossOutput(inputs.logprobs), "needs needed"),
+        (lambda inputs: LossOutput(inputs.logprobs * (1 / int(inputs.mask.sum()))), "ZeroDivisionError"),
     ],
 )
 def test_a_loss_that_is_none_is_refused_before_a_step(function: object, says: str) -> None:
@@ -165,6 +166,13 @@ def test_code_that_is_not_the_copy_is_refused() -> None:
     with pytest.raises(LossError, match="cannot be imported: ModuleNotFoundError"):
         adopt(LossCode(kind="x", target="no_such_module:x", distribution="d", version="1", digest="0" * 12))
     assert losses.LOSSES.keys() == names.LOSSES.keys()
+
+
+def test_code_that_is_not_the_copy_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tripwire.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(LossError, match="would be imported from .*tripwire"):
+        adopt(LossCode(kind="x", target="tripwire:x", distribution="d", version="1", digest="0" * 12))
 
 
 def test_the_api_is_imported_without_megatron() -> None:

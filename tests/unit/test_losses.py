@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -103,6 +104,15 @@ def test_what_cannot_be_used_is_refused_and_stops_nothing(
     found = install_losses(tmp_path)
     (kind,) = points
     assert says in found.refused[kind] and found.codes.keys() == {"fine"}
+
+
+def test_a_package_that_cannot_be_read_stops_no_start(site: Path, tmp_path: Path) -> None:
+    """Whatever another package brings: here a file whose name is no UTF-8."""
+    install(site, "toy", {"fine": "toy:fine"})
+    install(site, "other", {"gspo": "other:gspo"})
+    Path(os.fsdecode(os.fsencode(site / "other") + b"/\xff.py")).write_text("")
+    found = install_losses(tmp_path)
+    assert found.codes.keys() == {"fine"} and found.refused.keys() == {"gspo"}
 
 
 def test_two_packages_of_one_name_are_refused(site: Path, tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ finish() { # waits for every lane, or for END
     lanes=$(jobs -p)
     (
         sleep $((END - SECONDS))
-        pkill -TERM -f 'python3 -m tests[.]'
+        pkill -TERM -f 'python3 -m (tests|tools)[.]'
         sleep 5
-        pkill -KILL -f 'python3 -m tests[.]|artd_workers|api_server|VLLM::'
+        pkill -KILL -f 'python3 -m (tests|tools)[.]|artd_workers|api_server|VLLM::'
     ) &
     local ending=$!
     # shellcheck disable=SC2086 # one word for each lane

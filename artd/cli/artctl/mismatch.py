@@ -71,7 +71,12 @@ def run(args: argparse.Namespace) -> int:
     daemon_probe.need_running(data)
     routes = msgspec.json.decode(about["routes"], type=RouteShape) if about["routes"] else None
     prompts = _prompts(args.prompts) if args.prompts else _canary(data / row["dir"], row["sha"])
-    floor = engine_kind(msgspec.convert(spec, RunSpec).engine.kind).floor
+    try:
+        floor = engine_kind(msgspec.convert(spec, RunSpec).engine.kind).floor
+    except ValueError as error:  # msgspec's and UnknownEngine
+        raise CliError(
+            FAILED, f"the spec of run {row['run']} cannot be read: {error}", "use the artd that made it"
+        ) from None
     samples = _samples(args, data, f"{row['run']}@{row['step']}", prompts, routes, about["vocab_size"], floor)
     measured = _measure(args, data, row, spec, samples, routes)
     _show(args, data, row, samples, measured)

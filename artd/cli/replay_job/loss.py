@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -28,7 +30,8 @@ def committed_loss(data: Path, row: read.Row) -> LossCode | None:
     Returns None where the loss is artd's own, or the manifest is damaged: the trainer will say so.
     """
     try:
-        return msgspec.json.decode((data / row["dir"] / "manifest.json").read_bytes(), type=_Manifest).loss
+        raw = (data / row["dir"] / "manifest.json").read_bytes()
+        return msgspec.json.decode(raw, type=_Manifest).loss if hashlib.sha256(raw).hexdigest() == row["sha"] else None
     except (*UNREADABLE, OSError):
         return None
 
@@ -49,6 +52,6 @@ def copy_loss(data: Path, code: LossCode, scratch: Path) -> str:
     if (found := digest_files(files)) != code.digest:
         raise CliError(
             FAILED, f"{named}: {source} is damaged: its files have the digest {found}",
-            f"rm -r {source}; pip install {code.distribution}=={code.version}",
+            f"rm -r {shlex.quote(str(source))}; pip install {code.distribution}=={code.version}",
         )  # fmt: skip
     return str(install_files(scratch, files))

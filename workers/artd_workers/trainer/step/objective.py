@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,19 +32,23 @@ def adopt(code: LossCode | None) -> None:
         return
     module, _, name = code.target.partition(":")
     try:
-        found = importlib.import_module(module)
-        function = getattr(found, name)
+        top = importlib.util.find_spec(module.partition(".")[0])
+        place = Path(top.origin if top is not None and top.origin else "")
+        if top is not None and code.digest not in place.parts:  # before any line of it runs
+            raise LossError(
+                f"loss {code.kind!r}: {module} would be imported from {place}, not from the copy {code.digest}: a package of "
+                "the trainer's runtime has the same name; rename the loss's package"
+            )
+        function = getattr(importlib.import_module(module), name)
+        if not callable(function):
+            raise TypeError(f"{name} is no function")
+    except LossError:
+        raise
     except Exception as error:  # a package's own code: whatever it raises
         raise LossError(
             f"loss {code.kind!r}: {code.target} of {code.distribution} {code.version} cannot be imported: "
             f"{type(error).__name__}: {error}; mend the package, install it and start artd again"
         ) from error
-    place = Path(inspect.getfile(found))
-    if code.digest not in place.parts:
-        raise LossError(
-            f"loss {code.kind!r}: {module} was imported from {place}, not from the copy {code.digest}: a package of the "
-            "trainer's runtime has the same name; rename the loss's package"
-        )
     LOSSES[code.kind] = function
 
 
@@ -85,7 +90,9 @@ class Objective:
     def _call(self, inputs: LossInputs) -> LossOutput:
         try:
             found = self._function(inputs, **self._parameters)
-        except (TypeError, AttributeError, LookupError) as error:  # its code is wrong: no try makes it better
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # a package's code, perhaps on one rank alone: no try makes it better
             raise LossError(f"loss {self.kind!r}: {type(error).__name__}: {error}") from error
         if not isinstance(found, LossOutput) or found.tokens.shape != inputs.logprobs.shape:
             raise LossError(
