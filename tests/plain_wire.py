@@ -72,7 +72,9 @@ class PlainWire:
                 met = self._socket.send(b"!") if rank == TRAINER else self._socket.recv(1)
             time.sleep(0.001)
         assert self._socket is not None
-        self._socket.settimeout(None)
+        with contextlib.suppress(OSError):  # it was aborted just now
+            self._socket.settimeout(None)
+        self.check()
         threading.Thread(target=self._work, daemon=True).start()
         self.joined = True
 

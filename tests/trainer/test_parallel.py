@@ -247,7 +247,7 @@ def test_a_model_that_cannot_be_cut_so(layout: Parallel, change: dict[str, Any],
 
 def test_sizes_that_the_process_groups_lack_are_refused() -> None:
     moe_rig.policy()
-    with pytest.raises(ValueError, match=r"tp=2.* the process groups are of Parallel\(tp=1, ep=1"):
+    with pytest.raises(ValueError, match=r"tp=2.* the process groups have Parallel\(tp=1, ep=1"):
         moe_rig.policy(Parallel(tp=2))
 
 

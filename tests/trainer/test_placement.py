@@ -212,7 +212,7 @@ def test_experts_take_rows_that_a_dispatcher_sorted(toy_folders: dict[str, Path]
     counts = torch.bincount(chosen.flatten(), minlength=shape.experts)
     rows, _ = experts(x[order.order // shape.topk], counts, probs.flatten()[order.order])
     inputs = (x, probs, experts.linear_fc1.adapter.a, experts.linear_fc1.adapter.b, experts.linear_fc2.adapter.b)
-    found, wanted = rows[order.place].unflatten(0, (9, -1)).sum(1), experts.expert_layers(x, probs, order)
+    found, wanted = rows[order.place].unflatten(0, (9, -1)).sum(1), experts.routed(x, probs, order)
     assert (found - wanted).abs().max() <= 1e-5
     slopes = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
     assert all(rig.relative(a, b) <= 1e-5 for a, b in zip(*slopes, strict=True))

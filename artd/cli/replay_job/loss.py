@@ -16,6 +16,7 @@ from artd.supervise.code import digest_files, install_files, read_tree
 from artd.supervise.losses import installed_files
 from artd_schema.codec import UNREADABLE
 from artd_schema.losses import LossCode
+from artd_schema.manifest import MANIFEST_FILE
 
 
 class _Manifest(Struct):
@@ -30,7 +31,7 @@ def committed_loss(data: Path, row: read.Row) -> LossCode | None:
     Returns None where the loss is artd's own, or the manifest is damaged: the trainer will say so.
     """
     try:
-        raw = (data / row["dir"] / "manifest.json").read_bytes()
+        raw = (data / row["dir"] / MANIFEST_FILE).read_bytes()
         return msgspec.json.decode(raw, type=_Manifest).loss if hashlib.sha256(raw).hexdigest() == row["sha"] else None
     except (*UNREADABLE, OSError):
         return None

@@ -1,6 +1,6 @@
 """NCCL through ctypes: one rank of a communicator that torch does not know.
 
-torch's own NCCL group cannot join ranks that torch did not make, such as those of vLLM's transfer calls, and it does
+torch's own NCCL group cannot join ranks that torch did not make, such as those of an engine's own transfer calls, and it does
 not end when it is aborted. The library is the one that torch has loaded. The communicator is non-blocking: each call
 returns, and this module waits for its end. After `abort`, every call and every wait raises, whatever the other side
 does.

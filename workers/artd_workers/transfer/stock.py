@@ -18,7 +18,7 @@ from artd_schema.manifest import WeightEntry
 from .atomic_file import write_whole
 
 CHUNK_BYTES = 256 << 20
-"""A chunk ends with the first tensor that makes it larger than this. This is vLLM's rule, with the size that it is
+"""A chunk ends with the first tensor that makes it larger than this. This is the engine's rule, with the size that it is
 given.
 """
 ID_BYTES = 128
@@ -39,7 +39,7 @@ def size_of(entry: WeightEntry) -> int:
 
 
 def chunks(table: Sequence[WeightEntry], limit: int = CHUNK_BYTES) -> list[list[WeightEntry]]:
-    """Cut the table as vLLM does. Every chunk has at least one row; a tensor of more than `limit` bytes ends its
+    """Cut the table as the engine does. Every chunk has at least one row; a tensor of more than `limit` bytes ends its
     chunk.
     """
     cut: list[list[WeightEntry]] = []
