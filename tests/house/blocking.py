@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from . import generated
+
 ROOT = Path(__file__).parents[2]
 CLIENT = ROOT / "client/artd_client"
 PAGE = CLIENT / "sync.py"
@@ -118,16 +120,5 @@ def _passed(node: Function) -> str:
     return ", ".join([*plain, *named, *rest])
 
 
-def main(arguments: list[str]) -> int:
-    if arguments not in ([], ["--write"]):
-        print(f"error: unknown arguments {arguments}; use --write, or none to print the file", file=sys.stderr)
-        return 2
-    if arguments:
-        PAGE.write_text(render())
-    else:
-        print(render(), end="")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(generated.main(PAGE, render, sys.argv[1:]))

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from . import generated
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/client-reference.md"
 SOURCES = {"artd_client": ROOT / "client", "artd_schema": ROOT / "schema"}
@@ -309,16 +311,5 @@ def _write_types(writer: Writer, done: set[str]) -> None:
         _write(writer, found)
 
 
-def main(arguments: list[str]) -> int:
-    if arguments not in ([], ["--write"]):
-        print(f"error: unknown arguments {arguments}; use --write, or none to print the page", file=sys.stderr)
-        return 2
-    if arguments:
-        PAGE.write_text(render())
-    else:
-        print(render(), end="")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(generated.main(PAGE, render, sys.argv[1:]))
