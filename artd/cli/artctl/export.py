@@ -18,6 +18,7 @@ from typing import Any
 
 from artd.cli import daemon_probe, read
 from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, USAGE, CliError, shared
+from artd_schema.codec import digest
 from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
 from artd_schema.spec_defaults import spec_value
 
@@ -107,7 +108,7 @@ def _manifest(source: Path, sha: str) -> dict[str, Any]:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise _missing(path) from None
-    if hashlib.sha256(raw).hexdigest() != sha:
+    if digest(raw) != sha:
         raise CliError(FAILED, f"{path} is not the one that was committed", "export another step")
     manifest: dict[str, Any] = json.loads(raw)
     return manifest
@@ -142,15 +143,15 @@ def _copy_trained(source: Path, manifest: dict[str, Any], out: Path, with_weight
 
 def _copy(source: Path, target: Path) -> str:
     """Copy a file of any size; the sha256 of what was copied."""
-    digest = hashlib.sha256()
+    sha = hashlib.sha256()
     try:
         with source.open("rb") as from_file, target.open("wb") as to_file:
             while block := from_file.read(_CHUNK):
-                digest.update(block)
+                sha.update(block)
                 to_file.write(block)
     except FileNotFoundError:
         raise _missing(source) from None
-    return digest.hexdigest()
+    return sha.hexdigest()
 
 
 def _missing(path: Path) -> CliError:

@@ -8,7 +8,6 @@ fp32 weights of the committed checkpoint, checked against the sha256 that was co
 from __future__ import annotations
 
 import argparse
-import hashlib
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import msgspec
 
 from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared
-from artd_schema.codec import UNREADABLE
+from artd_schema.codec import UNREADABLE, digest
 from artd_schema.engines import engine_kind
 from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
 from artd_schema.score import ScoreRequest
@@ -88,7 +87,7 @@ def _canary(folder: Path, sha: str) -> list[Prompt]:
     path = folder / MANIFEST_FILE
     try:
         raw = path.read_bytes()
-        if hashlib.sha256(raw).hexdigest() != sha:
+        if digest(raw) != sha:
             raise CliError(FAILED, f"{path} is not the one that was committed", "probe another step")
         return [list(ids) for ids in msgspec.json.decode(raw, type=CheckpointManifest).canary.prompts]
     except (OSError, *UNREADABLE) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from artd.cli.outcome import FAILED, NOT_FOUND, CliError
 from artd.datadir.layout import DataDir
 from artd.supervise.code import digest_files, install_files, read_tree
 from artd.supervise.losses import installed_files
-from artd_schema.codec import UNREADABLE
+from artd_schema.codec import UNREADABLE, digest
 from artd_schema.losses import LossCode
 from artd_schema.manifest import MANIFEST_FILE
 
@@ -32,7 +31,7 @@ def committed_loss(data: Path, row: read.Row) -> LossCode | None:
     """
     try:
         raw = (data / row["dir"] / MANIFEST_FILE).read_bytes()
-        return msgspec.json.decode(raw, type=_Manifest).loss if hashlib.sha256(raw).hexdigest() == row["sha"] else None
+        return msgspec.json.decode(raw, type=_Manifest).loss if digest(raw) == row["sha"] else None
     except (*UNREADABLE, OSError):
         return None
 
