@@ -35,6 +35,7 @@ from artd.net.remote import CannotListen, ClientWire
 from artd.net.router import Router, WorkerWire
 from artd.net.sockets import Sockets
 from artd.net.under_way import UnderWay
+from artd.retention.code_copies import delete_copies
 from artd.serving import gateway_address
 from artd.store import fs
 from artd.store.migrate import SchemaMismatch
@@ -44,7 +45,7 @@ from artd.store.store import DatabaseInUse, Store, get_meta, set_meta
 from artd.store.writer import StoreFull
 from artd.supervise import procfs
 from artd.supervise.code import install_code
-from artd.supervise.losses import install_losses
+from artd.supervise.packages import install_packages
 from artd.supervise.reap import Leftover, Recorded, reap
 from artd.supervise.scratch import sweep_folders
 from artd_schema import paths
@@ -179,9 +180,9 @@ class Daemon:
         max_message = settings.limits.max_message_mib << 20
         under_way = UnderWay(settings.limits.under_way_mib << 20)
         code = await anyio.to_thread.run_sync(install_code, data.root)
-        losses = await anyio.to_thread.run_sync(install_losses, data.root)
-        for kind, why in losses.refused.items():
-            log.warning("loss %r is not there: %s", kind, why)
+        packages = await anyio.to_thread.run_sync(install_packages, data.root)
+        if not leftovers:  # else a process may still run an older copy
+            await anyio.to_thread.run_sync(delete_copies, data, {code.name, *packages.digests})
         token = await store.write(_token)
         workers: Router[w.FromWorker] = Router(
             self._sockets.workers, Codec(w.FromWorker), max_message,
@@ -193,7 +194,7 @@ class Daemon:
         )  # fmt: skip
         boot_info = Boot(
             instance=instance, number=boot, code=code, endpoint=workers.endpoint, token=token, leftovers=leftovers,
-            listener=listener, losses=losses,
+            listener=listener, packages=packages,
         )  # fmt: skip
         services = Services(
             store,

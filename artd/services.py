@@ -80,7 +80,7 @@ class Services:
         self._packer = Packer(store, blobs, data, disk.lacks, min(STALL_S, limits.stall_s or STALL_S))
         self._retain = Retain(store, data)
         self._deleter = Deleter(store, data)
-        runs = Runs(store, workforce.require_runtimes, lambda: routes.routed, losses=boot.losses)
+        runs = Runs(store, workforce.require_runtimes, lambda: routes.routed, packages=boot.packages)
         self._requests = Requests(
             store,
             self._ingest,

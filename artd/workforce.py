@@ -30,7 +30,7 @@ from artd.store.store import Store, emit, set_meta
 from artd.store.views import active_run, route_shape, stored_spec
 from artd.supervise.environment import TRAINER_EXTRA, Tags, child_environment
 from artd.supervise.lease import Holder, heartbeat_s
-from artd.supervise.losses import NO_LOSSES, Losses
+from artd.supervise.packages import NO_PACKAGES, Packages
 from artd.supervise.postmortem import Status
 from artd.supervise.reap import Leftover
 from artd.supervise.spawn import Undead
@@ -39,10 +39,12 @@ from artd.supervise.states import State
 from artd.supervise.supervisor import Supervisor
 from artd.supervise.worker import ERROR_LINES
 from artd.tables.processes import note_missing, note_state, number_spawn, set_address
+from artd.training.run_code import tell_changes
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.base import BaseModel
 from artd_schema.engines import DEFAULT, UnknownEngine, engine_kind
+from artd_schema.packages import RunCode
 from artd_schema.scratch import sweep
 
 from . import runtimes
@@ -66,7 +68,7 @@ Death = Callable[[str, int, bool, str, str], Awaitable[None]]
 class Boot:
     """What every process of this boot is told. code: folder with the workers' code; endpoint: of the worker ROUTER.
     leftovers: processes of older boots that outlived SIGKILL: their workers are broken until they are gone. listener: the
-    gateway's. losses: what installed packages bring."""
+    gateway's. packages: what installed ones bring."""
 
     instance: str
     number: int
@@ -75,7 +77,7 @@ class Boot:
     token: str
     leftovers: tuple[Leftover, ...] = ()
     listener: socket.socket | None = None
-    losses: Losses = NO_LOSSES
+    packages: Packages = NO_PACKAGES
 
 
 @dataclass
@@ -102,6 +104,7 @@ class Workforce:
     _supervising: bool = False
     _base: PinnedBase | None = None
     _engine: str = DEFAULT
+    _code: RunCode = field(default_factory=RunCode)
     _downs: dict[str, Words] = field(default_factory=dict)
     _ends: dict[str, Words] = field(default_factory=dict)
 
@@ -159,8 +162,10 @@ class Workforce:
     async def _pinned(self, run: int) -> PinnedBase:
         (row,) = await self.store.read("SELECT name, spec, base_manifest FROM run WHERE id = ?", (run,))
         spec = stored_spec(row)
-        self._engine = spec.engine.kind
-        return PinnedBase(spec.model, msgspec.json.decode(row["base_manifest"], type=BaseModel))
+        pinned = msgspec.json.decode(row["base_manifest"], type=BaseModel)
+        self._engine, self._code = spec.engine.kind, self.boot.packages.of_run(spec.loss.kind, pinned.architecture)
+        await tell_changes(self.store, self.data.root, run, self._code)
+        return PinnedBase(spec.model, pinned)
 
     async def _has_base(self, names: Sequence[str]) -> bool:
         """Whether the run's base model is the one that it was made with. Else these workers are stopped until it is again: a
@@ -216,16 +221,11 @@ class Workforce:
         listener = self.boot.listener if kind == "gateway" else None
         fds = () if listener is None else (listener.fileno(),)
         extra |= {w.LISTENER: str(fds[0])} if fds else {}
+        code = self._code.folders(self.data.code) if kind == "trainer" else []
         env = child_environment(
-            os.environ,
-            tags,
-            code=self.boot.code,
-            tmpdir=folder,
-            site_paths=[*site_paths, *(self.boot.losses.folders if kind == "trainer" else ())],
-            extra=extra,
-            drop=self.settings.environment.drop,
-            keep=self.settings.environment.keep,
-        )
+            os.environ, tags, code=self.boot.code, tmpdir=folder, site_paths=[*site_paths, *code], extra=extra,
+            drop=self.settings.environment.drop, keep=self.settings.environment.keep,
+        )  # fmt: skip
         return Launch(argv=(python, "-m", MODULES[kind]), env=env, log=self.data.log(kind), tmpdir=folder, fds=fds)
 
     def _gpus(self, kind: str) -> dict[str, str]:
@@ -294,8 +294,8 @@ class Workforce:
         pinned = msgspec.json.decode(run["base_manifest"], type=BaseModel)
         if message.kind == "trainer":
             named: dict[str, Any] = {"run": run["name"], "base_digest": run["base_digest"], "base": pinned}
-            loss = self.boot.losses.codes.get(spec.loss.kind)
-            return w.Welcome(trainer=w.TrainerConfig(spec=spec, loss=loss, **named), **base)
+            named |= {"loss": self._code.loss, "family": self._code.family}
+            return w.Welcome(trainer=w.TrainerConfig(spec=spec, **named), **base)
         python, _ = self._interpreter("engine", spec.engine.kind)
         folder = self.data.spawn_dir("engine", message.spawn)
         config = w.EngineConfig(
@@ -385,11 +385,8 @@ def _run_id(c: sqlite3.Connection) -> int | None:
 
 
 def _note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, text: str) -> None:
-    row = c.execute("SELECT error FROM process WHERE name = ?", (name,)).fetchone()
-    if row is not None and row["error"] == text:
-        return
-    note_missing(c, now, name, boot, text)
-    emit(c, now, "", "worker.missing", name, error=text)
+    if note_missing(c, now, name, boot, text):
+        emit(c, now, "", "worker.missing", name, error=text)
 
 
 def _runtime_of(engine: str) -> str:

@@ -29,14 +29,16 @@ from artd.store.blobs import hash_file, place
 from artd.store.migrate import require_known
 from artd.store.readonly import open_readonly
 from artd.store.selects import NOT_DELETED
+from artd.supervise.code import install_files
 from artd_schema.codec import UNREADABLE, to_json
-from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
+from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest, read_code
+from artd_schema.packages import digest_files, read_tree
 from artd_schema.paths import DATABASE, LOCK
 
 log = logging.getLogger(__name__)
 INFO = "backup.json"
 ROUNDS = 10
-MADE = frozenset({"blobs", "checkpoints", "tmp", "logs", LOCK, INFO})
+MADE = frozenset({"blobs", "checkpoints", "code", "tmp", "logs", LOCK, INFO})
 MADE_WITH = (DATABASE, RESTORING, f".{INFO}.")
 """Prefixes of names that a backup or a restore makes: SQLite adds files beside a database, and a file under way has another
 name."""
@@ -108,9 +110,10 @@ def backup(data: Path, target: Path, now: int, *, link: bool = True) -> BackupRe
     fs.make_dir(target)
     target.chmod(0o700)
     try:
-        for name in ("blobs", "checkpoints"):
+        for name in ("blobs", "checkpoints", "code"):
             fs.make_dir(target / name)
         fetched, names = _fetch_all(data, target, link)
+        _fetch_code(data, target, names, fetched)
         info = _describe(target, names, now)
         _verify(target)
         fs.fsync_tree(target)
@@ -256,6 +259,21 @@ def _fetch_file(source: Path, target: Path, link: bool, fetched: CopyCounts) -> 
     target.chmod(0o600)
     fetched.copied += 1
     fetched.copied_bytes += target.stat().st_size
+
+
+def _fetch_code(data: Path, target: Path, names: _Names, fetched: CopyCounts) -> None:
+    """Copy the packages' code that the checkpoints' manifests name. One that is gone or damaged is left out: to replay its jobs, the
+    package has to be installed, as without a backup."""
+    codes = {code.digest: code for name in names.folders for code in read_code(target / name).used}
+    for digest, code in codes.items():
+        source = data / "code" / digest
+        files = read_tree(source)
+        if digest_files(files) != digest:
+            log.warning("%s of %s %s is gone or damaged: not in this backup", source, code.distribution, code.version)
+            continue
+        install_files(target, files)
+        fetched.copied += len(files)
+        fetched.copied_bytes += sum(map(len, files.values()))
 
 
 def _prune(target: Path, names: _Names) -> None:

@@ -78,6 +78,8 @@ def _fill(backup: Path, data: Path, info: BackupInfo, now: int) -> RestoreResult
     folder = DataDir(data, data)
     for name in (folder.blobs, folder.checkpoints):
         shutil.copytree(backup / name.name, name, copy_function=shutil.copyfile)
+    if (backup / folder.code.name).is_dir():  # an older artd's backup has none
+        shutil.copytree(backup / folder.code.name, folder.code, copy_function=shutil.copyfile)
     for made in (folder.tmp, folder.logs):
         made.mkdir(mode=0o700)
     database = data / RESTORING

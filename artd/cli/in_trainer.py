@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from artd.config import ConfigError, load
@@ -32,10 +33,13 @@ def interpreter(data: Path, config: str | None) -> tuple[str, list[str]]:
     return str(found.python), [*found.site_paths, *own.pythonpath]
 
 
-def call(data: Path, config: str | None, module: str, arguments: list[str], what: str) -> None:
+def call(
+    data: Path, config: str | None, module: str, arguments: list[str], what: str, more: Sequence[str] = ()
+) -> None:
     """Run `python -m MODULE ARGUMENTS`, in which paths are absolute. config: as given on the command line; what: a noun for
-    the error. Raises CliError(FAILED), KeyboardInterrupt."""
+    the error; more: folders for PYTHONPATH. Raises CliError(FAILED), KeyboardInterrupt."""
     python, folders = interpreter(data, config)
+    folders += more
     done = subprocess.run(
         [python, "-m", module, *arguments],
         env={**os.environ, **_CALM, "PYTHONPATH": os.pathsep.join([str(install_code(data)), *folders])},

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from artd.errors import Conflict, Invalid
+from artd.supervise.packages import Offers
 from artd_schema.base import BaseFile, BaseModel
 from artd_schema.codec import UNREADABLE, digest, prepare, to_json
 from artd_schema.families import FAMILIES, SEEDED, sparse_layers
@@ -37,6 +38,10 @@ class ModelConfig(Struct, frozen=True):
     decoder_sparse_step: Annotated[int, Meta(ge=1)] = 1
     mlp_only_layers: tuple[int, ...] | None = None
 
+    @property
+    def architecture(self) -> str:
+        return (self.architectures or ("none",))[0]
+
     def routes(self) -> RouteShape | None:
         """What expert ids look like, None for a dense model. (transformers 5 writes `num_experts` as
         `num_local_experts`.)"""
@@ -57,11 +62,11 @@ def pin(folder: str) -> BaseModel:
         files = tuple(_entry(path / name) for name in sorted(_files(path)))
     except OSError as error:
         raise Invalid(f"{error.filename or path} cannot be read: {error.strerror}", field="spec.model") from None
-    return BaseModel(_digest(files), config.vocab_size, files, config.routes())
+    return BaseModel(_digest(files), config.vocab_size, files, config.routes(), config.architecture)
 
 
 def read_config(path: Path) -> ModelConfig:
-    """`config.json` of a model that artd can train. Errors: Invalid."""
+    """`config.json` of a model folder whose files artd can read. Errors: Invalid."""
     if not path.is_absolute():
         raise Invalid(
             f"model {str(path)!r} is neither the absolute path of a local folder nor a name: ORG/NAME of the Hugging Face Hub is, "
@@ -77,10 +82,6 @@ def read_config(path: Path) -> ModelConfig:
         config = msgspec.json.decode((path / "config.json").read_bytes(), type=ModelConfig)
     except (OSError, *UNREADABLE) as error:
         raise Invalid(f"{path}/config.json cannot be read: {error}", field="spec.model") from None
-    architecture = (config.architectures or ("none",))[0]
-    if architecture not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise Invalid(f"{path} has architecture {architecture}; artd trains {known}", field="spec.model")
     _check_routes(path, config.routes())
     stored, drawn = any(path.glob("*.safetensors")), (path / SEEDED).is_file()
     if stored and drawn:
@@ -91,6 +92,18 @@ def read_config(path: Path) -> ModelConfig:
     if not stored and not drawn:
         raise Invalid(f"{path} holds no *.safetensors; convert the checkpoint to safetensors first", field="spec.model")
     return config
+
+
+def check_family(folder: str, architecture: str, families: Offers) -> None:
+    """Raises Invalid for a model of a family that neither artd nor an installed package has."""
+    if unknown := families.missing(architecture):
+        raise Invalid(f"{folder} has architecture {architecture}: {unknown}", field="spec.model")
+    if architecture not in FAMILIES and (Path(folder) / SEEDED).is_file():
+        raise Invalid(
+            f"{folder} holds {SEEDED}: artd draws weights for its own families, and {architecture} is a package's; give a folder "
+            "with *.safetensors",
+            field="spec.model",
+        )
 
 
 def _check_routes(path: Path, shape: RouteShape | None) -> None:

@@ -18,14 +18,14 @@ import msgspec
 from artd.core.decide import RunView, is_stalled
 from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.models import names
-from artd.models.base_model import pin, read_config
+from artd.models.base_model import check_family, pin, read_config
 from artd.models.fetcher import Fetched, Fetcher
 from artd.packing import failures
 from artd.rollouts import slices
 from artd.store.selects import NOT_DELETED
 from artd.store.store import Store, emit, get_meta
 from artd.store.views import load_run, push_failed, stored_spec, unreadable
-from artd.supervise.losses import NO_LOSSES, Losses
+from artd.supervise.packages import NO_PACKAGES, Offers, Packages
 from artd.supervise.postmortem import telling
 from artd.tables import pauses
 from artd.tables.jobs import give_up, insert_init_job
@@ -37,7 +37,8 @@ from artd_schema.codec import UNREADABLE, to_json
 from artd_schema.crashpoint import reach
 from artd_schema.engines import UnknownEngine, engine_kind
 from artd_schema.families import SEEDED
-from artd_schema.spec import RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.losses import LOSSES
+from artd_schema.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
 
 from .waits import Waits
 
@@ -48,13 +49,13 @@ TOLD = 16
 
 class Runs:
     """What clients ask about runs. require_runtimes: raises RequestError when the trainer, or an engine of this kind, cannot run here; routed: names
-    (`RUN@STEP`) that the gateway confirmed to route; losses: what installed packages bring."""
+    (`RUN@STEP`) that the gateway confirmed to route; packages: what installed ones bring."""
 
     def __init__(
         self, store: Store, require_runtimes: Callable[[str], None], routed: Callable[[], frozenset[str]],
-        models: Fetcher | None = None, losses: Losses = NO_LOSSES,
+        models: Fetcher | None = None, packages: Packages = NO_PACKAGES,
     ) -> None:  # fmt: skip
-        self._losses = losses
+        self._packages = packages
         self._models = models or Fetcher()
         self._store = store
         self._require_runtimes = require_runtimes
@@ -75,8 +76,7 @@ class Runs:
                 field="name",
             )
         _check_spec(op.spec)
-        if (unknown := self._losses.error(op.spec.loss))[1]:
-            raise Invalid(unknown[1], field=f"spec.{unknown[0]}")
+        _check_loss(op.spec.loss, self._packages.losses)
         model = await self._model(op.spec)
         if isinstance(model, str):
             return api.Pending(step=-1, phase="fetch", doing=model)
@@ -91,8 +91,12 @@ class Runs:
         model = spec.model
         if names.parse(model):
             self._require_runtimes(spec.engine.kind)
-            return await self._models.get(model)
-        await anyio.to_thread.run_sync(read_config, Path(model))
+            found = await self._models.get(model)
+            if isinstance(found, Fetched):
+                check_family(found.path, found.base.architecture, self._packages.families)
+            return found
+        config = await anyio.to_thread.run_sync(read_config, Path(model))
+        check_family(model, config.architecture, self._packages.families)
         self._require_runtimes(spec.engine.kind)
         return Fetched(model, await anyio.to_thread.run_sync(pin, model))
 
@@ -181,6 +185,18 @@ def _check_spec(spec: RunSpec) -> None:
         raise Invalid(error, field="spec.trainer")
     if error := in_flight_error(spec):
         raise Invalid(error, field="spec.engine.in_flight")
+
+
+def _check_loss(spec: LossSpec, losses: Offers) -> None:
+    """Errors: Invalid for a loss that neither artd nor an installed package has, or a parameter that artd's own has not."""
+    if unknown := losses.missing(spec.kind):
+        raise Invalid(f"loss.kind={spec.kind!r}: {unknown}", field="spec.loss.kind")
+    if spec.kind in LOSSES and (extra := sorted((spec.params or {}).keys() - set(LOSSES[spec.kind]))):
+        has = ", ".join(LOSSES[spec.kind]) or "none"
+        raise Invalid(
+            f"loss.params: {spec.kind!r} has no parameter {extra[0]!r}; it has: {has}. Leave it out",
+            field="spec.loss.params",
+        )
 
 
 def _check_base(spec: RunSpec, base: BaseModel) -> None:

@@ -1,5 +1,5 @@
 """Installs the code that managed children run, under DATA/code/: one content-addressed copy of `artd_schema` and `artd_workers`, and one
-of each package that brings a loss (`losses.py`).
+of each package that brings a loss or a model family (`packages.py`).
 
 Owner of: DATA/code/. Invariants: a folder there is complete or absent (artd writes it aside, fsyncs it, then renames it), and its
 name is the digest of its names and contents. A lock on DATA/code lets one process at a time write there, so an unfinished copy
@@ -10,7 +10,6 @@ wheel.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -19,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from artd_schema.packages import digest_files, read_tree
 from artd_schema.paths import boot_id
 
 PACKAGES = ("artd_schema", "artd_workers")
-DIGITS = 12
 _ASIDE = ".new-"
 
 
@@ -47,10 +46,11 @@ def install_files(data: Path, files: Mapping[str, bytes]) -> Path:
     root = data / "code"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = root / digest_files(files)
-    with _lock_folder(root):
+    with lock_copies(root):
         for left in root.glob(f"{_ASIDE}*"):
             shutil.rmtree(left)
         _install(target, files)
+        os.utime(target)  # says when it was last wanted
     return target
 
 
@@ -71,7 +71,7 @@ def _install(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 @contextmanager
-def _lock_folder(root: Path) -> Iterator[None]:
+def lock_copies(root: Path) -> Iterator[None]:
     """Let one process at a time install: a command in the trainer's interpreter installs too while a daemon runs."""
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -92,28 +92,6 @@ def _drop_old_byte_code(folder: Path) -> None:
     for cache in list(folder.rglob("__pycache__")):
         shutil.rmtree(cache)
     marker.write_text(boot_id())
-
-
-def read_tree(folder: Path, prefix: str = "") -> dict[str, bytes]:
-    """Return the contents of every source file below `folder` by relative POSIX name, without byte code and hidden files."""
-    files: dict[str, bytes] = {}
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        for name in sorted(names):
-            if name.startswith(".") or name.endswith((".pyc", ".pyo")):
-                continue
-            path = Path(parent, name)
-            files[Path(prefix, path.relative_to(folder)).as_posix()] = path.read_bytes()
-    return files
-
-
-def digest_files(files: Mapping[str, bytes]) -> str:
-    """Return 12 hex digits of sha256 over every (name, length, content), in order of name."""
-    total = hashlib.sha256()
-    for name in sorted(files):
-        total.update(f"{name}\0{len(files[name])}\0".encode())
-        total.update(files[name])
-    return total.hexdigest()[:DIGITS]
 
 
 def _locate(package: str) -> Path:

@@ -32,13 +32,16 @@ def note_state(c: sqlite3.Connection, now: int, name: str, boot: int, state: Sta
     )
 
 
-def note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, error: str) -> None:
-    """Say why a worker cannot be started."""
+def note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, error: str) -> bool:
+    """Say why a worker cannot be started. Returns False if its row says so already."""
+    if c.execute("SELECT 1 FROM process WHERE name = ? AND error = ?", (name, error)).fetchone():
+        return False
     c.execute(
         "INSERT INTO process (name, kind, state, boot, error, since) VALUES (?, ?, 'stopped', ?, ?, ?)"
         " ON CONFLICT (name) DO UPDATE SET error = excluded.error",
         (name, name, boot, error, now),
     )
+    return True
 
 
 def set_address(c: sqlite3.Connection, name: str, address: str) -> None:

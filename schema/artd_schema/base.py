@@ -20,12 +20,13 @@ class BaseFile(Struct, frozen=True):
 
 class BaseModel(Struct, frozen=True):
     """digest: sha256 over (name, sha256) of every file; vocab_size: ids that a token may have; routes: of a mixture of
-    experts."""
+    experts; architecture: of `config.json`, "" in a run of an artd that did not note it."""
 
     digest: str
     vocab_size: int
     files: tuple[BaseFile, ...]
     routes: RouteShape | None = None
+    architecture: str = ""
 
 
 prepare(BaseModel)

@@ -5,12 +5,14 @@ A checkpoint's sha is the sha256 of its `manifest.json`; a batch's is the sha256
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from .codec import prepare
-from .losses import LossCode
+from .packages import PackageCode, RunCode
 from .spec import Parameters
 from .trajectory import RouteShape
 
@@ -185,7 +187,8 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     `model.safetensors`, Hugging Face names) and the base model is not needed to serve it.
     files: every other file of the folder. batch: sha of the batch manifest trained on ("" at step 0).
     metrics: of the train job. environment: what a bitwise repeat needs (CPU features, threads, versions).
-    loss: the package's code that the run's loss is; unset where the loss is artd's own, as in manifests of before.
+    loss: the package's code that the run's loss is; unset where the loss is artd's own, as in manifests of before. family: that which
+    planned the model, likewise.
     """
 
     version: int = 1
@@ -205,7 +208,13 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     parameters: Parameters = "lora"
     metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    loss: LossCode | UnsetType = UNSET
+    loss: PackageCode | UnsetType = UNSET
+    family: PackageCode | UnsetType = UNSET
+
+
+def read_code(checkpoint: Path) -> RunCode:
+    """Read which packages' code the manifest of a checkpoint's folder names. Raises OSError, and one of `codec.UNREADABLE`."""
+    return msgspec.json.decode((checkpoint / MANIFEST_FILE).read_bytes(), type=RunCode)
 
 
 prepare(BatchManifest, ReplayManifest, CheckpointManifest, WeightTable)

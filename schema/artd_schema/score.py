@@ -18,6 +18,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from .packages import PackageCode
 from .spec import RunSpec
 from .trajectory import RouteShape
 from .worker import CheckpointRef
@@ -32,8 +33,10 @@ REPLAY: Pass = "replay"
 
 class ScoreRequest(Struct, frozen=True, kw_only=True):
     """spec: of the run, which names base model, what is trained, and threads; checkpoint: the committed one whose weights
-    score, None = the weights of step 0; routes: shape of `routes`, None = there are none and only `live` is scored."""
+    score, None = the weights of step 0; routes: shape of `routes`, None = there are none and only `live` is scored;
+    family: the package's code that plans the model, None = artd's own."""
 
     spec: RunSpec
     checkpoint: CheckpointRef | None = None
     routes: RouteShape | None = None
+    family: PackageCode | None = None

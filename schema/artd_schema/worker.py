@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from .base import BaseModel
 from .engines import DEFAULT
-from .losses import LossCode
+from .packages import PackageCode
 from .spec import Mode, RunSpec
 from .trajectory import RouteShape, Sampling, Split
 
@@ -46,13 +46,15 @@ class CheckpointRef(Struct, frozen=True, kw_only=True):
 
 class TrainerConfig(Struct, frozen=True, kw_only=True):
     """What a trainer process needs to know of its run. base: the files of the base model, which it checks before it is ready
-    (None: it does not). loss: the package's code that the spec's loss is, whose copy is on PYTHONPATH (None: artd's own)."""
+    (None: it does not). loss: the package's code that the spec's loss is, whose copy is on PYTHONPATH (None: artd's own);
+    family: that which plans the base model, likewise."""
 
     run: str
     spec: RunSpec
     base_digest: str
     base: BaseModel | None = None
-    loss: LossCode | None = None
+    loss: PackageCode | None = None
+    family: PackageCode | None = None
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from artd.store.migrate import backup_path
-from artd.supervise.code import digest_files, read_tree
+from artd_schema.packages import digest_files, read_tree
 from artd_schema.paths import boot_id
 from tests.daemon.rig import Rig, fill, rig
 from tests.fixtures.schema.next import NOW, released

@@ -25,7 +25,12 @@ from artd.datadir import lock
 from artd.datadir.layout import DataDir
 from artd.recover import identify
 from artd.store import fs
+from artd.store.blobs import hash_file
 from artd.store.migrate import SchemaMismatch
+from artd.supervise.code import install_files
+from artd_schema.codec import to_json
+from artd_schema.manifest import MANIFEST_FILE
+from artd_schema.packages import PackageCode, read_tree
 from tests.fakes.world import copy, template
 
 NOW = 1_800_000_000_000
@@ -101,6 +106,27 @@ def test_a_backup_is_whole_and_the_folder_is_not_touched(data: Path, target: Pat
     assert (info.blobs, info.checkpoints) == (len(rows(data, "SELECT 1 FROM blob")), 4)
     own = [target, target / INFO, target / "artd.db", *(path for path in target.rglob("*") if path.is_dir())]
     assert [path for path in own if path.stat().st_mode & 0o077] == []
+
+
+def test_the_code_that_a_checkpoint_names_comes_along(data: Path, target: Path, tmp_path: Path) -> None:
+    files_of = {"toy/__init__.py": b"# a loss\n"}
+    digest = install_files(data, files_of).name
+    ((folder, old),) = rows(data, "SELECT dir, sha FROM checkpoint WHERE state = 'committed' ORDER BY id DESC LIMIT 1")
+    manifest = data / folder / MANIFEST_FILE
+    code = PackageCode(kind="toy", target="toy:x", distribution="toy", version="1", digest=digest)
+    manifest.write_bytes(to_json(msgspec.json.decode(manifest.read_bytes()) | {"loss": code}))
+    new = hash_file(manifest)[0]
+    change(data, f"UPDATE checkpoint SET sha = '{new}' WHERE sha = '{old}'")
+    change(data, f"UPDATE event SET data = CAST(replace(CAST(data AS TEXT), '{old}', '{new}') AS BLOB)")
+    install_files(data, {"unnamed.py": b""})
+    backup(data, target, NOW)
+    assert [path.name for path in (target / "code").iterdir()] == [digest]
+    assert read_tree(target / "code" / digest) == files_of
+    restore(target, tmp_path / "restored", NOW)
+    assert read_tree(tmp_path / "restored" / "code" / digest) == files_of
+    (data / "code" / digest / "toy" / "__init__.py").write_text("# another\n")
+    backup(data, tmp_path / "second", NOW)  # a damaged copy is of no use to anybody
+    assert list((tmp_path / "second" / "code").iterdir()) == []
 
 
 def test_files_are_shared_or_copied(data: Path, tmp_path: Path) -> None:

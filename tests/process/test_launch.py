@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from artd.supervise import code, procfs
-from artd.supervise.code import CodeError, install_code, read_tree
+from artd.supervise.code import CodeError, install_code
 from artd.supervise.environment import Tags, child_environment
+from artd_schema.packages import read_tree
 
 TAGS = Tags(instance="i" * 32, boot=3, spawn=7, worker="trainer", build="0123456789ab", socket="ipc:///tmp/s")
 

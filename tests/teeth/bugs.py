@@ -321,7 +321,8 @@ BUGS = (
     ),
     Bug(
         "a-runtime-is-missed-before-the-model", "artd/runs/lifecycle.py",
-        "        await anyio.to_thread.run_sync(read_config, Path(model))", "        Path(model)",
+        "        config = await anyio.to_thread.run_sync(read_config, Path(model))\n",
+        "        self._require_runtimes(spec.engine.kind)\n        config = await anyio.to_thread.run_sync(read_config, Path(model))\n",
         "tests/unit/test_error_texts.py::test_a_model_that_is_not_there_is_told_before_a_runtime_that_is_not_installed",
         "runtime megatron|RequestError",
     ),
@@ -898,20 +899,44 @@ BUGS = (
         "artd.packing.+kid",
     ),
     Bug(
-        "loss-digest-not-checked-on-replay", "artd/cli/replay_job/loss.py",
+        "package-digest-not-checked-on-replay", "artd/cli/package_code.py",
         "    if (found := digest_files(files)) != code.digest:\n", '    if (found := digest_files(files)) == "":\n',
-        "tests/unit/test_losses.py::test_a_replay_takes_the_copy_of_the_digest_or_nothing", "DID NOT RAISE",
+        "tests/unit/test_packages.py::test_a_replay_takes_the_copy_of_the_digest_or_nothing", "DID NOT RAISE",
     ),
     Bug(
         "unknown-loss-accepted", "artd/runs/lifecycle.py",
-        "        if (unknown := self._losses.error(op.spec.loss))[1]:\n",
-        "        if (unknown := self._losses.error(op.spec.loss))[1] and False:\n",
-        "tests/unit/test_losses.py::test_a_run_with_an_unknown_loss_is_refused_with_what_is_known", "DID NOT RAISE",
+        "    if unknown := losses.missing(spec.kind):\n", "    if (unknown := losses.missing(spec.kind)) and False:\n",
+        "tests/unit/test_packages.py::test_a_run_with_an_unknown_loss_is_refused_with_what_is_known", "DID NOT RAISE",
     ),
     Bug(
-        "loss-imported-from-anywhere", "workers/artd_workers/trainer/step/objective.py",
-        "        if top is not None and code.digest not in place.parts:", "        if False:",
-        "tests/trainer/test_loss_api.py::test_code_that_is_not_the_copy_is_refused", "DID NOT RAISE", torch=True,
+        "package-imported-from-anywhere", "workers/artd_workers/packages.py",
+        "    if copy is None:\n", '    copy = copy or Path("/nowhere")\n    if False:\n',
+        "tests/trainer/test_packages.py::test_code_that_is_not_the_copy_does_not_run", "is damaged", torch=True,
+    ),
+    Bug(
+        "damaged-package-imported", "workers/artd_workers/packages.py",
+        "    if (found := digest_files(read_tree(copy))) != code.digest:\n", "    if not (found := digest_files(read_tree(copy))):\n",
+        "tests/trainer/test_packages.py::test_a_damaged_copy_does_not_run", "it ran|SystemExit", torch=True,
+    ),
+    Bug(
+        "one-malformed-package-hides-all", "artd/supervise/packages.py",
+        "        except Exception as error:  # another package's metadata\n", "        except KeyError as error:\n",
+        "tests/unit/test_packages.py::test_another_package_with_malformed_metadata_stops_no_start", "Pair.*missing",
+    ),
+    Bug(
+        "named-copy-deleted", "artd/retention/code_copies.py",
+        "                unused.pop(code.digest, None)\n", "                code.digest\n",
+        "tests/unit/test_packages.py::test_copies_that_no_checkpoint_names_are_deleted_after_a_day", "assert ",
+    ),
+    Bug(
+        "changed-loss-not-told", "artd/training/run_code.py",
+        "            if old != new:\n", "            if old is None:\n",
+        "tests/unit/test_workforce.py::test_a_run_that_goes_on_with_other_code_is_told", "assert ",
+    ),
+    Bug(
+        "backup-without-code", "artd/backups/backup.py",
+        "        _fetch_code(data, target, names, fetched)\n", "",
+        "tests/process/test_backup.py::test_the_code_that_a_checkpoint_names_comes_along", "FileNotFoundError|assert ",
     ),
     Bug(
         "sequence-sum-of-one-rank", "workers/artd_workers/trainer/parallel/context.py",

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from artd_schema import losses as names
-from artd_schema.losses import LossCode
 from artd_schema.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import read_batch
 from artd_workers.trainer.step import losses
 from artd_workers.trainer.step.loss_api import LossInputs, LossOutput, Mean
-from artd_workers.trainer.step.objective import LossError, Objective, adopt, shares
+from artd_workers.trainer.step.objective import LossError, Objective, shares
 from artd_workers.trainer.step.step import Optimizer, train_step
 
 from . import rig
@@ -157,22 +156,6 @@ def test_metrics_that_come_and_go_are_refused() -> None:
 def test_an_unknown_loss_is_refused() -> None:
     with pytest.raises(LossError, match="'gspo' is not known to the trainer; known: .*cispo.*: install"):
         Objective(LossSpec(kind="gspo"))
-
-
-def test_code_that_is_not_the_copy_is_refused() -> None:
-    code = LossCode(kind="json", target="json:loads", distribution="d", version="1", digest="0" * 12)
-    with pytest.raises(LossError, match="not from the copy 000000000000"):
-        adopt(code)
-    with pytest.raises(LossError, match="cannot be imported: ModuleNotFoundError"):
-        adopt(LossCode(kind="x", target="no_such_module:x", distribution="d", version="1", digest="0" * 12))
-    assert losses.LOSSES.keys() == names.LOSSES.keys()
-
-
-def test_code_that_is_not_the_copy_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tripwire.py").write_text("raise SystemExit('it ran')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(LossError, match="would be imported from .*tripwire"):
-        adopt(LossCode(kind="x", target="tripwire:x", distribution="d", version="1", digest="0" * 12))
 
 
 def test_the_api_is_imported_without_megatron() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from artd.errors import Conflict, Invalid
 from artd.models import base_model
-from artd.models.base_model import check_pinned, pin
+from artd.models.base_model import check_family, check_pinned, pin
+from artd.supervise.packages import NO_PACKAGES
 from artd_schema.trajectory import RouteShape
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 99}
@@ -106,7 +107,9 @@ def test_not_safetensors(model):
 
 def test_an_unknown_architecture_lists_the_known_ones(model):
     (model / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["BertModel"]}))
-    refused(model, "architecture BertModel; artd trains LlamaForCausalLM, Qwen3ForCausalLM")
+    with pytest.raises(Invalid, match="architecture BertModel: .* Known: LlamaForCausalLM, Qwen3ForCausalLM") as caught:
+        check_family(str(model), pin(str(model)).architecture, NO_PACKAGES.families)
+    assert caught.value.field == "spec.model"
 
 
 def test_the_same_files_pass_and_a_touch_is_looked_at_again(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -15,14 +16,18 @@ from artd.config import Gpus, Interpreter, Runtimes, Settings
 from artd.errors import RequestError
 from artd.net.router import WorkerWire
 from artd.runs.lifecycle import set_run_state
+from artd.supervise.packages import FAMILY, LOSS, Offers, Packages
 from artd.supervise.postmortem import Status
 from artd.supervise.spawn import Undead
 from artd.supervise.spec import Info
+from artd.training.run_code import tell_changes
 from artd.workforce import Boot, Workforce
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.engines import ENGINES
-from tests.fakes.rows import add_run, data_dir, one, open_store, settle
+from artd_schema.packages import PackageCode, RunCode
+from artd_schema.spec import LossSpec
+from tests.fakes.rows import BASE, add_run, count, data_dir, one, open_store, settle
 
 pytestmark = pytest.mark.asyncio
 OWN = Interpreter(python="/bin/true")
@@ -233,3 +238,45 @@ async def test_an_engine_runs_in_the_runtime_of_its_kind(tmp_path, monkeypatch):
         assert asked == ["megatron", "abacus"]
         with pytest.raises(RequestError, match="engine.kind='gone' is no engine of this artd: use 'vllm' or 'toy'"):
             made.require_runtimes("gone")
+
+
+def package(name: str, kind: str, digest: str) -> PackageCode:
+    return PackageCode(kind=kind, target=f"{name}:x", distribution=name, version="1", digest=digest)
+
+
+async def test_the_trainer_sees_the_code_of_its_run_alone(tmp_path):
+    async with open_store(tmp_path) as store:
+        made, _, _ = make(store, tmp_path)
+        codes = {name: package(name, name, digest) for name, digest in (("gspo", "1" * 12), ("other", "2" * 12))}
+        family = package("toy", "ToyForCausalLM", "3" * 12)
+        packages = Packages(Offers(LOSS, codes), Offers(FAMILY, {family.kind: family}))
+        made.boot = replace(made.boot, packages=packages)
+        base = msgspec.structs.replace(BASE, architecture=family.kind)
+        run = await add_run(store, base=base, loss=LossSpec(kind="gspo"))
+        await made._pinned(run)
+        folders = made._launch("trainer", 1).env["PYTHONPATH"].split(os.pathsep)
+        assert {Path(folder).name for folder in folders} & {"1" * 12, "2" * 12, "3" * 12} == {"1" * 12, "3" * 12}
+        assert "1" * 12 not in made._launch("engine", 1).env["PYTHONPATH"]
+        made.supervisor.names = lambda: ["trainer"]
+        said = await store.write(lambda c: made._welcome(c, mock.Mock(kind="trainer")))
+        assert (said.trainer.loss, said.trainer.family) == (codes["gspo"], family)
+
+
+async def test_a_run_that_goes_on_with_other_code_is_told(tmp_path, caplog):
+    async with open_store(tmp_path) as store:
+        run = await add_run(store)
+        (tmp_path / "checkpoint").mkdir()
+        before = package("gspo", "gspo", "1" * 12)
+        (tmp_path / "checkpoint" / "manifest.json").write_bytes(msgspec.json.encode({"loss": before}))
+        await store.write(
+            lambda c: c.execute(
+                "INSERT INTO checkpoint (run_id, step, epoch, lineage, job_id, sha, dir, bytes, state, created)"
+                " SELECT ?, 3, 3, 0, id, 's', 'checkpoint', 1, 'committed', 0 FROM job", (run,),
+            )
+        )  # fmt: skip
+        await tell_changes(store, tmp_path, run, RunCode(before))
+        assert await count(store, "event", "kind = 'run.code'") == 0
+        await tell_changes(store, tmp_path, run, RunCode(package("gspo", "gspo", "2" * 12)))
+        told = msgspec.json.decode(await one(store, "SELECT data FROM event WHERE kind = 'run.code' AND run = 'r'"))
+        assert told == {"step": 3, "before": "gspo 1 (111111111111)", "present": "gspo 1 (222222222222)"}
+        assert "its loss was gspo 1 (111111111111) up to step 3 and is gspo 1 (222222222222)" in caplog.text

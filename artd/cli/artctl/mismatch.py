@@ -16,6 +16,7 @@ import msgspec
 
 from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared
+from artd.cli.package_code import committed_code, copy_code
 from artd_schema.codec import UNREADABLE, digest
 from artd_schema.engines import engine_kind
 from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
@@ -137,10 +138,14 @@ def _measure(
     ref = CheckpointRef(
         **{name: row[name] for name in ("run", "step", "epoch", "lineage", "sha")}, dir=str(data / row["dir"])
     )
-    request = ScoreRequest(spec=msgspec.convert(spec, RunSpec), checkpoint=ref, routes=routes)
+    family = committed_code(data, row).family
+    request = ScoreRequest(spec=msgspec.convert(spec, RunSpec), checkpoint=ref, routes=routes, family=family)
     with tempfile.TemporaryDirectory(prefix="artd-mismatch-") as name:
         files.write(Path(name), request, samples)
-        in_trainer.call(data, getattr(args, "config", None), "artd_workers.trainer.tools.score", [name], "scoring")
+        code = [copy_code(data, family, Path(name))] if family else []
+        in_trainer.call(
+            data, getattr(args, "config", None), "artd_workers.trainer.tools.score", [name], "scoring", code
+        )
         try:
             return files.compare_all(Path(name), samples)
         except ValueError as error:

@@ -23,10 +23,11 @@ import msgspec
 
 from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import CONFLICT, FAILED, OK, CliError, at_least, shared
+from artd.cli.package_code import copy_code
 from artd.cli.replay_job import inputs
 from artd.cli.replay_job import report as replay_report
-from artd.cli.replay_job.loss import copy_loss
 from artd_schema.codec import UNREADABLE
+from artd_schema.packages import RunCode
 from artd_schema.replay_job import ReplayReport, ReplayRequest
 
 TAIL_LINES = 20
@@ -97,8 +98,8 @@ def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: Replay
     """Run the trainer's part; its words go to a log. Raises CliError when it gives no answer."""
     from artd.supervise.postmortem import explain, read_tail
 
-    loss = request.config.loss
-    command, env = _command(args, data, scratch, [copy_loss(data, loss, scratch)] if loss else [])
+    used = RunCode(request.config.loss, request.config.family).used
+    command, env = _command(args, data, scratch, [copy_code(data, code, scratch) for code in used])
     log, raw = scratch / "out" / "trainer.log", msgspec.json.encode(request)
     try:
         with log.open("wb") as words:

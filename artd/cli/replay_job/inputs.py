@@ -14,6 +14,7 @@ import msgspec
 from artd.cli import read
 from artd.cli.artctl import job
 from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, CliError
+from artd.cli.package_code import committed_code
 from artd.datadir.layout import DataDir
 from artd.errors import Conflict
 from artd.models.base_model import check_pinned
@@ -22,8 +23,6 @@ from artd_schema.manifest import MANIFEST_FILE
 from artd_schema.replay_job import ReplayRequest
 from artd_schema.spec import RunSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
-
-from .loss import committed_loss
 
 Row = read.Row
 _TOLD = 5
@@ -117,8 +116,10 @@ def request(database: read.Database, data: Path, row: Row, target: Path) -> Repl
         raise CliError(
             FAILED, f"the spec of run {row['run']} cannot be read: {error}", "use the artd that made it"
         ) from None
-    loss = committed_loss(data, row)
-    config = TrainerConfig(run=row["run"], spec=spec, base_digest=row["base_digest"], loss=loss)
+    code = committed_code(data, row)
+    config = TrainerConfig(
+        run=row["run"], spec=spec, base_digest=row["base_digest"], loss=code.loss, family=code.family
+    )
     return ReplayRequest(config=config, run=order, committed=_reference(data, row, ""))
 
 

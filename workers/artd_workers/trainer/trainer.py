@@ -27,6 +27,7 @@ from artd_schema.crashpoint import reach
 from artd_schema.manifest import OPTIMIZER_FILE, Canary
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig, Transfer
 from artd_workers.base_files import BaseFiles
+from artd_workers.models import registry
 from artd_workers.trainer.batch.replay_bundle import ReplayFiles
 from artd_workers.trainer.batch.rows import Batch, read_batch
 from artd_workers.trainer.checkpoint import canary, folder, merge_loss
@@ -207,6 +208,7 @@ class Trainer:
             started = time.perf_counter()
             with self.ranks.share_errors():
                 adopt(self.config.loss)
+                registry.adopt(self.config.family)
                 Objective(self.spec.loss)  # a run whose loss cannot be had fails before its first step
                 policy, self._trained = open_model(self.spec, self.ranks.parallel)
                 self._base_files.unchanged()
@@ -271,7 +273,7 @@ class Trainer:
                 parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,
                 spec_digest=digest(to_json(self.spec)), instance=job.instance, job=job.job, fence=job.fence,
                 canary=probe, parameters=self._trained.kind, metrics=_finite(metrics), environment=self._environment(),
-                loss=self.config.loss or msgspec.UNSET,
+                loss=self.config.loss or msgspec.UNSET, family=self.config.family or msgspec.UNSET,
             )  # fmt: skip
         seconds["stage"] = time.perf_counter() - started
         self._staged = sha, snapshot

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from artd_schema.losses import LossCode
+from artd_schema.packages import PackageCode
 from artd_schema.spec import LossSpec
+from artd_workers.packages import load
 from artd_workers.trainer.batch.row_schedule import added
 from artd_workers.trainer.batch.rows import Batch, PackedRow
 from artd_workers.trainer.parallel import context
@@ -26,30 +24,10 @@ class LossError(ValueError):
     """A loss cannot be used as the run's spec asks, or does not do what a loss has to. Another try gives the same."""
 
 
-def adopt(code: LossCode | None) -> None:
-    """Import a package's loss from the copy that the daemon made of it, and add it to `LOSSES`. Raises LossError."""
-    if code is None:
-        return
-    module, _, name = code.target.partition(":")
-    try:
-        top = importlib.util.find_spec(module.partition(".")[0])
-        place = Path(top.origin if top is not None and top.origin else "")
-        if top is not None and code.digest not in place.parts:  # before any line of it runs
-            raise LossError(
-                f"loss {code.kind!r}: {module} would be imported from {place}, not from the copy {code.digest}: a package of "
-                "the trainer's runtime has the same name; rename the loss's package"
-            )
-        function = getattr(importlib.import_module(module), name)
-        if not callable(function):
-            raise TypeError(f"{name} is no function")
-    except LossError:
-        raise
-    except Exception as error:  # a package's own code: whatever it raises
-        raise LossError(
-            f"loss {code.kind!r}: {code.target} of {code.distribution} {code.version} cannot be imported: "
-            f"{type(error).__name__}: {error}; mend the package, install it and start artd again"
-        ) from error
-    LOSSES[code.kind] = function
+def adopt(code: PackageCode | None) -> None:
+    """Add a package's loss to `LOSSES`. Raises PackageError."""
+    if code is not None:
+        LOSSES[code.kind] = load(code)
 
 
 class Objective:

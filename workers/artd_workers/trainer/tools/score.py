@@ -26,6 +26,7 @@ from torch import Tensor
 
 from artd_schema.codec import UNREADABLE
 from artd_schema.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, Pass, ScoreRequest
+from artd_workers.models import registry
 from artd_workers.trainer.model.logits import chunks
 from artd_workers.trainer.tree_mask import chain
 
@@ -133,6 +134,7 @@ def answer(folder: Path) -> None:
     from artd_workers.trainer.parameters.trained import open_model
 
     torch.set_num_threads(request.spec.threads or len(os.sched_getaffinity(0)))
+    registry.adopt(request.family)
     policy, trained = open_model(request.spec)
     if request.checkpoint is None:
         trained.initialise(request.spec.seed)

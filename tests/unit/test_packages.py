@@ -1,4 +1,4 @@
-"""Losses that packages bring, as the daemon sees them: found by metadata, copied by digest, never imported."""
+"""What packages bring, as the daemon sees it: found by metadata, copied by digest, never imported."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import msgspec
 import pytest
 
 from artd.cli.outcome import FAILED, NOT_FOUND, CliError
-from artd.cli.replay_job.loss import copy_loss
+from artd.cli.package_code import copy_code
+from artd.datadir.layout import DataDir
 from artd.errors import Invalid
+from artd.models.base_model import check_family
+from artd.retention.code_copies import delete_copies
 from artd.runs.lifecycle import Runs
-from artd.supervise.code import digest_files, read_tree
-from artd.supervise.losses import Losses, install_losses, installed_files
+from artd.supervise.packages import LOSS, NO_PACKAGES, Offers, Packages, install_packages, installed_files
 from artd_schema import client_api as api
 from artd_schema.codec import to_json
 from artd_schema.manifest import CheckpointManifest
+from artd_schema.packages import RunCode, digest_files, read_tree
 from artd_schema.spec import LossSpec, RunSpec, first_difference
 from tests.fakes.rows import EVERY_STEP, count, open_store
 
@@ -41,7 +44,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def install(site: Path, package: str, points: dict[str, str], version: str = "1.0", code: str = NEVER) -> None:
+def install(
+    site: Path,
+    package: str,
+    points: dict[str, str],
+    version: str = "1.0",
+    code: str = NEVER,
+    group: str = "artd.losses",
+) -> None:
     """As pip leaves a package."""
     (site / package).mkdir(exist_ok=True)
     (site / package / "__init__.py").write_text(code)
@@ -49,7 +59,7 @@ def install(site: Path, package: str, points: dict[str, str], version: str = "1.
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(
-        "[artd.losses]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
     )
 
 
@@ -57,11 +67,11 @@ def test_it_is_found_copied_and_not_imported(site: Path, tmp_path: Path) -> None
     install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
     (site / "toy_gspo" / "parts").mkdir()
     (site / "toy_gspo" / "parts" / "__init__.py").write_text(NEVER)
-    found = install_losses(tmp_path)
-    code = found.codes["gspo"]
+    found = install_packages(tmp_path)
+    code = found.losses.codes["gspo"]
     assert (code.target, code.distribution, code.version) == ("toy_gspo:gspo", "toy_gspo", "1.0")
-    assert found.folders == [str(tmp_path / "code" / code.digest)] and not found.refused
-    files = read_tree(Path(found.folders[0]))
+    assert not found.losses.refused
+    files = read_tree(tmp_path / "code" / code.digest)
     assert files.keys() == {"toy_gspo/__init__.py", "toy_gspo/parts/__init__.py"}
     assert digest_files(files) == code.digest and installed_files(code) == files
     assert "toy_gspo" not in sys.modules
@@ -69,9 +79,9 @@ def test_it_is_found_copied_and_not_imported(site: Path, tmp_path: Path) -> None
 
 def test_another_version_is_another_copy_and_both_stay(site: Path, tmp_path: Path) -> None:
     install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
-    first = install_losses(tmp_path).codes["gspo"]
+    first = install_packages(tmp_path).losses.codes["gspo"]
     (site / "toy_gspo" / "__init__.py").write_text(NEVER + "# mended\n")
-    second = install_losses(tmp_path).codes["gspo"]
+    second = install_packages(tmp_path).losses.codes["gspo"]
     assert first.digest != second.digest and installed_files(first) is None
     for code in (first, second):
         assert digest_files(read_tree(tmp_path / "code" / code.digest)) == code.digest
@@ -80,14 +90,14 @@ def test_another_version_is_another_copy_and_both_stay(site: Path, tmp_path: Pat
 def test_a_module_of_one_file(site: Path, tmp_path: Path) -> None:
     install(site, "some", {"gspo": "one_file:gspo"})
     (site / "one_file.py").write_text(NEVER)
-    code = install_losses(tmp_path).codes["gspo"]
+    code = install_packages(tmp_path).losses.codes["gspo"]
     assert read_tree(tmp_path / "code" / code.digest) == {"one_file.py": NEVER.encode()}
 
 
 @pytest.mark.parametrize(
     ("points", "says"),
     [
-        ({"cispo": "toy:x"}, "name of one of artd's own"),
+        ({"cispo": "toy:x"}, "a name that artd itself has"),
         ({"gspo": "toy"}, "package.module:function"),
         ({"Big": "toy:x"}, "lower-case"),
         ({"gspo": "artd_workers.trainer:x"}, "neither a module nor a package"),
@@ -101,7 +111,7 @@ def test_what_cannot_be_used_is_refused_and_stops_nothing(
 ) -> None:
     install(site, "toy", {"fine": "toy:fine"} | points)
     (site / "spaced" / "inner").mkdir(parents=True)
-    found = install_losses(tmp_path)
+    found = install_packages(tmp_path).losses
     (kind,) = points
     assert says in found.refused[kind] and found.codes.keys() == {"fine"}
 
@@ -111,33 +121,92 @@ def test_a_package_that_cannot_be_read_stops_no_start(site: Path, tmp_path: Path
     install(site, "toy", {"fine": "toy:fine"})
     install(site, "other", {"gspo": "other:gspo"})
     Path(os.fsdecode(os.fsencode(site / "other") + b"/\xff.py")).write_text("")
-    found = install_losses(tmp_path)
+    found = install_packages(tmp_path).losses
     assert found.codes.keys() == {"fine"} and found.refused.keys() == {"gspo"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("entry_points.txt", b"[artd.losses]\ngspo\n"),
+        ("entry_points.txt", b"[artd.losses]\n\xff\xfe = x:y\n"),
+        ("METADATA", b""),
+    ],
+    ids=["no-value", "no-utf8", "no-name"],
+)
+def test_another_package_with_malformed_metadata_stops_no_start(
+    site: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: tuple[str, bytes]
+) -> None:
+    install(site, "toy", {"fine": "toy:fine"})
+    install(site, "alien", {"x": "alien:x"}, group="console_scripts")
+    (site / "alien-1.0.dist-info" / damage[0]).write_bytes(damage[1])
+    assert install_packages(tmp_path).losses.codes.keys() == {"fine"}
+    assert "alien-1.0.dist-info cannot be read" in caplog.text
+
+
+def test_a_model_family_is_found_by_its_architecture(site: Path, tmp_path: Path) -> None:
+    install(
+        site,
+        "toy_family",
+        {"ToyForCausalLM": "toy_family:plan", "LlamaForCausalLM": "toy_family:x"},
+        group="artd.models",
+    )
+    found = install_packages(tmp_path)
+    code = found.families.codes["ToyForCausalLM"]
+    assert found.of_run("cispo", "ToyForCausalLM") == RunCode(None, code) and found.of_run("cispo", "x") == RunCode()
+    assert "a name that artd itself has" in found.families.refused["LlamaForCausalLM"] and not found.losses.codes
+    check_family("/m", "ToyForCausalLM", found.families)
+    with pytest.raises(
+        Invalid, match=r"/m has architecture Bert: .*LlamaForCausalLM.*ToyForCausalLM \(toy_family 1.0\)"
+    ):
+        check_family("/m", "Bert", found.families)
+    (tmp_path / "seeded.json").write_text("{}")
+    with pytest.raises(Invalid, match="draws weights for its own families"):
+        check_family(str(tmp_path), "ToyForCausalLM", found.families)
+
+
+def test_copies_that_no_checkpoint_names_are_deleted_after_a_day(site: Path, tmp_path: Path) -> None:
+    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    data = DataDir.make(tmp_path / "data")
+    digests = []
+    for text in ("named", "unnamed", "recent", "present"):
+        (site / "toy_gspo" / "__init__.py").write_text(f"# {text}\n")
+        digests.append(install_packages(data.root).losses.codes["gspo"])
+    named, unnamed, recent, present = digests
+    for code in (named, unnamed, present):
+        os.utime(data.code / code.digest, (0, 0))
+    manifest = data.checkpoints / "r" / "step" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_bytes(b"{")
+    assert delete_copies(data, {present.digest}) == []  # a manifest that cannot be read may name any
+    manifest.write_bytes(to_json(MANIFEST | {"loss": named}))
+    assert delete_copies(data, {present.digest}) == [unnamed.digest]
+    assert {path.name for path in data.code.iterdir()} == {code.digest for code in (named, recent, present)}
 
 
 def test_two_packages_of_one_name_are_refused(site: Path, tmp_path: Path) -> None:
     install(site, "first", {"gspo": "first:x"})
     install(site, "second", {"gspo": "second:x"})
-    assert "several packages offer it (first, second)" in install_losses(tmp_path).refused["gspo"]
+    assert "several packages offer it (first, second)" in install_packages(tmp_path).losses.refused["gspo"]
 
 
 def test_a_replay_takes_the_copy_of_the_digest_or_nothing(site: Path, tmp_path: Path) -> None:
     install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
     data = tmp_path / "data"
-    code = install_losses(data).codes["gspo"]
+    code = install_packages(data).losses.codes["gspo"]
     (site / "toy_gspo" / "__init__.py").write_text("# a later version\n")
-    copied = Path(copy_loss(data, code, tmp_path / "scratch"))
+    copied = Path(copy_code(data, code, tmp_path / "scratch"))
     assert read_tree(copied) == {"toy_gspo/__init__.py": NEVER.encode()} and data not in copied.parents
     (data / "code" / code.digest / "toy_gspo" / "__init__.py").write_text("# not what was trained with\n")
     with pytest.raises(CliError, match="is damaged: its files have the digest") as error:
-        copy_loss(data, code, tmp_path / "scratch")
+        copy_code(data, code, tmp_path / "scratch")
     assert error.value.code == FAILED
     shutil.rmtree(data / "code")
     with pytest.raises(CliError, match="is gone, and no package with the same files") as error:
-        copy_loss(data, code, tmp_path / "scratch")
+        copy_code(data, code, tmp_path / "scratch")
     assert error.value.code == NOT_FOUND
     (site / "toy_gspo" / "__init__.py").write_text(NEVER)
-    assert Path(copy_loss(data, code, tmp_path / "scratch")).name == code.digest
+    assert Path(copy_code(data, code, tmp_path / "scratch")).name == code.digest
 
 
 @pytest.mark.asyncio
@@ -152,22 +221,27 @@ async def test_a_run_with_an_unknown_loss_is_refused_with_what_is_known(site: Pa
         await runs.create(api.CreateRun(name="r", spec=RunSpec(model=str(folder), loss=loss)))
 
     async with open_store(tmp_path) as store:
-        for losses, loss, where, says in (
-            (Losses(), LossSpec(kind="gspo"), "spec.loss.kind", "no package.* Known losses: .*cispo.* Use one"),
+        for packages, loss, where, says in (
+            (NO_PACKAGES, LossSpec(kind="gspo"), "spec.loss.kind", "no package.* Known: .*cispo.* Use one"),
             (
-                install_losses(tmp_path),
+                install_packages(tmp_path),
                 LossSpec(kind="ppo"),
                 "spec.loss.kind",
                 r"cispo.*, gspo \(toy_gspo 1.0\).*'ppo'",
             ),
-            (Losses(refused={"ppo": "it is broken"}), LossSpec(kind="ppo"), "spec.loss.kind", "it is broken"),
-            (Losses(), LossSpec(params={"clip": 1.0}), "spec.loss.params", "'cispo' has no parameter 'clip'"),
+            (
+                Packages(Offers(LOSS, refused={"ppo": "it is broken"})),
+                LossSpec(kind="ppo"),
+                "spec.loss.kind",
+                "it is broken",
+            ),
+            (NO_PACKAGES, LossSpec(params={"clip": 1.0}), "spec.loss.params", "'cispo' has no parameter 'clip'"),
         ):
             with pytest.raises(Invalid, match=says) as error:
-                await create(Runs(store, lambda _: None, EVERY_STEP, losses=losses), loss)
+                await create(Runs(store, lambda _: None, EVERY_STEP, packages=packages), loss)
             assert error.value.field == where
         assert await count(store, "run") == 0
-        known = Runs(store, lambda _: None, EVERY_STEP, losses=install_losses(tmp_path))
+        known = Runs(store, lambda _: None, EVERY_STEP, packages=install_packages(tmp_path))
         await create(known, LossSpec(kind="gspo", params={"clip": 0.5}))
         assert await count(store, "run") == 1
     assert "toy_gspo" not in sys.modules
