@@ -1,7 +1,7 @@
 """artd: a durable daemon for RL post-training.
 
-Owner: packaging. Invariants: importing this package imports nothing heavy; `Client` and `SyncClient` are looked up
-in `artd_client` on first use, so that the daemon never loads the client.
+Importing it imports nothing heavy. `Client` and `SyncClient` come from `artd_client` on first use, so the daemon never loads
+the client.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,7 @@
-"""How the daemon looks through a column of tokens (`rules.Scan`). Large columns go to numpy, which lets other threads run
-meanwhile: Python's own `min` and `max` of some hundred thousand numbers hold the interpreter for tens of milliseconds.
+"""Scans a column of tokens for the daemon (`rules.Scan`).
+
+Large columns go to numpy, which lets other threads run meanwhile; Python's `min` and `max` of some hundred thousand numbers
+hold the interpreter for tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ import numpy as np
 from artd_schema import rules
 
 LARGE = 16 * 1024
-"""Bytes from which on numpy is the faster one."""
+"""From so many bytes on, numpy is faster."""
 
 
 def int_range(column: bytes) -> tuple[int, int]:
-    """Smallest and largest of int32 values; column: at least one of them, 4 bytes each."""
+    """Return the smallest and the largest int32 value of a column, which has at least one."""
     if len(column) < LARGE:
         return rules.int_range(column)
     found = np.frombuffer(column, np.int32)
@@ -21,7 +23,7 @@ def int_range(column: bytes) -> tuple[int, int]:
 
 
 def float_sum_and_largest(column: bytes) -> tuple[float, float]:
-    """(sum, largest) of float32 values, at least one; where one is no finite number, the sum is none either."""
+    """Return (sum, largest) of the float32 values, at least one. If a value is not finite, neither is the sum."""
     if len(column) < LARGE:
         return rules.float_sum_and_largest(column)
     found = np.frombuffer(column, np.float32)

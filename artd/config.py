@@ -1,7 +1,7 @@
 """Reads the daemon's settings: a flag overrides the environment, which overrides artd.toml, which overrides the default.
 
-Invariants: an unknown key is an error that names file and key. Paths in a file are relative to that file. Every setting's
-default is here and nowhere else.
+An unknown key is an error that names file and key. Paths in a file are relative to it. Every setting's default is here and
+nowhere else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs the daemon: boots, serves and stops.
 
-Owner of: the lock, daemon.json, the sockets, and the order of boot and stop; `services` knows the services.
-Invariants: a service that crashes ends the daemon (recovery is cheap and tested, so there is no half-alive daemon). After an
-error of COMMIT or fsync the daemon exits with 70 and answers nobody.
+It owns the lock, daemon.json, the sockets, and the order of boot and stop; `services` knows the services. A service that
+crashes ends the daemon: recovery is cheap and tested, so a half-alive daemon is never needed. After an error of COMMIT or fsync
+the daemon exits with 70 and answers nobody.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from artd.datadir.layout import DataDir
 from artd.retention import clock_jumps
-from artd.retention.checkpoints import Swept, sweep
+from artd.retention.checkpoints import Leftovers, find_leftovers
 from artd.runs.lifecycle import pause_unreadable
 from artd.serving.pusher import forget_engine
 from artd.store import fs
@@ -65,11 +65,11 @@ async def recover(store: Store, data: DataDir) -> None:
     await _adopt_finished(store, data)
     reach("recover.adopted")
 
-    def write(c: sqlite3.Connection) -> Swept:
+    def write(c: sqlite3.Connection) -> Leftovers:
         interrupt(c, store.clock.now_ms(), "the daemon went down")
         for why in pause_unreadable(c, store.clock.now_ms()):
             log.error("%s", why)
-        return Swept() if get_meta(c, "boot") == FIRST else sweep(c, data)
+        return Leftovers() if get_meta(c, "boot") == FIRST else find_leftovers(c, data)
 
     swept = await store.write(write)
     reach("recover.interrupted")

@@ -24,8 +24,8 @@ from artd.net.router import WorkerWire
 from artd.net.under_way import UnderWay
 from artd.packing.process import STALL_S
 from artd.packing.service import Packer
-from artd.retention.checkpoints import Retain
-from artd.retention.clock_jumps import Times
+from artd.retention.checkpoints import CheckpointRetention
+from artd.retention.clock_jumps import ClockWatch
 from artd.retention.collector import Collector
 from artd.retention.deletion import Deleter
 from artd.rollouts.ingest import Ingest
@@ -61,7 +61,7 @@ class Services:
         self._under_way = under_way or UnderWay(limits.under_way_mib << 20)
         blobs = Blobs(data.blobs, store.clock.monotonic)
         self._disk = disk = Disk(data.root, limits.min_free_mib << 20, store.clock, limits.reserve_mib << 20)
-        self._times = times = Times(store)
+        self._times = times = ClockWatch(store)
         self._collector = Collector(store, blobs, settings.retention, times.jumped)
         self._logs = LogFiles(data.logs, limits.log_mib << 20)
         self.workforce = workforce = Workforce(
@@ -78,7 +78,7 @@ class Services:
         self._pusher = Pusher(store, wire, data, workforce.kill)
         self._routes = routes = RouteTable(store, wire)
         self._packer = Packer(store, blobs, data, disk.lacks, min(STALL_S, limits.stall_s or STALL_S))
-        self._retain = Retain(store, data)
+        self._retain = CheckpointRetention(store, data)
         self._deleter = Deleter(store, data)
         runs = Runs(store, workforce.require_runtimes, lambda: routes.routed, packages=boot.packages)
         self._requests = Requests(

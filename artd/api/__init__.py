@@ -1,1 +1,1 @@
-"""What clients ask of the daemon, and the answers."""
+"""Answers the requests of clients."""

@@ -1,7 +1,4 @@
-"""What an operator does about a group: discard it.
-
-Owner of: no rows of its own. Invariants: what is in a batch or trained is not touched; asking again changes nothing.
-"""
+"""Carries out what an operator orders about a group. An order that comes again changes nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +16,10 @@ FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE r.name = ? AND g.nam
 
 
 def discard_group(c: sqlite3.Connection, now: int, run: str, group: str) -> None:
-    """Discard an open or sealed group with its trajectories; the pause that it caused is lifted, and the status forgets it.
-    Errors: NotFound, Conflict."""
+    """Discard an open or sealed group with its trajectories, and lift the pause that it caused.
+
+    Raises NotFound for an unknown group, and Conflict for one that is in a batch or was trained.
+    """
     row = c.execute(FIND, (run, group)).fetchone()
     if row is None:
         raise NotFound(f"run {run!r} has no group {group!r}: artctl trajectories --run {run}", field="group")

@@ -1,7 +1,6 @@
-"""What an operator does about a job: cancel, discard, retry.
+"""Carries out what an operator orders about a job: cancel, discard, retry. An order that comes again changes nothing.
 
-Owner of: no rows of its own (`jobs` and `runs` are). Invariants: fences only rise, so a late result of an older attempt is
-nobody's; asking again for what was done already changes nothing.
+Fences only rise, so a late result of an older attempt is ignored.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from artd.tables.jobs import abandon, order_cancel, retry_job
 from artd.tables.once import first_time
 
 
-def end_for_good(c: sqlite3.Connection, now: int, job_id: int, discard: bool) -> bool:
-    """Cancel or discard a job; whether it runs, and its worker has to be told. Errors: NotFound, Conflict.
+def end_job(c: sqlite3.Connection, now: int, job_id: int, discard: bool) -> bool:
+    """Cancel or discard a job. Returns whether it is running, so that its worker must hear of it.
 
-    A cancelled job's run pauses, so that its trajectories are not packed at once. A quarantine's pause ends with its job;
-    every other pause stays.
+    Cancelling pauses the run, so that the job's trajectories are not packed again at once. The pause that a quarantine caused
+    ends with its job; every other pause stays. Raises NotFound for an unknown job, and Conflict for one that has ended or makes
+    the run's first checkpoint.
     """
     job = find(c, job_id)
     if job["kind"] == "init":
@@ -27,12 +27,12 @@ def end_for_good(c: sqlite3.Connection, now: int, job_id: int, discard: bool) ->
     if job["state"] == "cancelled" and bool(job["discard"]) == discard:
         return False
     if job["state"] in ("cancelled", "succeeded"):
-        raise Conflict(f"job {job_id} is {_ended(job)} already: artctl job {job_id}")
+        raise Conflict(f"job {job_id} is {_state_words(job)} already: artctl job {job_id}")
     was = job["state"]
     if was == "running":
         if job["cancel"] and bool(job["discard"]) != discard:
             raise Conflict(
-                f"job {job_id} is being {_ended(job)} already: wait for it, then look at artctl job {job_id}"
+                f"job {job_id} is being {_state_words(job)} already: wait for it, then look at artctl job {job_id}"
             )
         order_cancel(c, job_id, discard)
     else:
@@ -44,12 +44,15 @@ def end_for_good(c: sqlite3.Connection, now: int, job_id: int, discard: bool) ->
 
 
 def retry(c: sqlite3.Connection, now: int, job_id: int, request: str = "") -> None:
-    """Queue a quarantined job again on the same batch, and lift the pause of its quarantine. Errors: NotFound, Conflict."""
+    """Queue a quarantined job again on the same batch, and lift the pause that its quarantine caused.
+
+    Raises NotFound for an unknown job, and Conflict for one that is not quarantined or whose run is finished.
+    """
     if not first_time(c, now, request):
         return
     job = find(c, job_id)
     if job["state"] != "quarantined":
-        raise Conflict(f"job {job_id} is {_ended(job)}; only a quarantined job can be retried")
+        raise Conflict(f"job {job_id} is {_state_words(job)}; only a quarantined job can be retried")
     if job["run_state"] == "finished":
         raise Conflict(f"run {job['run']!r} is finished; its jobs cannot be retried")
     retry_job(c, job_id)
@@ -58,7 +61,7 @@ def retry(c: sqlite3.Connection, now: int, job_id: int, request: str = "") -> No
 
 
 def find(c: sqlite3.Connection, job_id: int) -> sqlite3.Row:
-    """A job with its run's name and state. Errors: NotFound."""
+    """Return a job with its run's name and state. Raises NotFound."""
     row: sqlite3.Row | None = c.execute(
         "SELECT j.*, r.name AS run, r.state AS run_state FROM job j JOIN run r ON r.id = j.run_id WHERE j.id = ?",
         (job_id,),
@@ -68,8 +71,8 @@ def find(c: sqlite3.Connection, job_id: int) -> sqlite3.Row:
     return row
 
 
-def _ended(job: sqlite3.Row) -> str:
-    """A job's state in words."""
+def _state_words(job: sqlite3.Row) -> str:
+    """Return a job's state in words, for error messages."""
     if job["cancel"]:
         return "discarded" if job["discard"] else "cancelled"
     return str(job["state"])

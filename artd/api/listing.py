@@ -1,6 +1,6 @@
-"""Rows for clients: pages of `pages`, values as JSON knows them.
+"""Reads pages of rows for clients, with values as JSON has them.
 
-Owner of: nothing. Invariants: the connections of clients only, which have a deadline; no payloads, no blobs.
+It uses the connections that clients read by, which have a deadline. It lists no payloads and no blobs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from artd.store.store import Store
 from artd_schema import client_api as api
 
 BYTES = 4 << 20
-"""Of the JSON in one answer, about: what clients wrote beside their trajectories is theirs to size."""
+"""The JSON in one answer is about this long at most. Clients choose how long the metadata of their trajectories is."""
 
 
 async def read_rows(store: Store, op: api.List) -> api.Rows:
-    """One page of `op.what`. Errors: NotFound for an unknown table or run, Invalid for a state that none can have."""
+    """Return one page of `op.what`. Raises NotFound for an unknown table or run, and Invalid for an unknown state."""
     if op.what not in pages.QUERIES:
-        raise NotFound(f"nothing is listed as {op.what!r}; {', '.join(pages.QUERIES)} are", field="what")
+        raise NotFound(f"unknown listing {op.what!r}; use one of: {', '.join(pages.QUERIES)}", field="what")
     _check_states(op)
     if op.run and op.what not in ("runs", "workers"):
         await _require_run(store, op.run)
@@ -32,19 +32,19 @@ async def read_rows(store: Store, op: api.List) -> api.Rows:
         op.states if op.what != "events" else (),
         before=op.before,
         after=op.after,
-        limit=_bounded(op.limit),
+        limit=_bound(op.limit),
     )
     return await store.ask(lambda c: _answer(pages.read(c, page)))
 
 
 async def _require_run(store: Store, name: str) -> None:
-    """Errors: NotFound."""
+    """Raise NotFound when there is no such run."""
     if not await store.read("SELECT 1 FROM run WHERE name = ?", (name,)):
         raise NotFound(f"there is no run {name!r}; `artctl runs` lists them", field="run")
 
 
 def _answer(rows: list[sqlite3.Row]) -> api.Rows:
-    """As many rows as an answer may have."""
+    """Return as many rows as one answer may hold."""
     left = BYTES
     shown: list[dict[str, Any]] = []
     for row in rows:
@@ -56,18 +56,18 @@ def _answer(rows: list[sqlite3.Row]) -> api.Rows:
 
 
 async def read_events(store: Store, op: api.Events) -> api.Rows:
-    """Events after `op.after`, oldest first."""
-    page = pages.Page("events", op.run, after=op.after, limit=_bounded(op.limit))
+    """Return events after `op.after`, oldest first."""
+    page = pages.Page("events", op.run, after=op.after, limit=_bound(op.limit))
     return await store.ask(lambda c: _answer(pages.read(c, page)))
 
 
 def _check_states(op: api.List) -> None:
     known = pages.states_of(op.what)
     if odd := [state for state in op.states if known and state not in known]:
-        raise Invalid(f"none of the {op.what} is ever {odd[0]!r}; {', '.join(known)} are states", field="states")
+        raise Invalid(f"unknown state {odd[0]!r} of {op.what}; use one of: {', '.join(known)}", field="states")
 
 
-def _bounded(limit: int) -> int:
+def _bound(limit: int) -> int:
     return max(0, min(limit, 10_000))
 
 

@@ -1,6 +1,7 @@
-"""What a client orders the daemon to do: one function for each message, found in `ORDERS` by the message's type.
+"""Carries out the orders of clients: one function for each message, found in `ORDERS` by the message's type.
 
-A new order is a function here and its line in `ORDERS`. An order is durable when its function returns, and changes nothing if it comes again.
+A new order is a function here and its line in `ORDERS`. An order is durable when its function returns. An order that comes
+again changes nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from artd.store.store import Store
 from artd.training.dispatch import Dispatch
 from artd_schema import client_api as api
 
+from . import job_orders
 from .group_orders import discard_group as discard
-from .job_orders import end_for_good, retry
 
 NO_NOTE = (api.DiscardGroup, api.Collect, api.Shutdown)
-"""Orders that leave no event with the name of their client."""
+"""Orders for which no event names the client."""
 
 
 @dataclass
 class Parts:
-    """The services that answer requests. `stop(drain_s)` asks the daemon to end; `revive` starts broken workers again."""
+    """The services that answer requests. `stop(drain_s)` asks the daemon to end; `revive()` starts broken workers again."""
 
     store: Store
     ingest: Ingest
@@ -39,7 +40,7 @@ class Parts:
     revive: Callable[[], None]
 
     async def write(self, change: Callable[[sqlite3.Connection, int], object]) -> api.Done:
-        """Do `change(connection, now in ms)` in a transaction of its own."""
+        """Call `change(connection, now)` in one transaction. `now` is in milliseconds since the epoch."""
         now = self.store.clock.now_ms()
         await self.store.write(lambda c: change(c, now))
         return api.Done()
@@ -57,7 +58,7 @@ async def pause(parts: Parts, op: api.Pause) -> api.Answer:
 
 
 async def resume(parts: Parts, op: api.Resume) -> api.Answer:
-    """Workers that were given up are started again once it is clear that there is a run for them."""
+    """Resume a run, and start again the workers that the daemon had given up."""
     answer = await parts.runs.set_state(op.run, "active", request=op.request)
     parts.revive()
     return answer
@@ -79,13 +80,13 @@ async def rollback(parts: Parts, op: api.Rollback) -> api.Answer:
 
 async def end_job(parts: Parts, op: api.CancelJob | api.DiscardJob) -> api.Answer:
     now = parts.store.clock.now_ms()
-    if await parts.store.write(lambda c: end_for_good(c, now, op.job, isinstance(op, api.DiscardJob))):
+    if await parts.store.write(lambda c: job_orders.end_job(c, now, op.job, isinstance(op, api.DiscardJob))):
         parts.dispatch.cancel_running(op.job)
     return api.Done()
 
 
 async def retry_job(parts: Parts, op: api.RetryJob) -> api.Answer:
-    return await parts.write(lambda c, now: retry(c, now, op.job, op.request))
+    return await parts.write(lambda c, now: job_orders.retry(c, now, op.job, op.request))
 
 
 async def discard_group(parts: Parts, op: api.DiscardGroup) -> api.Answer:

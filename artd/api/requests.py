@@ -1,6 +1,6 @@
-"""What clients ask: each request is answered by exactly one reply, errors by their code.
+"""Answers requests: each gets exactly one reply, and a refused one an error with a code.
 
-Orders are in `orders`; what only asks is answered here. Nothing a client sends ends the daemon; a reply to a change leaves after its
+`orders` carries out orders; this module answers the rest. No request ends the daemon. The reply to a change leaves after its
 COMMIT.
 """
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 Send = Callable[[bytes, api.Reply], object]
 LOOK_S = 5.0
 STILL_THERE = api.Reply(id=0, answer=api.Done())
-"""Clients number their requests from 1 on."""
+"""Clients number their requests from 1, so this belongs to no request."""
 DISCARDED = "the daemon is stopping; start it again with `artd start` and resend"
 
 
@@ -48,14 +48,17 @@ NOTED = ORDERS.keys() - set(NO_NOTE)
 
 
 class _Number(msgspec.Struct):
-    """What every request has, whatever else is in it."""
+    """The part that every request has, even one that cannot be decoded otherwise."""
 
     id: int
 
 
 class Requests:
-    """`take` is the client router's handler. stop(drain_s): asks the daemon to end; revive: starts broken workers again;
-    who(peer): whose key a client of another machine has, "" for those of this one."""
+    """Answers what the client router receives; `take` is the router's handler.
+
+    `stop(drain_s)` asks the daemon to end. `revive()` starts broken workers again. `who(peer)` returns whose key a client of
+    another machine has, "" for one of this machine.
+    """
 
     def __init__(
         self, store: Store, ingest: Ingest, runs: Runs, dispatch: Dispatch, send: Send, stop: Callable[[float], None],
@@ -63,7 +66,7 @@ class Requests:
         under_way: UnderWay | None = None, who: Callable[[bytes], str] = lambda peer: "",
     ) -> None:  # fmt: skip
         self._who = who
-        self._names: dict[bytes, str] = {}  # of the newest peers, by their own word
+        self._names: dict[bytes, str] = {}  # the names that the newest peers gave themselves
         self._under_way = under_way or UnderWay()
         self.parts = Parts(store, ingest, runs, dispatch, collector, stop, revive)
         self._store = store
@@ -78,11 +81,11 @@ class Requests:
         self.draining = False
 
     def refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
-        """Answer a request that cannot be decoded, when it at least has a number: a bad value, or a newer client."""
+        """Answer a request that cannot be decoded, if at least its number can: it has a bad value, or a newer client sent it."""
         try:
             number = msgspec.msgpack.decode(frames[1], type=_Number).id
         except (IndexError, *UNREADABLE):
-            return  # nobody waits for an answer to this; the router counted and logged it
+            return  # without a number nobody waits for an answer; the router has counted and logged it
         if isinstance(error, NotAllowed):
             self._send(peer, api.Reply(id=number, answer=api.Error(code="not_allowed", message=str(error))))
             return
@@ -98,7 +101,11 @@ class Requests:
         self._send(peer, api.Reply(id=number, answer=_error(Invalid(message, field=field))))
 
     def take(self, peer: bytes, request: api.Request, bulk: list[bytes], header: int = 0) -> None:
-        """header: bytes of the frame that the request came in; metadata may be most of the message."""
+        """Answer a request now or in a task of its own.
+
+        `bulk`: the frames after the request's own. `header`: the bytes of its own frame, most of which may be a trajectory's
+        metadata.
+        """
         size = header + sum(map(len, bulk))
         self._under_way.take(size)
         if (
@@ -116,20 +123,20 @@ class Requests:
             task.add_done_callback(self._waiting.pop)
 
     async def run(self) -> None:
-        """End the waits of clients that left, until cancelled: nothing but a message tells that a peer has gone."""
+        """Look every few seconds for clients that left, until cancelled. Only a failed send shows that a peer has gone."""
         while True:
             await anyio.sleep(LOOK_S)
-            self.end_left()
+            self.end_requests_of_left()
 
-    def end_left(self) -> None:
-        """Ask each client that waits whether it is there, by a reply that belongs to no request of its."""
+    def end_requests_of_left(self) -> None:
+        """Send each waiting client a reply that belongs to no request, and end the requests of those that have gone."""
         peers = set(self._waiting.values())
         left = {peer for peer in peers if self._send(peer, STILL_THERE) is False}
         for task in [task for task, peer in self._waiting.items() if peer in left]:
             task.cancel()
 
     def _submit_fast(self, peer: bytes, request: api.Request, op: api.Submit, bulk: list[bytes], header: int) -> bool:
-        """Small submits by value need no task of their own."""
+        """Handle a small submission by value without a task of its own. Returns whether it did."""
         size = header + sum(map(len, bulk))
 
         def answer(outcome: api.Answer | BaseException) -> None:
@@ -160,7 +167,7 @@ class Requests:
             await self._note(peer, request.op)
 
     async def _note(self, peer: bytes, op: api.Op) -> None:
-        """Keep who gave an order, as an event. What was ordered is done: nothing here may undo that."""
+        """Record who gave an order as an event. The order is already carried out, so a failure here is only logged."""
         what, who = type(op).__name__.lower(), self._who(peer) or self._names.get(peer, "a client")
         run, job, now = getattr(op, "run", ""), getattr(op, "job", None), self._store.clock.now_ms()
         try:
@@ -176,7 +183,7 @@ class Requests:
         self._names[peer] = client[:64]
 
     def serve(self, op: api.Op, bulk: list[bytes], header: int = 0) -> Awaitable[api.Answer]:
-        """Return what answers a request. Raises RequestError, of those of `artd.errors`, when it is refused."""
+        """Return the answer to a request. Raises a RequestError of `artd.errors` when it is refused."""
         if isinstance(op, api.Submit):
             return self._ingest.submit(op, bulk, header)
         if isinstance(op, api.Hello):
@@ -227,11 +234,11 @@ HANDLERS: dict[type[api.Op], Handler] = ORDERS | {
     api.List: list_rows,
     api.Events: events,
 }
-"""All but Hello and Submit, which need more than the message."""
+"""Handlers of all messages but Hello and Submit, which need more than the message."""
 
 
 def _failure(error: BaseException) -> api.Error:
-    """The typed answer to any exception; what nobody foresaw is logged with its stack."""
+    """Return the answer that describes an exception. An unforeseen one is logged with its stack."""
     if isinstance(error, RequestError):
         return _error(error)
     if isinstance(error, StoreFull):

@@ -1,1 +1,1 @@
-"""The command line: what its verbs share."""
+"""The command lines `artctl` and `artd`: one file for each verb, and what verbs share."""

@@ -1,7 +1,7 @@
-"""`artctl`: look at a daemon and steer it.
+"""`artctl`: shows what a daemon does, and steers it.
 
-Reading verbs read the database and the log files, so they work while the daemon is down; steering verbs go through the client. Nothing heavy
-is imported before a verb needs it.
+Verbs that read use the database and the log files, so they work while the daemon is down. Verbs that steer go through the
+client. Heavy imports happen when a verb needs them.
 """
 
 from __future__ import annotations

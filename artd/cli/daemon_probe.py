@@ -1,7 +1,6 @@
-"""Is there a daemon on this data folder, who is it, and where does the folder lie?
+"""Finds out which daemon runs on a data folder, and where the folder is.
 
-Owner of: no state. Invariants: reads files and asks the kernel (flock, /proc) only, never the daemon, so that it works
-and tells the truth when the daemon hangs or is gone.
+It reads files and asks the kernel (flock, /proc), never the daemon. So it also works when the daemon hangs or is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from .outcome import NOT_RUNNING, USAGE, CliError
 
 
 class Daemon(NamedTuple):
-    """state: starting, ready, draining or stopped; file: what the (last) daemon told of itself."""
+    """A data folder's daemon. `state`: starting, ready, draining or stopped; `file`: what the present or last daemon wrote of
+    itself."""
 
     state: str
     file: paths.DaemonFile | None
@@ -29,8 +29,8 @@ class Daemon(NamedTuple):
         return self.state != "stopped"
 
 
-def daemon(data: Path) -> Daemon:
-    """The daemon that holds the lock, or the last one that did."""
+def find_daemon(data: Path) -> Daemon:
+    """Return the daemon that holds the lock of `data`, or the last one that did."""
     lock = paths.read_daemon_file(data, paths.LOCK)
     told = paths.read_daemon_file(data)
     if held(data):
@@ -41,7 +41,10 @@ def daemon(data: Path) -> Daemon:
 
 
 def data_dir(args: argparse.Namespace) -> Path:
-    """flag > $ARTD_DATA_DIR > artd.toml > default. Raises CliError(USAGE) on an artd.toml that cannot be used."""
+    """Return the data folder: --data-dir, else $ARTD_DATA_DIR, else artd.toml, else the default.
+
+    Raises CliError(USAGE) when artd.toml cannot be used.
+    """
     given: str | None = getattr(args, "data_dir", None)
     config: str | None = getattr(args, "config", None)
     if not config and (given or os.environ.get("ARTD_DATA_DIR")):
@@ -55,17 +58,17 @@ def data_dir(args: argparse.Namespace) -> Path:
 
 
 def start_command(data: Path) -> str:
-    return f"artd start --detach{option(data)}"
+    return f"artd start --detach{data_dir_option(data)}"
 
 
-def option(data: Path) -> str:
-    """` --data-dir DATA` where it is needed to reach this folder again."""
+def data_dir_option(data: Path) -> str:
+    """Return ` --data-dir DATA` when a command needs it to reach this folder, else ""."""
     return "" if data == paths.data_dir() else f" --data-dir {shlex.quote(str(data))}"
 
 
 def need_running(data: Path) -> Daemon:
-    """The running daemon. Raises CliError(NOT_RUNNING)."""
-    found = daemon(data)
+    """Return the running daemon. Raises CliError(NOT_RUNNING)."""
+    found = find_daemon(data)
     if not found.running:
         raise CliError(NOT_RUNNING, f"no daemon runs on {data}", start_command(data))
     return found

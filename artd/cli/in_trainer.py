@@ -1,7 +1,7 @@
-"""A short program in the trainer's interpreter: torch is never in this one.
+"""Runs a short program in the trainer's interpreter; this one never imports torch.
 
-Owner of: no state (DATA/code is `install_code`'s). Invariants: it runs the same copy of the workers' code as the daemon's
-children; its words go to this command's stderr and stdout; a Ctrl-C ends it too.
+The program runs the same copy of the workers' code as the daemon's children (`install_code` makes it below DATA). Its output
+goes to this command's stdout and stderr, and Ctrl-C ends it too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from artd.supervise.code import install_code
 from .outcome import FAILED, INTERRUPTED, CliError
 
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-"""Threads that wait sleep instead of spinning: the engine computes beside this."""
+"""Waiting threads sleep and do not spin, because the engine computes at the same time."""
 
 
 def interpreter(data: Path, config: str | None) -> tuple[str, list[str]]:
-    """(python, folders for PYTHONPATH) of the trainer, as the daemon chooses them. Raises CliError(FAILED)."""
+    """Return (python, folders for PYTHONPATH) of the trainer, as the daemon chooses them. Raises CliError(FAILED)."""
     try:
         own = load(config, str(data)).runtimes.trainer
         if own.python:
@@ -36,8 +36,11 @@ def interpreter(data: Path, config: str | None) -> tuple[str, list[str]]:
 def call(
     data: Path, config: str | None, module: str, arguments: list[str], what: str, more: Sequence[str] = ()
 ) -> None:
-    """Run `python -m MODULE ARGUMENTS`, in which paths are absolute. config: as given on the command line; what: a noun for
-    the error; more: folders for PYTHONPATH. Raises CliError(FAILED), KeyboardInterrupt."""
+    """Run `python -m MODULE ARGUMENTS`; paths among the arguments are absolute.
+
+    `config`: --config of the command line; `what`: a noun for error texts; `more`: further folders for PYTHONPATH. Raises
+    CliError(FAILED) and KeyboardInterrupt.
+    """
     python, folders = interpreter(data, config)
     folders += more
     done = subprocess.run(
@@ -49,4 +52,4 @@ def call(
     if done.returncode == INTERRUPTED:
         raise KeyboardInterrupt
     if done.returncode != 0:
-        raise CliError(FAILED, f"the {what} ended with status {done.returncode}; its words are above", "artd doctor")
+        raise CliError(FAILED, f"the {what} ended with status {done.returncode}; its output is above", "artd doctor")

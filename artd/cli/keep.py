@@ -1,7 +1,7 @@
-"""`artd start --restart`: a parent that starts the daemon again when it ended by itself.
+"""`artd start --restart`: a parent process (the keeper) that starts the daemon again when it dies.
 
-Owner of: DATA/logs/keeper.json, who it is. Invariants: a daemon that was told to stop is not started again, nor one that never became
-ready; SIGTERM, SIGINT and SIGHUP are the daemon's, and end the keeper with it; after too many deaths it gives up.
+It describes itself in DATA/logs/keeper.json. It does not start a daemon again that was told to stop or that never became ready.
+It passes SIGTERM, SIGINT and SIGHUP on to the daemon, and ends with it. After too many deaths it gives up.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .outcome import INTERRUPTED, OK
 
 FILE = "keeper.json"
 POLICY = Policy(deaths=10)
-"""Ten deaths within ten minutes are the end; the pauses between them are 0, 1, 2, 4 ... 60 s."""
+"""The keeper gives up after ten deaths within ten minutes. It waits 0, 1, 2, 4 ... 60 s between them."""
 LOOK_S = 0.1
 
 
-def keeper(data: Path) -> DaemonFile | None:
-    """The keeper of this data folder that lives."""
+def find_keeper(data: Path) -> DaemonFile | None:
+    """Return the living keeper of this data folder, None when there is none."""
     found = read_daemon_file(data / LOGS, FILE)
     return found if found is not None and found.alive() else None
 
 
 def keep(command: Sequence[str], data: Path) -> int:
-    """Run the daemon that `command` starts, again and again; the exit status of the last one."""
+    """Run the daemon that `command` starts, and start it again when it dies. Returns the exit status of the last one."""
     file = data / LOGS / FILE
     file.write_text(json.dumps(asdict(describe(__version__, 0.0))))
     try:
         return _Keeper(command, data).run()
     finally:
         with contextlib.suppress(OSError):
-            if (found := keeper(data)) is not None and found.pid == os.getpid():
+            if (found := find_keeper(data)) is not None and found.pid == os.getpid():
                 file.unlink()
 
 
@@ -64,7 +64,7 @@ class _Keeper:
         was_ready = False
         while True:
             began = time.monotonic()
-            # In a session of its own: Ctrl-C reaches it once, by this process.
+            # A session of its own: Ctrl-C reaches the daemon once, through this process.
             self._child = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/")
             if self._told:
                 self._child.send_signal(self._told)
@@ -90,7 +90,7 @@ class _Keeper:
         return False
 
     def _rest(self, seconds: float) -> bool:
-        """Wait; whether it was told to end meanwhile."""
+        """Wait. Returns whether a signal ended the wait."""
         end = time.monotonic() + seconds
         while not self._told and (left := end - time.monotonic()) > 0:
             time.sleep(min(LOOK_S, left))

@@ -1,4 +1,4 @@
-"""`artd`: run the daemon, its runtimes, its doctor. A verb's heavy imports happen when it runs."""
+"""`artd`: runs the daemon, checks the machine and installs runtimes. Heavy imports happen when a verb needs them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Exit codes and errors of both commands, and the parser that all verbs share.
+"""Exit codes and errors of both commands, and the parser that their verbs share.
 
-Owner of: no state. Invariants: data goes to stdout, talk to stderr; every failure leaves by one of the documented codes
-(docs/cli-json.md) with a text that says what, where and the next command.
+Data goes to stdout, messages to stderr. Every failure has one of the exit codes of docs/cli-json.md and a text that says what
+was wrong, where, and the next command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 
 class CliError(Exception):
-    """A verb that cannot go on. code: exit code; next: the command or act that helps."""
+    """Ends a verb. `code`: exit code; `next`: the command or action that helps."""
 
     def __init__(self, code: int, message: str, next: str = "") -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class CliError(Exception):
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)`, or nothing."""
+    """Return ` (did you mean X?)` with the word of `known` nearest to `word`, or ""."""
     import difflib
 
     found = difflib.get_close_matches(word, list(known), 1, 0.5)
@@ -49,7 +49,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 class Verbs(argparse._SubParsersAction):  # type: ignore[type-arg] # generic for the type checker alone
-    """Verbs whose own --help begins with what the list of verbs says of them."""
+    """Subparsers whose --help begins with the text that the list of verbs shows."""
 
     def add_parser(self, name: str, **options: Any) -> Any:
         told = options.get("help", "")
@@ -57,7 +57,7 @@ class Verbs(argparse._SubParsersAction):  # type: ignore[type-arg] # generic for
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaint about an unknown choice is short and names the nearest one."""
+    """An argparse parser whose error for an unknown choice is short and names the nearest choice."""
 
     def add_subparsers(self, **options: Any) -> Any:
         return super().add_subparsers(action=Verbs, **options)
@@ -68,15 +68,15 @@ class Parser(argparse.ArgumentParser):
             verb, other = found[1], _OTHER.get(self.prog, "")
             if other and verb in find_verbs(other):
                 self.exit(USAGE, f"error: {verb} is a verb of {other}, not of {self.prog}\nnext: {other} {verb}\n")
-            message = f"unknown {_what(message)} {found[1]!r}{near(found[1], known)}; there is {', '.join(known)}"
+            message = f"unknown {_what(message)} {found[1]!r}{near(found[1], known)}; use one of: {', '.join(known)}"
         self.exit(USAGE, f"error: {message}\nnext: {self.prog} --help\n")
 
 
 _OTHER = {"artd": "artctl", "artctl": "artd"}
 
 
-def parsed(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """What the words say. What is left over is usage, of the verb that was given."""
+def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse `words`. Words that are left over end the program with the usage of the verb."""
     args, left = parser.parse_known_args(words)
     if left:
         parser.exit(USAGE, f"error: unrecognized arguments: {' '.join(left)}\nnext: {parser.prog} {args.verb} --help\n")
@@ -89,7 +89,7 @@ def _what(message: str) -> str:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number on the command line that is `least` or more."""
+    """Return a parser of a whole number that is `least` or more."""
 
     def number(text: str) -> int:
         if not re.fullmatch(r"-?[0-9]+", text) or int(text) < least:
@@ -100,7 +100,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds on the command line: finite and above 0."""
+    """Parse a number of seconds: finite and above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -110,8 +110,8 @@ def seconds(text: str) -> float:
     return number
 
 
-def shared() -> argparse.ArgumentParser:
-    """Parent of every verb: options that may stand before or after the verb."""
+def shared_options() -> argparse.ArgumentParser:
+    """Return the parent of every verb's parser: options that may stand before or after the verb."""
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     parent.add_argument(
         "--data-dir", metavar="DIR",
@@ -125,7 +125,7 @@ def shared() -> argparse.ArgumentParser:
 
 def command_parser(command: str, description: str, epilog: str, verb: str = "") -> Parser:
     """Return the parser of `artctl` or `artd`, with every verb, or with those of one verb's module alone."""
-    out = Parser(prog=command, description=description, epilog=epilog, parents=[shared()])
+    out = Parser(prog=command, description=description, epilog=epilog, parents=[shared_options()])
     out.add_argument("--version", action="version", version=f"{command} {__version__}")
     register_verbs(out.add_subparsers(dest="verb", required=True, metavar="VERB"), command, verb)
     return out
@@ -134,13 +134,15 @@ def command_parser(command: str, description: str, epilog: str, verb: str = "") 
 def main_of(parser: Callable[[str], Parser], command: str, argv: Sequence[str] | None) -> int:
     """Run the verb that the words name, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = parsed(parser(chosen_verb(words, command)), words)
-    return guarded(lambda: int(args.run(args)), getattr(args, "data_dir", None))
+    args = parse_words(parser(chosen_verb(words, command)), words)
+    return report_errors(lambda: int(args.run(args)), getattr(args, "data_dir", None))
 
 
-def guarded(call: Callable[[], int], data_dir: str | None = None) -> int:
-    """Run a verb; turn its errors into an exit code and a message on stderr. data_dir: as given on the command line;
-    the commands that are proposed name it again."""
+def report_errors(call: Callable[[], int], data_dir: str | None = None) -> int:
+    """Call a verb; turn its errors into an exit code and a message on stderr.
+
+    `data_dir`: --data-dir of the command line; proposed commands repeat it.
+    """
     try:
         code = call()
         sys.stdout.flush()
@@ -151,7 +153,7 @@ def guarded(call: Callable[[], int], data_dir: str | None = None) -> int:
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (`| head`) has what it wanted
+    except BrokenPipeError:  # the reader, such as `head`, wants no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
 

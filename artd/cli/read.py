@@ -1,8 +1,7 @@
-"""Reading the database from the command line: one read-only connection and every query that the verbs use
-(the columns of the tables are in `artd.store.selects`).
+"""Reads the database for the command line: one read-only connection, and every query of the verbs.
 
-Owner of: no state. Invariants: `mode=ro` and `query_only`; nothing here needs a daemon; the JSON columns come back
-decoded.
+`artd.store.selects` has the columns of the tables. The connection has `mode=ro` and `query_only`, and needs no daemon. JSON
+columns are decoded.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from artd.cli.status.problems import of_database
+from artd.cli.status.problems import next_for_database
 from artd.store import pages, selects
 from artd.store.readonly import open_readonly
 from artd_schema.paths import DATABASE
@@ -60,7 +59,7 @@ WORKERS = f"{selects.WORKERS} ORDER BY {selects.WORKERS_FIRST}"
 SERVING = """
 SELECT s.engine, s.name, c.step, s.state, s.created FROM serving s JOIN checkpoint c ON c.id = s.checkpoint_id
 WHERE s.state IN ('live', 'draining') ORDER BY s.id"""
-EVENTS_TOLD = """
+RECENT_EVENTS = """
 SELECT id, at, run, kind, ref, data FROM (SELECT * FROM event ORDER BY id DESC LIMIT 500)
 WHERE kind NOT IN ('trajectory.submitted', 'job.claimed', 'push.sending') ORDER BY id DESC LIMIT :limit"""
 
@@ -80,32 +79,34 @@ class Database:
             self._connection = open_readonly(path, 1.0)
             self._connection.execute("PRAGMA query_only = 1")
         except sqlite3.DatabaseError as error:
-            raise CliError(FAILED, f"{path} cannot be read: {error}", of_database(error)) from None
+            raise CliError(FAILED, f"{path} cannot be read: {error}", next_for_database(error)) from None
 
     def rows(self, sql: str, /, **parameters: object) -> list[Row]:
-        """Raises CliError(FAILED) when the file is damaged, or was made by another version."""
-        with self._explained():
-            return [_decoded(row) for row in self._connection.execute(sql, parameters)]
+        """Run a query. Raises CliError(FAILED) when the file is damaged, or was made by another version."""
+        with self._explain_errors():
+            return [_decode(row) for row in self._connection.execute(sql, parameters)]
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            raise CliError(FAILED, f"{self._path} cannot be read by this artctl: {error}", of_database(error)) from None
+            raise CliError(
+                FAILED, f"{self._path} cannot be read by this artctl: {error}", next_for_database(error)
+            ) from None
 
     def page(self, what: str, **asked: Any) -> list[Row]:
-        """One page of a table (pages.Page). Raises CliError(FAILED) as `rows` does."""
-        with self._explained():
-            return [_decoded(row) for row in pages.read(self._connection, pages.Page(what, **asked))]
+        """Return one page of a table; `asked` has the fields of pages.Page. Raises CliError(FAILED) as `rows` does."""
+        with self._explain_errors():
+            return [_decode(row) for row in pages.read(self._connection, pages.Page(what, **asked))]
 
     def run_names(self) -> list[str]:
         return [row["name"] for row in self.rows(f"SELECT name FROM run WHERE {selects.NOT_DELETED} ORDER BY id")]
 
-    def checked_run(self, name: str) -> str:
-        """`name`, which must exist unless empty. Raises CliError(NOT_FOUND)."""
+    def require_run(self, name: str) -> str:
+        """Return `name` if such a run exists or it is empty. Raises CliError(NOT_FOUND)."""
         if name and name not in (known := self.run_names()):
-            listed = f"; there is {', '.join(known[-5:])}" if known else "; there is none yet"
+            listed = f"; the newest are {', '.join(known[-5:])}" if known else "; there is none yet"
             raise CliError(NOT_FOUND, f"there is no run {name!r}{near(name, known)}{listed}", "artctl runs")
         return name
 
@@ -113,7 +114,7 @@ class Database:
         self._connection.close()
 
 
-def _decoded(row: sqlite3.Row) -> Row:
+def _decode(row: sqlite3.Row) -> Row:
     keys: Sequence[str] = row.keys()
     return {key: _value(key, row[key]) for key in keys}
 
@@ -124,10 +125,10 @@ def _value(key: str, value: Any) -> Any:
     try:
         return json.loads(value or b"{}")
     except ValueError:
-        return {}  # of a damaged row: artd check names it, and its run is paused by the reason
+        return {}  # a damaged row: `artd check` names it, and its run is paused for that reason
 
 
 def counts(rows: Sequence[Mapping[str, Any]], states: Sequence[str], column: str) -> dict[str, int]:
-    """{state: number}, zero where the query had no row."""
+    """Return {state: number}, with zero for a state that has no row."""
     found = {row["state"]: int(row[column]) for row in rows}
     return {name: found.get(name, 0) for name in states}

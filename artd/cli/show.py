@@ -1,7 +1,7 @@
-"""How things look: JSON documents, tables, colours, times.
+"""Formats output: JSON documents, tables, colours and times.
 
-Owner of: no state. Invariants: every time is given as milliseconds and, beside it, as ISO text in UTC; colours only on a
-terminal, and never with NO_COLOR or TERM=dumb.
+JSON gives every time in milliseconds and, beside it, as ISO text in UTC. Colours appear only on a terminal, and never with
+NO_COLOR or TERM=dumb.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def now_ms() -> int:
 
 
 def iso(ms: int | None) -> str | None:
-    """`2026-01-02T03:04:05.678Z`."""
+    """Return a time such as `2026-01-02T03:04:05.678Z`."""
     if ms is None:
         return None
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(ms // 1000)) + f".{ms % 1000:03d}Z"
 
 
-def stamped(row: Mapping[str, Any]) -> Row:
-    """The row with an `X_iso` after each time X."""
+def stamp_times(row: Mapping[str, Any]) -> Row:
+    """Return the row with a key `X_iso` after each time X."""
     out: Row = {}
     for key, value in row.items():
         out[key] = value
@@ -49,13 +49,13 @@ def document(verb: str, data: Path, **content: Any) -> None:
 
 
 def print_document(schema: str, data: Path, content: Mapping[str, Any]) -> None:
-    """Print one JSON document: what every one starts with, then `content`."""
-    head = stamped({"schema": schema, "at": now_ms()}) | {"data_dir": str(data)}
+    """Print one JSON document: the keys that every document starts with, then `content`."""
+    head = stamp_times({"schema": schema, "at": now_ms()}) | {"data_dir": str(data)}
     print(json.dumps(head | dict(content), indent=1, ensure_ascii=False))
 
 
 def line(row: Mapping[str, Any]) -> None:
-    """Print one object of a stream (JSON lines), at once."""
+    """Print one object of a stream of JSON lines, and flush it."""
     print(json.dumps(row, ensure_ascii=False), flush=True)
 
 
@@ -73,7 +73,7 @@ def state(word: str, width: int = 0) -> str:
 
 
 def span(ms: float) -> str:
-    """A duration in the two largest units: `850ms`, `12s`, `3m04s`, `2h14m`, `5d03h`."""
+    """Return a duration in its two largest units: `850ms`, `12s`, `3m04s`, `2h14m`, `5d03h`."""
     if ms < 1000:
         return f"{max(0, int(ms))}ms"
     s = int(ms // 1000)
@@ -91,7 +91,7 @@ def ago(ms: int | None) -> str:
 
 
 def clock(ms: int) -> str:
-    """Local time of day."""
+    """Return the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(ms / 1000))
 
 
@@ -107,11 +107,11 @@ CONTROLS = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 }
-"""What moves a terminal's cursor, starts an escape sequence or turns the direction of text, by code point."""
+"""Code point -> visible text, for characters that move the cursor, start an escape sequence or change the direction of text."""
 
 
 def plain(text: str) -> str:
-    """Text of users and models for a terminal, on one line: control characters are shown, not obeyed."""
+    """Return text of users and models for a terminal, on one line. Control characters are made visible."""
     return text.translate(CONTROLS)
 
 
@@ -121,7 +121,7 @@ def one_line(text: str, width: int = 100) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns; a column named `state` is painted; numbers to the right."""
+    """Print aligned columns: numbers to the right, a column named `state` in colour."""
     body = [list(row) for row in rows]
     if not body:
         return

@@ -1,7 +1,8 @@
-"""The verbs of a command, found by their files in the folder of its name: `artd/cli/artctl/` and `artd/cli/artd/`.
+"""Finds the verbs of a command by their files: those in `artd/cli/artctl/` and `artd/cli/artd/`.
 
-The file `replay_job.py` holds the verb `replay-job`. A file that holds a family of verbs names them in a literal, `VERBS = (...)`. `find_verbs`
-reads that literal from the file's text, because imports are most of a short command. `register(sub)` of the module adds the parsers.
+The file `replay_job.py` holds the verb `replay-job`. A file with several verbs names them in a literal, `VERBS = (...)`.
+`find_verbs` reads that literal from the file's text, because imports take most of the time of a short command. `register(sub)`
+of the module adds the parsers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _WITH_VALUE = ("--data-dir", "--config")
 
 @cache
 def find_verbs(command: str) -> dict[str, str]:
-    """Map each verb of `artctl` or `artd`, in order of the alphabet, to the name of the module that registers it."""
+    """Map each verb of `artctl` or `artd`, in alphabetical order, to the name of the module that registers it."""
     found: dict[str, str] = {}
     for path in Path(__file__).with_name(command).glob("*.py"):
         if path.stem != "__init__":
@@ -38,7 +39,7 @@ def register_verbs(sub: _SubParsersAction[ArgumentParser], command: str, verb: s
 
 
 def chosen_verb(words: Sequence[str], command: str) -> str:
-    """Return the first word that is neither an option nor an option's value, or "" if it is no verb of the command."""
+    """Return the first word that is neither an option nor its value, or "" when it is not a verb of the command."""
     rest = iter(words)
     for word in rest:
         if word in _WITH_VALUE:

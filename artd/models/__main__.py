@@ -1,6 +1,6 @@
-"""`python -m artd.models NAME`: the daemon's child that fetches and hashes a model.
+"""`python -m artd.models NAME`: the child process of the daemon that fetches and hashes a model.
 
-Prints one JSON line after the other: {"doing": text} while it works, at the end {"path", "base"} or {"error": text}.
+It prints JSON lines: {"doing": text} while it works, and at the end {"path", "base"} or {"error": text}.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _print(value: dict[str, object]) -> None:
 
 
 def main(text: str) -> int:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: not longer than the daemon
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it started ends with it
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the daemon
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `finally` blocks end its children
     name = parse(text)
     assert name is not None
     try:

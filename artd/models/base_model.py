@@ -1,7 +1,7 @@
-"""Base models: a local Hugging Face folder, looked at without torch, and pinned by the sha256 of every file.
+"""Base models: reads a local Hugging Face folder without torch, and pins it by the sha256 of every file.
 
-Owner of: nothing. Invariants: a run trains one base for ever; before every start of a worker size, mtime and inode
-are compared with the pinned manifest, and what differs is hashed again.
+A run trains one base model for ever. Before each start of a worker, size, mtime and inode of every file are compared with the
+pinned manifest; a file that differs is hashed again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from artd_schema.families import FAMILIES, SEEDED, sparse_layers
 from artd_schema.trajectory import RouteShape
 
 MOST_EXPERTS = 1 << 16
-"""Of a layer: ids of experts are stored in at most two bytes."""
+"""The most experts of one layer: an expert's id is stored in at most two bytes."""
 Stamp = tuple[int, int, int]
-"""Size, mtime in nanoseconds, inode."""
+"""Size in bytes, mtime in nanoseconds, inode."""
 
 
 class ModelConfig(Struct, frozen=True):
-    """What the daemon reads of `config.json`."""
+    """The fields of `config.json` that the daemon reads."""
 
     vocab_size: Annotated[int, Meta(ge=1)]
     architectures: tuple[str, ...] | None = None
@@ -43,8 +43,8 @@ class ModelConfig(Struct, frozen=True):
         return (self.architectures or ("none",))[0]
 
     def routes(self) -> RouteShape | None:
-        """What expert ids look like, None for a dense model. (transformers 5 writes `num_experts` as
-        `num_local_experts`.)"""
+        """Return the shape of router replay, None for a dense model. transformers 5 writes `num_experts` as
+        `num_local_experts`."""
         experts = self.num_experts or self.num_local_experts
         sparse = sum(
             sparse_layers(self.num_hidden_layers, experts, self.decoder_sparse_step, self.mlp_only_layers or ())
@@ -55,7 +55,7 @@ class ModelConfig(Struct, frozen=True):
 
 
 def pin(folder: str) -> BaseModel:
-    """Check a model folder and hash it (about a second per GB). Errors: Invalid, naming what is wrong with `model`."""
+    """Check a model folder and hash its files, about a second per GB. Raises Invalid, which says what is wrong with `model`."""
     path = Path(folder)
     config = read_config(path)
     try:
@@ -66,7 +66,7 @@ def pin(folder: str) -> BaseModel:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """`config.json` of a model folder whose files artd can read. Errors: Invalid."""
+    """Read `config.json` of a model folder whose files artd can read. Raises Invalid."""
     if not path.is_absolute():
         raise Invalid(
             f"model {str(path)!r} is neither the absolute path of a local folder nor a name: ORG/NAME of the Hugging Face Hub is, "
@@ -95,7 +95,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def check_family(folder: str, architecture: str, families: Offers) -> None:
-    """Raises Invalid for a model of a family that neither artd nor an installed package has."""
+    """Raise Invalid for a model of a family that neither artd nor an installed package has."""
     if unknown := families.missing(architecture):
         raise Invalid(f"{folder} has architecture {architecture}: {unknown}", field="spec.model")
     if architecture not in FAMILIES and (Path(folder) / SEEDED).is_file():
@@ -107,7 +107,7 @@ def check_family(folder: str, architecture: str, families: Offers) -> None:
 
 
 def _check_routes(path: Path, shape: RouteShape | None) -> None:
-    """Errors: Invalid for a number of experts that no router could choose."""
+    """Raise Invalid for a number of experts that no router could choose."""
     if shape is not None and not 1 <= shape.topk <= shape.experts <= MOST_EXPERTS:
         raise Invalid(
             f"{path}/config.json: num_experts_per_tok = {shape.topk} of {shape.experts} experts; artd trains 1 to all of at "
@@ -117,13 +117,12 @@ def _check_routes(path: Path, shape: RouteShape | None) -> None:
 
 
 def check_pinned(folder: str, pinned: BaseModel) -> None:
-    """Errors: Conflict when a file is not what the run was made with, or cannot be read."""
+    """Raise Conflict when a file cannot be read or is not the one that the run was made with."""
     PinnedBase(folder, pinned).check()
 
 
 class PinnedBase:
-    """A run's base model on disk. It remembers which files it has hashed since, so that one that was copied or touched is hashed
-    once."""
+    """A run's base model on disk. It remembers what it has hashed, so that a copied or touched file is hashed once."""
 
     def __init__(self, folder: str, pinned: BaseModel) -> None:
         self._folder = Path(folder)
@@ -131,19 +130,19 @@ class PinnedBase:
         self._hashed: dict[str, Stamp] = {}
 
     def check(self) -> None:
-        """Compare every file, and hash those that were written or moved. Takes a second per GB of them. Errors: Conflict."""
+        """Compare every file, and hash those that were written or moved, about a second per GB. Raises Conflict."""
         for entry in self._pinned.files:
             stamp = self._stamp(entry)
             if not self._known(entry, stamp):
                 if self._read(entry) != entry.sha256:
-                    raise self._changed(entry)
+                    raise self._changed_error(entry)
                 self._hashed[entry.name] = stamp
 
     def look(self) -> None:
-        """Only look whether a file was written or moved since it was hashed: at once. Errors: Conflict."""
+        """Check without hashing that no file was written or moved since it was hashed. Raises Conflict."""
         for entry in self._pinned.files:
             if not self._known(entry, self._stamp(entry)):
-                raise self._changed(entry)
+                raise self._changed_error(entry)
 
     def _known(self, entry: BaseFile, stamp: Stamp) -> bool:
         return stamp in ((entry.bytes, entry.mtime_ns, entry.inode), self._hashed.get(entry.name))
@@ -152,22 +151,22 @@ class PinnedBase:
         try:
             stat = (self._folder / entry.name).stat()
         except OSError as error:
-            raise self._gone(entry, error) from None
+            raise self._unreadable_error(entry, error) from None
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
     def _read(self, entry: BaseFile) -> str:
         try:
             return _entry(self._folder / entry.name).sha256
         except OSError as error:
-            raise self._gone(entry, error) from None
+            raise self._unreadable_error(entry, error) from None
 
-    def _gone(self, entry: BaseFile, error: OSError) -> Conflict:
+    def _unreadable_error(self, entry: BaseFile, error: OSError) -> Conflict:
         if isinstance(error, FileNotFoundError):
             return Conflict(f"base model {self._folder} lost {entry.name}: put it back, or start another run")
         where = f"base model file {self._folder / entry.name}"
         return Conflict(f"{where} cannot be read ({error.strerror}): make it readable")
 
-    def _changed(self, entry: BaseFile) -> Conflict:
+    def _changed_error(self, entry: BaseFile) -> Conflict:
         return Conflict(
             f"base model file {self._folder / entry.name} changed since the run was created: put the old one back"
         )

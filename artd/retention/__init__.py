@@ -1,1 +1,1 @@
-"""What is deleted, and when: old checkpoints, expired contents, finished runs."""
+"""Deletes what is no longer needed: old checkpoints, expired payloads, finished runs."""

@@ -1,7 +1,7 @@
-"""What is kept: the newest checkpoints of a run, and whatever is still served or trained from.
+"""Retires old checkpoints: deletes the files of those that no run keeps and nothing uses.
 
-Owner of: checkpoints in state `retired`. Invariants: row first, files second; a checkpoint that is a parent of
-unfinished work, under push or served is never retired; every row stays, only its files go.
+The row of a checkpoint becomes `retired` before its files go, and stays. A checkpoint stays whole while it is the parent of
+unfinished work, is being pushed or is served.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ SELECT id, step, dir FROM checkpoint WHERE run_id = :run AND state = 'committed'
 """
 
 
-class Retain:
-    """Retires checkpoints beyond `keep_checkpoints`, and those that a rollback left. In lora mode the engine may read an
-    adapter again at any time, so every adapter that the running engine process ever served is kept until that process
-    has gone."""
+class CheckpointRetention:
+    """Retires checkpoints beyond `keep_checkpoints` and those that a rollback abandoned.
+
+    In lora mode the engine may read an adapter again at any time. So every adapter that the running engine process has ever
+    served is kept until that process ends.
+    """
 
     def __init__(self, store: Store, data: DataDir) -> None:
         self._store = store
         self._data = data
 
     async def run(self) -> None:
-        """Retire what is due after each change, until cancelled."""
+        """Retire what is due after each change of the database, until cancelled."""
         while True:
             changed = self._store.change()
             folders = await self._store.write(self._retire)
@@ -68,7 +70,7 @@ class Retain:
         folders = []
         for run in c.execute(f"SELECT id, name, spec FROM run WHERE {NOT_DELETED}").fetchall():
             if unreadable(run):
-                continue  # how many it keeps, nobody knows
+                continue  # nobody knows how many it keeps
             keep = stored_spec(run).keep_checkpoints
             for row in c.execute(DUE, {"run": run["id"], "keep": keep}).fetchall():
                 retire_checkpoint(c, row["id"])
@@ -78,9 +80,12 @@ class Retain:
 
 
 @dataclass
-class Swept:
-    """What a boot found. gone: checkpoint folders that a row says nobody needs; unknown: those of which no row says anything;
-    both relative to the data folder. staged: folders below `tmp`, all of workers that are dead."""
+class Leftovers:
+    """What a boot found on disk that no committed checkpoint needs.
+
+    `gone`: checkpoint folders that a row says nobody needs. `unknown`: checkpoint folders that no row names. Both are relative
+    to the data folder. `staged`: folders below `tmp`, which only dead workers have written.
+    """
 
     gone: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -93,16 +98,19 @@ ENDED = (
 )
 
 
-def sweep(c: sqlite3.Connection, data: DataDir) -> Swept:
-    """At boot, when no attempt is under way any more: only names that artd alone makes are looked at. A folder of an attempt that
-    this database does not know may be the only copy of a step: the database is older than the folder."""
+def find_leftovers(c: sqlite3.Connection, data: DataDir) -> Leftovers:
+    """Find leftover checkpoint folders at boot, before any attempt starts. It changes nothing.
+
+    It looks only at names that artd itself makes. A folder that belongs to no known attempt may be the only copy of a step: a
+    database that was restored from a backup is older than such a folder. It is reported as `unknown`.
+    """
     known = dict(c.execute("SELECT dir, state FROM checkpoint").fetchall())
-    swept = Swept(staged=[path for path in data.tmp.iterdir() if STAGED.fullmatch(path.name) and path.is_dir()])
+    found = Leftovers(staged=[path for path in data.tmp.iterdir() if STAGED.fullmatch(path.name) and path.is_dir()])
     for path in sorted(data.checkpoints.glob("*/*")):
         folder = str(path.relative_to(data.root))
         named = CHECKPOINT.fullmatch(folder)
         if named is None or not path.is_dir() or known.get(folder) == "committed":
             continue
         ended = c.execute(ENDED, (named["run"], int(named["job"]), int(named["fence"]))).fetchone()
-        (swept.gone if ended or folder in known else swept.unknown).append(folder)
-    return swept
+        (found.gone if ended or folder in known else found.unknown).append(folder)
+    return found

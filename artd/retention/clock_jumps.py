@@ -1,8 +1,8 @@
-"""Jumps of the wall clock: stored deadlines keep the time that they had left, and nothing is deleted by its age meanwhile.
+"""Corrects stored deadlines when the wall clock jumps, and stops deletion by age until an operator has looked.
 
-Owner of: the deadlines of open groups and delayed jobs and pushes once they are stored; the meta row `retention`, which
-holds why retention has stopped. Invariants: nobody acts on a stored deadline between a jump and its correction
-(`jumped`); time in which artd did not run does not count.
+A group, a delayed job and a delayed push keep the time that they had left; time in which artd did not run does not count.
+Nobody acts on a stored deadline between a jump and its correction (`ClockWatch.jumped`). The meta row `retention` holds why deletion
+by age has stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from artd.tables.jobs import delay_job
 from artd.tables.pushes import delay_push
 
 PERIOD_S = 1.0
-LONGEST_DELAY_MS = 300_000  # of a job's back-off, see core.decide
+LONGEST_DELAY_MS = 300_000  # the longest back-off of a job, see core.decide
 STOPPED = "retention"
 GROUPS = (
     "SELECT g.id, g.deadline, coalesce(CASE WHEN json_valid(CAST(r.spec AS TEXT))"
@@ -29,16 +29,16 @@ GROUPS = (
 )
 NEWEST = "SELECT at FROM event ORDER BY id DESC LIMIT 1"
 SEEN = "seen"
-"""Meta row: when a daemon last ran while deadlines were stored. Without it a kill would give them back the time since the
-newest event."""
+"""Meta row: when a daemon last ran while deadlines were stored. Without it, a killed daemon would give each deadline back
+the time since the newest event."""
 WAITING = (
     "SELECT 1 FROM trajectory_group WHERE state = 'open' UNION ALL SELECT 1 FROM job WHERE state = 'queued' AND not_before > 0"
     " UNION ALL SELECT 1 FROM push WHERE state = 'prepared' AND not_before > 0 LIMIT 1"
 )
 
 
-class Times:
-    """Compares the wall clock with the monotonic one, over one boot."""
+class ClockWatch:
+    """Compares the wall clock with the monotonic clock during one boot, and corrects deadlines by the difference."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -46,22 +46,22 @@ class Times:
         self._offset = self._measure()
 
     async def run(self) -> None:
-        """Look once a second, until cancelled."""
+        """Compare the clocks once a second, until cancelled."""
         while True:
-            await self.heed()
+            await self.correct_deadlines()
             await anyio.sleep(PERIOD_S)
 
     def jumped(self) -> bool:
-        """Whether the clock jumped and stored deadlines have not followed yet: until then none of them counts."""
+        """Return whether the clock has jumped and stored deadlines have not been corrected yet. Until then none of them counts."""
         return abs(self._measure() - self._offset) > JUMP_MS
 
-    async def heed(self) -> None:
-        """Let stored deadlines follow the clock, and note that artd runs while there are any."""
+    async def correct_deadlines(self) -> None:
+        """Correct stored deadlines if the clock moved. While there are any, also store the time as proof that artd runs."""
         offset = self._measure()
         drift = offset - self._offset
         if abs(drift) > DRIFT_MS:
             await self._store.write(lambda c: follow(c, self._clock.now_ms(), drift))
-            self._offset = offset  # only now: a write that failed would have followed nothing
+            self._offset = offset  # only now: a failed write has corrected nothing
         elif await self._store.read(WAITING):
             await self._store.write(lambda c: set_meta(c, SEEN, str(self._clock.now_ms())))
 
@@ -70,8 +70,10 @@ class Times:
 
 
 def follow(c: sqlite3.Connection, now: int, drift: int) -> None:
-    """The clock moved by so many milliseconds against the monotonic one: deadlines go with it. A jump is told, and a large
-    one stops retention."""
+    """Move every stored deadline by `drift`: the milliseconds that the wall clock gained on the monotonic one.
+
+    A jump is written as an event, and a large jump stops deletion by age.
+    """
     shift(c, now - drift, now)
     set_meta(c, SEEN, str(now))
     if abs(drift) > JUMP_MS:
@@ -81,7 +83,7 @@ def follow(c: sqlite3.Connection, now: int, drift: int) -> None:
 
 
 def boot(c: sqlite3.Connection, now: int) -> None:
-    """The first write of a boot: deadlines go on where the last daemon left them."""
+    """Make the first write of a boot: give deadlines the time that they had left when the last daemon stopped."""
     row = c.execute(NEWEST).fetchone()
     if row is None:
         return
@@ -93,7 +95,8 @@ def boot(c: sqlite3.Connection, now: int) -> None:
 
 
 def shift(c: sqlite3.Connection, before: int, now: int) -> None:
-    """Give every stored deadline the time that it had left at `before`, from `now` on."""
+    """Give every stored deadline, counted from `now`, the time that it had left at `before`. Both are milliseconds since the
+    epoch."""
     for group in c.execute(GROUPS).fetchall():
         left = time_left(group["deadline"], before, now, group["longest"], group["longest"])
         set_deadline(c, group["id"], now + left)
@@ -105,13 +108,14 @@ def shift(c: sqlite3.Connection, before: int, now: int) -> None:
 
 
 def stop_retention(c: sqlite3.Connection, now: int, why: str) -> None:
+    """Stop deletion by age; `why` is kept, and the first reason stays."""
     if not get_meta(c, STOPPED):
         set_meta(c, STOPPED, why)
         emit(c, now, "", "retention.stopped", "", why=why)
 
 
 def resume_retention(c: sqlite3.Connection, now: int) -> None:
-    """Somebody has looked: ages count again."""
+    """Let deletion by age go on: an operator has looked at the clock."""
     if get_meta(c, STOPPED):
         set_meta(c, STOPPED, "")
         emit(c, now, "", "retention.resumed")

@@ -1,9 +1,8 @@
-"""Contents that have had their time go, and so do files that nothing refers to; rows stay.
+"""Garbage collection: deletes expired payloads, unused ledger responses, old events, and blob files that nothing refers to.
 
-Owner of: the payload `expired` of trajectories and batches, unused exchanges, old events, `blob` rows that nothing refers to, the trash of
-`blobs`. Invariants: rows in a state that can still change are never touched; nothing goes by its age while retention
-has stopped (`times`) or the clock has jumped; everything is decided in the writer, a little at a time, so that nobody
-waits for it; why a file that is put again meanwhile is safe stands in `store.blobs`.
+Rows of trajectories and batches stay; their payload becomes `expired`. A row whose state can still change is never touched.
+Nothing is deleted by its age while deletion by age has stopped (`clock_jumps`) or the clock has jumped. Each transaction is
+small, so that no other writer waits long. `store.blobs` explains why a file that somebody stores again during a pass is safe.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 FIRST_S = 60.0
 PERIOD_S = 600.0
 ROWS, FILES = 256, 64
-"""Of one transaction."""
+"""The most that one transaction handles."""
 ALL = NEVER = 1 << 62
 VACUUM_PAGES = 256
 VACUUM_STEPS = 40
@@ -48,14 +47,17 @@ UNUSED = "SELECT b.sha, b.kind, b.bytes FROM blob b WHERE " + " AND ".join(
     for table, column in (name.split(".") for name in REFERENCES)
 )
 SHARES = tuple(f"{number:02x}" for number in range(256))
-"""Blobs are looked through by the first two digits of their names: nobody waits long for the connection that all read by."""
+"""Prefixes of blob names. One scan reads one prefix, so that nobody waits long for the connection that all readers share."""
 OF_SHARE = "sha >= ? AND sha < ?"
 
 
 @dataclass(frozen=True)
 class Expiry:
-    """What goes by its age. find: ids and bytes of what is older than the first parameter, at most so many; forget: what is
-    done to one id; days: name of the setting."""
+    """One kind of row that expires by its age.
+
+    `find` selects `id` and `bytes` of rows older than its first parameter, at most as many as its second. `forget` expires the
+    rows with these ids. `days` names the setting.
+    """
 
     kind: str
     days: str
@@ -88,7 +90,7 @@ EXPIRIES = (
         " WHERE e.trajectory_id IS NULL AND e.created < ? ORDER BY e.created LIMIT ?",
         delete_exchanges,
     ),
-    Expiry(  # they come in the order of time: only the oldest are looked at
+    Expiry(  # ids rise with time, so the oldest events have the smallest ids
         "event", "events_days",
         "SELECT id, length(data) AS bytes FROM event WHERE id < (SELECT min(id) FROM event) + ?2 AND at < ?1",
         delete_events,
@@ -97,9 +99,12 @@ EXPIRIES = (
 
 
 @dataclass
-class Collected:
-    """Of one pass: (what, kind) -> [number, bytes]. what: expired (contents by their age), trashed (files that nothing refers to),
-    freed (files of an earlier pass that are gone now). stopped: why nothing went by its age."""
+class Collection:
+    """The result of one pass: `counts` maps (what, kind) to [number, bytes].
+
+    `what` is `expired` (payloads by their age), `trashed` (files that nothing refers to, moved to the trash) or `freed` (files
+    that an earlier pass trashed, now deleted). `stopped` says why nothing expires by its age, "" when it does.
+    """
 
     stopped: str = ""
     counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
@@ -118,7 +123,7 @@ class Collected:
 
 
 class Collector:
-    """`run` makes a pass every ten minutes, `collect` one now. jumped: whether the clock did and stored times do not count."""
+    """Runs a pass every ten minutes (`run`) or now (`collect`). `jumped()` says whether stored times are wrong at the moment."""
 
     def __init__(
         self, store: Store, blobs: Blobs, retention: Retention, jumped: Callable[[], bool] = lambda: False
@@ -130,7 +135,7 @@ class Collector:
         self._busy = anyio.Lock()
 
     async def run(self) -> None:
-        """Collect from time to time, until cancelled."""
+        """Collect every ten minutes, until cancelled."""
         await anyio.sleep(FIRST_S)
         while True:
             done = await self.collect()
@@ -138,12 +143,13 @@ class Collector:
                 log.info("collected: %s", done.rows())
             await anyio.sleep(PERIOD_S)
 
-    async def collect(self, dry: bool = False, resume: bool = False) -> Collected:
-        """One pass; dry: what one would do. resume: let ages count again first."""
+    async def collect(self, dry: bool = False, resume: bool = False) -> Collection:
+        """Make one pass and return what it did. `dry`: only count what a pass would do. `resume`: let deletion by age go on
+        first."""
         async with self._busy:
             if resume and not dry:
                 await self._store.write(lambda c: resume_retention(c, self._store.clock.now_ms()))
-            done = Collected(stopped=await self._store.write(lambda c: get_meta(c, STOPPED)))
+            done = Collection(stopped=await self._store.write(lambda c: get_meta(c, STOPPED)))
             self._blobs.forget_old_puts()
             trash = await anyio.to_thread.run_sync(self._blobs.list_trash)
             done.add("freed", "file", (size for _, size in trash))
@@ -160,29 +166,29 @@ class Collector:
             await self._vacuum()
             return done
 
-    async def _count(self, done: Collected) -> None:
-        """What a pass would do, without what the expired ones would leave behind."""
+    async def _count(self, done: Collection) -> None:
+        """Count what a pass would do. Blobs that only the expired rows refer to are not counted."""
         for expiry in EXPIRIES:
-            if (before := self._before(expiry)) is not None and not done.stopped:
+            if (before := self._cutoff(expiry)) is not None and not done.stopped:
                 found = await self._store.scan(expiry.find, (before, ALL))
                 done.add("expired", expiry.kind, (row["bytes"] for row in found))
-        kinds = {row["sha"]: row["kind"] for row in await self._unused()}
-        for _name, size, kind in await self._loose(kinds):
+        kinds = {row["sha"]: row["kind"] for row in await self._find_unused()}
+        for _name, size, kind in await self._list_loose(kinds):
             done.add("trashed", kind, [size])
 
     # ---- rows ---------------------------------------------------------------------------------------------------------------
 
-    def _before(self, expiry: Expiry) -> int | None:
-        """What is older goes; None when nothing does."""
+    def _cutoff(self, expiry: Expiry) -> int | None:
+        """Return the time in milliseconds before which rows expire, None when this kind never does."""
         days: float = getattr(self._retention, expiry.days)
         return self._store.clock.now_ms() - int(days * DAY_MS) if days else None
 
-    async def _expire(self, expiry: Expiry, done: Collected) -> None:
+    async def _expire(self, expiry: Expiry, done: Collection) -> None:
         while len(sizes := await self._store.write(lambda c: self._expire_some(c, expiry))):
             done.add("expired", expiry.kind, sizes)
 
     def _expire_some(self, c: sqlite3.Connection, expiry: Expiry) -> list[int]:
-        before = self._before(expiry)
+        before = self._cutoff(expiry)
         if before is None or self._jumped() or get_meta(c, STOPPED):
             return []
         found = c.execute(expiry.find, (before, ROWS)).fetchall()
@@ -192,7 +198,7 @@ class Collector:
         return [row["bytes"] for row in found]
 
     def _shrink_ledger(self, c: sqlite3.Connection) -> list[int]:
-        """Delete some of the oldest unused responses, if all of them together are too large; their bytes."""
+        """Delete some of the oldest unused responses while all of them are larger than the limit. Returns the bytes of each."""
         limit = int(self._retention.exchanges_gib * 2**30)
         (kept,) = c.execute("SELECT bytes FROM exchange_count").fetchone()
         if not limit or kept <= limit:
@@ -208,19 +214,21 @@ class Collector:
         return gone
 
     async def _drop_rows(self) -> dict[str, str]:
-        """Delete the rows of blobs that nothing refers to; their kinds by sha."""
+        """Delete the rows of blobs that nothing refers to. Returns their kinds by sha."""
         dropped: dict[str, str] = {}
-        for part in _slices(await self._unused()):
+        for part in _slices(await self._find_unused()):
             rows = await self._store.write(functools.partial(self._drop, shas=[row["sha"] for row in part]))
             dropped.update(rows)
         return dropped
 
-    async def _unused(self) -> list[sqlite3.Row]:
-        """(sha, kind, bytes) of the rows of blobs that nothing refers to."""
-        return [row for share in SHARES for row in await self._store.scan(f"{UNUSED} AND b.{OF_SHARE}", _share(share))]
+    async def _find_unused(self) -> list[sqlite3.Row]:
+        """Select (sha, kind, bytes) of every blob that nothing refers to."""
+        return [
+            row for share in SHARES for row in await self._store.scan(f"{UNUSED} AND b.{OF_SHARE}", _bound_share(share))
+        ]
 
     def _drop(self, c: sqlite3.Connection, shas: Sequence[str]) -> dict[str, str]:
-        """Those that something refers to by now stay."""
+        """Delete these rows, except where something refers to the blob again. Returns the kinds of the deleted ones by sha."""
         gone: dict[str, str] = {}
         for sha in shas:
             row = c.execute(f"{UNUSED} AND b.sha = ?", (sha,)).fetchone()
@@ -231,9 +239,9 @@ class Collector:
 
     # ---- files --------------------------------------------------------------------------------------------------------------
 
-    async def _trash(self, kinds: dict[str, str], done: Collected) -> None:
-        """Move files without a row to the trash: rows are gone for good by now. kinds: of those that had one, by sha."""
-        for part in _slices(await self._loose(kinds)):
+    async def _trash(self, kinds: dict[str, str], done: Collection) -> None:
+        """Move files without a row to the trash. `kinds`: the kinds, by sha, of blobs whose rows this pass has deleted."""
+        for part in _slices(await self._list_loose(kinds)):
             names = [name for name, _, _ in part]
             moved = await self._store.write(functools.partial(self._blobs.trash, names=names))
             for name, size, kind in part:
@@ -241,16 +249,16 @@ class Collector:
                     done.add("trashed", kind, [size])
             reach("gc.trashed")
 
-    async def _loose(self, kinds: dict[str, str]) -> list[tuple[str, int, str]]:
-        """(name, bytes, kind) of every file that has no row, or whose row is among `kinds`."""
+    async def _list_loose(self, kinds: dict[str, str]) -> list[tuple[str, int, str]]:
+        """List (name, bytes, kind) of every file that has no row, or whose row is among `kinds`."""
         loose: list[tuple[str, int, str]] = []
         for folder in await anyio.to_thread.run_sync(self._blobs.folders):
-            rows = await self._store.scan(f"SELECT sha FROM blob WHERE {OF_SHARE}", _share(folder))
+            rows = await self._store.scan(f"SELECT sha FROM blob WHERE {OF_SHARE}", _bound_share(folder))
             known = {row["sha"] for row in rows if row["sha"] not in kinds}
-            loose += await anyio.to_thread.run_sync(self._loose_of, folder, known, kinds)
+            loose += await anyio.to_thread.run_sync(self._list_loose_in, folder, known, kinds)
         return loose
 
-    def _loose_of(self, folder: str, known: set[str], kinds: dict[str, str]) -> list[tuple[str, int, str]]:
+    def _list_loose_in(self, folder: str, known: set[str], kinds: dict[str, str]) -> list[tuple[str, int, str]]:
         return [
             (name, size, kinds.get(owner(name), "no row"))
             for name, size, old in self._blobs.files(folder)
@@ -260,22 +268,22 @@ class Collector:
         ]
 
     async def _vacuum(self) -> None:
-        """Give free pages of the database back, a little at a time."""
+        """Give the database's free pages back to the file system, a little at a time."""
         for _ in range(VACUUM_STEPS):
             if not await self._store.write(_vacuum_some):
                 return
 
 
 def _vacuum_some(c: sqlite3.Connection) -> bool:
-    """Whether there are more."""
+    """Free some pages. Returns whether there are more."""
     (free,) = c.execute("PRAGMA freelist_count").fetchone()
     for _ in range(min(free, VACUUM_PAGES)):
-        c.execute("PRAGMA incremental_vacuum(1)")  # Python steps it once, whatever number it is given
+        c.execute("PRAGMA incremental_vacuum(1)")  # sqlite3 takes one step of this pragma, whatever its number
     return free > VACUUM_PAGES
 
 
-def _share(prefix: str) -> tuple[str, str]:
-    """The bounds of the names that begin so: hexadecimal digits come before `g`."""
+def _bound_share(prefix: str) -> tuple[str, str]:
+    """Return the bounds (from, below) of names that begin with `prefix`; hexadecimal digits sort before `g`."""
     return prefix, f"{prefix}g"
 
 

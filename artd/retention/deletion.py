@@ -1,9 +1,9 @@
-"""`artctl delete RUN`: a finished run goes, with its rows, checkpoints and contents.
+"""Carries out `artctl delete RUN`: deletes a finished run with its rows, checkpoints and blobs.
 
-Owner of: the rows of runs that are being deleted. Invariants: the order is durable before it is answered, and is carried
-out over any number of boots; a name that begins with "." is no run's to give, so nobody can reach such a run by a request;
-rows go a few at a time, so that nobody waits for the writer; the run's own row stays as a tombstone, so that its id is
-never given again. Contents become blobs that nothing refers to, which `gc` collects.
+The order is durable before it is answered, and goes on over any number of boots. A run that is being deleted gets a name that
+begins with ".", which no client can give, so no request reaches it. Rows go a few at a time, so that no other writer waits
+long. The run's own row stays under a name of its own, so that its id is never used again. The garbage collector deletes the
+blobs, which nothing refers to any more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from artd_schema import client_api as api
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 ROWS = 256
-"""Of one transaction."""
+"""The most that one transaction deletes."""
 Ids = Sequence[tuple[int]]
 Delete = Callable[[sqlite3.Connection, Ids], None]
 DELETING, DELETED = ".deleting.", ".deleted."
@@ -60,11 +60,11 @@ SLICES: tuple[tuple[str, Delete], ...] = (
     ("job", delete_jobs),
     ("batch", delete_batches),
 )
-"""Tables in the order in which a run's rows go, and what deletes rows and what refers to them."""
+"""Tables in the order in which a run's rows are deleted, and the function that deletes rows with what refers to them."""
 
 
 def mark(c: sqlite3.Connection, now: int, op: api.DeleteRun) -> api.Done:
-    """Give a finished run away for deletion. Errors: NotFound, Conflict."""
+    """Mark a finished run for deletion. Raises NotFound for an unknown run and Conflict for one that is not finished."""
     if not first_time(c, now, op.request):
         return api.Done()
     run = c.execute("SELECT id, state FROM run WHERE name = ?", (op.run,)).fetchone()
@@ -80,14 +80,14 @@ def mark(c: sqlite3.Connection, now: int, op: api.DeleteRun) -> api.Done:
 
 
 class Deleter:
-    """Deletes what `mark` gave away, once no worker has anything to do with it."""
+    """Deletes the runs that `mark` marked, once no worker works for them."""
 
     def __init__(self, store: Store, data: DataDir) -> None:
         self._store = store
         self._data = data
 
     async def run(self) -> None:
-        """Delete what is due after each change, until cancelled."""
+        """Delete what is due after each change of the database, until cancelled."""
         while True:
             changed = self._store.change()
             for row in await self._store.read(DUE):
@@ -104,7 +104,7 @@ class Deleter:
         log.info("deleted run %s", _original(run, name))
 
     async def _delete_files(self, run: int) -> None:
-        """The folders of its checkpoints, whose rows say first that they are gone."""
+        """Delete the folders of the run's checkpoints, after their rows say so."""
         await self._store.write(lambda c: _retire(c, run))
         for row in await self._store.read("SELECT dir FROM checkpoint WHERE run_id = ?", (run,)):
             await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / row["dir"])
@@ -121,7 +121,7 @@ class Deleter:
             pass
 
     async def _delete_events(self, run: int, name: str) -> None:
-        """Those up to the deletion: a new run may have the name by now."""
+        """Delete the run's events up to its deletion; a newer run may have the same name."""
         find = "SELECT id FROM event WHERE run = ? AND id <= ? LIMIT ?"
 
         def write(c: sqlite3.Connection) -> int:
@@ -147,7 +147,7 @@ def _retire(c: sqlite3.Connection, run: int) -> None:
 
 
 def _bound(run: int) -> str:
-    """Meta row: the newest event at the time of the order."""
+    """Return the name of the meta row that holds the newest event at the time of the order."""
     return f"deleting {run}"
 
 

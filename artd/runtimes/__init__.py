@@ -1,7 +1,7 @@
-"""Runtimes: the trainer's and the engine's own virtual environments, each made from a shipped lock alone.
+"""Runtimes: the virtual environments of trainer and engine, each made from a lock that artd ships.
 
-Owner: runtimes. `find(name, device)` is what the supervisor needs; `install.install` makes one; `doctor.report` says
-what is there. Invariants: nothing here imports a runtime's packages.
+`find(name, device)` is what the supervisor needs, `install.install` makes a runtime, `doctor.report` says what is there.
+Nothing here imports a runtime's packages.
 """
 
 from .lockfile import LockError

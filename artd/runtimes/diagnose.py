@@ -1,7 +1,5 @@
-"""Turn what pip said, and what this machine lacks, into one sentence that names the missing thing.
-
-Owner: runtimes. Invariants: reads only; every text says what, where, next.
-"""
+"""Turns pip's output, and what this machine lacks, into one sentence that says what is missing, where, and what to do next. It
+only reads."""
 
 import re
 import shutil
@@ -47,8 +45,9 @@ _PATTERNS: list[tuple[str, str]] = [
 ]
 
 
-def cause(log: str) -> str:
-    """One sentence for the first known cause in pip's output; retry noise before a `No matching` is the network's."""
+def find_cause(log: str) -> str:
+    """Return one sentence for the first known cause in pip's output. "No matching" after failed connections is the network's
+    fault."""
     network = next(text for pattern, text in _PATTERNS if pattern.startswith("Temporary"))
     for pattern, text in _PATTERNS:
         match = re.search(pattern, log)
@@ -67,7 +66,7 @@ def compiler() -> str | None:
 
 
 def headers(python: str) -> Path | None:
-    """Where that interpreter looks for Python.h, if it is there."""
+    """Return the path of Python.h that an interpreter would use, None when it is absent."""
     code = "import sysconfig; print(sysconfig.get_paths()['include'])"
     done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False)
     path = Path(done.stdout.strip() or "/nonexistent") / "Python.h"
@@ -75,7 +74,7 @@ def headers(python: str) -> Path | None:
 
 
 def disk_shortage(stem: str, folder: Path) -> str | None:
-    """A refusal when the disk cannot hold the runtime, else None."""
+    """Return why the disk cannot hold the runtime, None when it can."""
     where = folder
     while not where.exists():
         where = where.parent

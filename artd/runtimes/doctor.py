@@ -1,7 +1,6 @@
-"""What this machine has and lacks for artd: one check, one line, one next step.
+"""Checks what this machine has and lacks for artd: one check, one line, one next step.
 
-Owner: runtimes. Invariants: changes nothing but a probe file that it deletes; `missing` makes `artd doctor` exit 1,
-`warning` does not.
+It changes nothing but a probe file, which it deletes. A finding `missing` makes `artd doctor` exit 1, a `warning` does not.
 """
 
 import os
@@ -29,7 +28,7 @@ NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lust
 
 
 def report(data_dir: Path, owns: Sequence[own.Own] = ()) -> list[Finding]:
-    """owns: interpreters that the settings name in place of a runtime."""
+    """Run all checks. `owns`: interpreters that artd.toml names in place of a runtime."""
     replaced = {each.runtime for each in owns}
     builder = _builder()
     runtimes = _runtimes(replaced, builder)
@@ -51,13 +50,13 @@ def report(data_dir: Path, owns: Sequence[own.Own] = ()) -> list[Finding]:
 
 
 def _builder() -> pythons.Found:
-    """The interpreter that runtimes would be made with."""
-    minors = [lock.minor for lock in lockfile.shipped() if lock.stem not in (lockfile.BASE, lockfile.OVERLAY)]
-    return pythons.of(list(dict.fromkeys(minors)))
+    """Return the interpreter that runtimes would be made with."""
+    minors = [lock.minor for lock in lockfile.list_shipped() if lock.stem not in (lockfile.BASE, lockfile.OVERLAY)]
+    return pythons.find_any(list(dict.fromkeys(minors)))
 
 
 def _python(builder: pythons.Found, lacking: bool) -> Finding:
-    """lacking: whether a runtime is still to be made."""
+    """Check the interpreters. `lacking`: whether a runtime is still to be made."""
     value = f"{sys.version.split()[0]} at {sys.executable}"
     if builder.minor == paths.minor_of_running():
         return Finding("python", "ok", value)
@@ -90,17 +89,17 @@ def _headers(builder: pythons.Found) -> Finding:
                    "install your Python's headers (Debian: apt-get install python3-dev)")  # fmt: skip
 
 
-def existing(folder: Path) -> Path:
-    """The folder or its nearest parent that exists."""
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
 def file_system_of(folder: Path, mounts: str) -> str:
-    """Type of the longest mount point above `folder`, from the text of /proc/self/mounts."""
+    """Return the type of the file system that holds `folder`. `mounts`: the text of /proc/self/mounts."""
     best, kind = "", "unknown"
-    target = str(existing(folder).resolve())
+    target = str(nearest_existing(folder).resolve())
     for line in mounts.splitlines():
         _, point, found, *_ = line.split()
         point = point.replace("\\040", " ")
@@ -125,7 +124,7 @@ def _file_system(data_dir: Path) -> Finding:
 
 
 def _fsync(data_dir: Path) -> Finding:
-    where = existing(data_dir)
+    where = nearest_existing(data_dir)
     times = []
     try:
         with tempfile.TemporaryFile(dir=where) as probe:
@@ -144,7 +143,7 @@ def _fsync(data_dir: Path) -> Finding:
 
 
 def _disk(data_dir: Path) -> Finding:
-    free = shutil.disk_usage(existing(data_dir)).free
+    free = shutil.disk_usage(nearest_existing(data_dir)).free
     value = f"{free / 1e9:.1f} GB free at {data_dir}"
     if free < LOW_DISK:
         return Finding("disk", "warning", value, "free space there, or artd start --data-dir DIR elsewhere")
@@ -173,7 +172,7 @@ def _files() -> Finding:
 
 
 def _gpu(owns: Sequence[own.Own]) -> list[Finding]:
-    """A GPU that nothing here would use."""
+    """Report a GPU that no configured runtime would use."""
     if owns or not own._NVIDIA.exists():
         return []
     what = "an NVIDIA GPU is here; the CPU runtimes do not use it"
@@ -181,10 +180,10 @@ def _gpu(owns: Sequence[own.Own]) -> list[Finding]:
 
 
 def _room(lacking: Sequence[str]) -> list[Finding]:
-    """lacking: folder names of the runtimes that are missing."""
+    """Check the disk space for missing runtimes. `lacking`: their folder names."""
     root = paths.runtimes_root()
     needed = sum(diagnose.NEEDED_BYTES.get(name.partition("-py")[0], 0) for name in lacking)
-    free = shutil.disk_usage(existing(root)).free
+    free = shutil.disk_usage(nearest_existing(root)).free
     if free >= needed:
         return []
     value = f"the missing runtimes take {needed / 1e9:.1f} GB at {root}, and {free / 1e9:.1f} GB are free"
@@ -192,8 +191,8 @@ def _room(lacking: Sequence[str]) -> list[Finding]:
 
 
 def _registry() -> list[Finding]:
-    """Whether pip, as it is configured, reaches a registry: a small package of the locks is asked for."""
-    base = next(lock for lock in lockfile.shipped() if lock.stem == lockfile.BASE)
+    """Check that pip, as it is configured, reaches a registry: download a small package of the locks."""
+    base = next(lock for lock in lockfile.list_shipped() if lock.stem == lockfile.BASE)
     pin = f"msgspec=={base.versions['msgspec']}"
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -211,7 +210,7 @@ def _registry() -> list[Finding]:
         done = subprocess.run([*command, "-d", folder, pin], capture_output=True, text=True, check=False)
     if done.returncode == 0 or "No module named pip" in done.stderr:
         return []
-    what, _, cure = diagnose.cause(done.stdout + done.stderr).partition(" Next: ")
+    what, _, cure = diagnose.find_cause(done.stdout + done.stderr).partition(" Next: ")
     return [
         Finding(
             "registry", "missing", f"pip cannot fetch {pin}: {what}", cure or "check the network and pip config list"
@@ -220,10 +219,10 @@ def _registry() -> list[Finding]:
 
 
 def _runtimes(replaced: Set[str], builder: pythons.Found) -> list[Finding]:
-    """replaced: those that nobody needs here. builder: what the missing ones would be made with."""
+    """Report each runtime. `replaced`: names of those that artd.toml replaces; `builder`: makes the missing ones."""
     cure = "" if builder.path else builder.why.partition(" Next: ")[2] + "; then "
     findings = []
-    for row in registry.listed():
+    for row in registry.list_runtimes():
         if row.state != "ready" and any(row.name.startswith(lockfile.stem_of(name, "cpu")) for name in replaced):
             continue
         if row.state == "stale":

@@ -1,7 +1,4 @@
-"""What one check of `artd doctor` found.
-
-Owner: runtimes. Invariants: every finding that is not `ok` says what to do next.
-"""
+"""The result of one check of `artd doctor`. Every finding that is not `ok` says what to do next."""
 
 from dataclasses import dataclass
 

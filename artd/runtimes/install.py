@@ -1,7 +1,7 @@
-"""Make a runtime from its lock: refuse early, build, check, mark.
+"""Makes a runtime from its lock: checks first what would make it fail, then builds, tests and marks it.
 
-Owner: runtimes. Invariants: one install of a folder at a time (flock); a folder without a marker is deleted and made
-again; the marker is written after the self-check, so an interrupted install is never taken for a whole one.
+One install of a folder runs at a time (flock). A folder without a marker is deleted and made again. The marker is written after
+the self-check, so an interrupted install never counts as complete.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ class Options:
 
     @property
     def sources(self) -> list[str]:
-        """What the user named, as pip's flags."""
+        """Return the package sources that the user named, as pip's flags."""
         index = ["--extra-index-url", self.index] if self.index else []
         return index + (["--find-links", self.find_links] if self.find_links else [])
 
@@ -62,13 +62,15 @@ def install(name: str, device: str, options: Options) -> registry.Runtime:
 
 
 def _interpreter(name: str, device: str, asked: str | None) -> pythons.Found:
-    """What the user named, else one of a version that has a lock."""
+    """Return the interpreter that the user named, else one of a version that has a lock. Raises InstallError."""
     if asked is not None:
-        found = pythons.asked(asked)
+        found = pythons.check_asked(asked)
     elif minors := lockfile.minors(name, device):
-        found = pythons.of(minors, fetch=True)
+        found = pythons.find_any(minors, fetch=True)
     else:
-        found = pythons.Found(sys.executable, paths.minor_of_running())  # for the refusal, which names what there is
+        found = pythons.Found(
+            sys.executable, paths.minor_of_running()
+        )  # `lockfile.load` refuses it and names the locks that exist
     if not found.path:
         raise InstallError(f"runtime {name}: {found.why}")
     return found
@@ -82,7 +84,7 @@ def _shortage(lock: Lock, folder: Path, force: bool) -> str | None:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Two installs of one folder: the second waits and says for whom."""
+    """Hold the lock of one folder's install; a second install waits and says which process it waits for."""
     path = folder.parent / f".{folder.name}.lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -94,7 +96,7 @@ def exclusive(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 if not said:
                     holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
-                    say(f"{folder.name}: another install is at it (process {holder}); waiting")
+                    say(f"{folder.name}: another install is running (process {holder}); waiting")
                     said = True
                 time.sleep(0.2)
         os.ftruncate(handle, 0)
@@ -135,13 +137,13 @@ def _temporary(folder: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """The marker goes first: a delete that is itself interrupted must not leave a whole-looking folder."""
+    """Delete a folder. Its marker goes first, so that an interrupted deletion never leaves a folder that looks complete."""
     (folder / paths.MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _build(lock: Lock, folder: Path, python: str, options: Options, log: Path) -> Path:
-    """Environment or overlay folder, packages, self-check; returns the interpreter that runs it."""
+    """Make the environment or the overlay's folder, install the packages and run the self-check. Returns its interpreter."""
     if lock.stem == lockfile.OVERLAY:
         interpreter = registry.find("megatron").python
         target = ["--target", str(folder / "site")]
@@ -182,7 +184,7 @@ def _self_check(lock: Lock, interpreter: Path, folder: Path, log: Path) -> None:
 
 def _explain(lock: Lock, log: Path, python: str) -> str:
     text = log.read_text(errors="replace")
-    why = diagnose.cause(text)
+    why = diagnose.find_cause(text)
     if lock.needs_compiler and "Building wheel" in text:
         if diagnose.compiler() is None:
             why = "a package comes as source here and no C++ compiler was found. Next: install one (Debian: g++)"

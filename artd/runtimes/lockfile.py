@@ -1,7 +1,7 @@
-"""Locks: the text files from which runtimes are made, one per (runtime, device, Python minor).
+"""Reads locks: the text files from which runtimes are made, one per runtime, device and Python version.
 
-Owner: runtimes. Invariants: every line is `name==version`, optionally followed by `# build` (may come as source: goes
-last); the digest depends on the pins alone, so an edited comment makes nobody install again.
+Every line is `name==version`, optionally with `# build` (the package may come as source, so it is installed last). The digest
+depends on the pins alone, so an edited comment does not make anybody install again.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import paths
-from .pythons import dotted
+from .pythons import to_dotted
 
 _PIN = re.compile(r"([a-z0-9][a-z0-9-]*)==([A-Za-z0-9.!+]+)(\s+#\s*build)?")
 _CHECK = re.compile(r"#\s*check:\s*import\s+(.+)")
@@ -78,11 +78,11 @@ def parse(text: str, stem: str, minor: str) -> Lock:
 
 
 def stem_of(name: str, device: str) -> str:
-    """`megatron` + `cpu` → `megatron-cpu`; the test overlay and the base have no device of their own."""
+    """Return a lock's name without its Python: `megatron` and `cpu` give `megatron-cpu`. Test overlay and base have no device."""
     return name if name in (OVERLAY, BASE) else f"{name}-{device}"
 
 
-def shipped(folder: Path = paths.LOCKS) -> list[Lock]:
+def list_shipped(folder: Path = paths.LOCKS) -> list[Lock]:
     locks = []
     for path in sorted(folder.glob("*.txt")):
         if match := _FILE.fullmatch(path.name):
@@ -91,8 +91,8 @@ def shipped(folder: Path = paths.LOCKS) -> list[Lock]:
 
 
 def minors(name: str, device: str) -> list[str]:
-    """The Pythons that a runtime has a lock for."""
-    return [lock.minor for lock in shipped() if lock.stem == stem_of(name, device)]
+    """List the Pythons that a runtime has a lock for, such as `py311`."""
+    return [lock.minor for lock in list_shipped() if lock.stem == stem_of(name, device)]
 
 
 def load(name: str, device: str, minor: str, folder: Path = paths.LOCKS) -> Lock:
@@ -100,14 +100,14 @@ def load(name: str, device: str, minor: str, folder: Path = paths.LOCKS) -> Lock
     path = folder / f"{stem}-{minor}.txt"
     if path.is_file():
         return parse(path.read_text(), stem, minor)
-    same = [lock.minor for lock in shipped(folder) if lock.stem == stem]
+    same = [lock.minor for lock in list_shipped(folder) if lock.stem == stem]
     if same:
-        known = ", ".join(dotted(found) for found in same)
+        known = ", ".join(to_dotted(found) for found in same)
         raise LockError(
-            f"no lock for runtime {name} ({device}) on Python {dotted(minor)}: this artd ships one for {known}. "
-            f"Next: artd runtime install {name} --{device} --python python{dotted(same[0])}"
+            f"no lock for runtime {name} ({device}) on Python {to_dotted(minor)}: this artd ships one for {known}. "
+            f"Next: artd runtime install {name} --{device} --python python{to_dotted(same[0])}"
         )
-    known = ", ".join(sorted(lock.stem for lock in shipped(folder) if lock.stem not in (OVERLAY, BASE)))
+    known = ", ".join(sorted(lock.stem for lock in list_shipped(folder) if lock.stem not in (OVERLAY, BASE)))
     raise LockError(
         f"no lock {stem}-{minor}.txt: this artd ships no {device} runtime of {name} (it ships {known}). "
         f"Next: artd runtime install {name} --cpu, or name your own interpreter in artd.toml (`python`, `pythonpath`)"

@@ -1,6 +1,6 @@
-"""`python -m artd.runtimes.overlay path|python`: how to run tests that need torch.
+"""`python -m artd.runtimes.overlay path|python`: prints how to run tests that need torch, for the Makefile and CI.
 
-Owner: runtimes. For Makefile and CI; prints one line. Exit 1 with the command to type when something is missing.
+It exits 1 with the command to type when something is missing.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Interpreters of the user's own in place of a runtime: each is run once, and says what a worker would find there.
+"""Checks interpreters of the user's own: runs each once and reports what a worker would find there.
 
-Owner: runtimes. Invariants: the daemon's side imports nothing of theirs: `artd_workers.probe` runs in their processes, with the
-PYTHONPATH and the GPUs that the worker would have; no process outlives `findings`.
+The daemon's side imports none of their packages: `artd_workers.probe` runs in their processes, with the PYTHONPATH and the GPUs
+of the worker. No process outlives `findings`.
 """
 
 import json
@@ -36,7 +36,8 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True)
 class Own:
-    """worker: trainer or engine; runtime: what it stands in for (megatron, or an engine's); gpus: those of artd.toml, if any."""
+    """An interpreter that artd.toml names. `worker`: trainer or engine; `runtime`: which runtime it replaces; `gpus`: those of
+    artd.toml."""
 
     worker: str
     runtime: str
@@ -47,7 +48,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Answer:
-    """said: what the probe printed, None when it did not come so far; error: then, why; late: it was still at it."""
+    """What came of a probe. `said`: its JSON, None when there is none and `error` says why; `late`: it was still running."""
 
     said: dict[str, Any] | None
     error: str = ""
@@ -55,7 +56,7 @@ class Answer:
 
 
 def findings(owns: Sequence[Own], deadline_s: float = DEADLINE_S) -> list[Finding]:
-    """One for each, in that order. All are asked at once."""
+    """Return one finding for each interpreter, in their order. The probes run at the same time."""
     there = [own for own in owns if shutil.which(own.python)]
     answers = dict(zip(there, _ask(there, deadline_s), strict=True)) if there else {}
     return [_finding(own, answers[own]) if own in answers else _no_program(own) for own in owns]
@@ -66,7 +67,7 @@ def findings(owns: Sequence[Own], deadline_s: float = DEADLINE_S) -> list[Findin
 
 def _ask(owns: Sequence[Own], deadline_s: float) -> list[Answer]:
     with tempfile.TemporaryDirectory(prefix="artd-doctor-") as folder:
-        # A copy: beside the original lies what the daemon's own interpreter has, which must not be found by theirs.
+        # A copy: their interpreters must not find the daemon's packages, which are beside the original.
         code, outs = install_code(Path(folder)), [Path(folder) / own.worker for own in owns]
         children = [_start(own, code, out) for own, out in zip(owns, outs, strict=True)]
         try:
@@ -112,7 +113,7 @@ def _answer(child: "subprocess.Popen[bytes] | OSError", out: Path, end: float) -
 
 def _no_program(own: Own) -> Finding:
     return Finding(
-        own.runtime, "missing", f"your own, {own.python}, is no program", "name another in artd.toml (runtimes)"
+        own.runtime, "missing", f"your own, {own.python}, is not a program", "name another in artd.toml (runtimes)"
     )
 
 
@@ -155,7 +156,7 @@ def _engine(own: Own) -> EngineKind:
 
 
 def _lacking_gpus(own: Own, said: dict[str, Any]) -> str:
-    """What to do where it sees fewer GPUs than it should; a machine without one lacks nothing."""
+    """Return what to do when torch sees fewer GPUs than it should. A machine without a GPU lacks nothing."""
     wanted = f"gpus.{own.worker} = {list(own.gpus)} in artd.toml" if own.gpus else "this machine has a GPU"
     if said["gpus"] >= len(own.gpus) and (said["gpus"] or not _NVIDIA.exists()):
         return ""

@@ -1,7 +1,6 @@
-"""Where runtimes live on disk.
+"""Says where runtimes are on disk.
 
-Owner: runtimes. Invariants: nothing here creates or reads a file; a runtime's folder is named after the digest of the
-lock that it is made from, so two artd versions never share or overwrite one.
+A runtime's folder is named after the digest of its lock, so two versions of artd never share or overwrite one.
 """
 
 import os
@@ -13,7 +12,7 @@ MARKER = "artd-runtime.json"
 
 
 def data_home() -> Path:
-    """The XDG data folder; a relative XDG_DATA_HOME counts as unset, as the XDG rules say."""
+    """Return the XDG data folder. A relative XDG_DATA_HOME counts as unset, as the XDG specification says."""
     configured = os.environ.get("XDG_DATA_HOME", "")
     return Path(configured) if configured.startswith("/") else Path.home() / ".local" / "share"
 
@@ -23,7 +22,7 @@ def runtimes_root() -> Path:
 
 
 def log_root() -> Path:
-    """Logs of installs; outside the runtime folders, so that they outlive a deleted half-made one."""
+    """Return the folder of install logs. It is outside the runtime folders, so that logs outlive a deleted one."""
     return data_home() / "artd" / "install-logs"
 
 

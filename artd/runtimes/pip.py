@@ -1,7 +1,7 @@
-"""Run pip of a new environment: flags, the user's own configuration, progress, and a clean end on interruption.
+"""Runs pip in a new environment, shows its progress and ends it cleanly when interrupted.
 
-Owner: runtimes. Invariants: pip is its own process group and is gone when `run` returns or raises; its output goes to
-a log file; pip's configuration (PIP_*, pip.conf) is read and never overridden, only added to.
+pip has a process group of its own, which is gone when `run` returns or raises. Its output goes to a log. The user's
+configuration of pip (PIP_*, pip.conf) applies; artd only adds to it.
 """
 
 import os
@@ -19,7 +19,7 @@ _PUBLIC = ("https://pypi.org/simple", "https://pypi.org/simple/")
 
 
 class PipFailed(Exception):
-    """pip ended with an error; holds the log's path."""
+    """Raised when pip ends with an error; `log` is the path of its output."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(f"pip failed, see {log}")
@@ -27,7 +27,7 @@ class PipFailed(Exception):
 
 
 def has_own_sources(config_list: str) -> bool:
-    """Does `pip config list` name a place other than the public registry?"""
+    """Return whether the output of `pip config list` names a package source other than the public registry."""
     for line in config_list.splitlines():
         key, _, value = line.partition("=")
         if key.rpartition(".")[2] in _SOURCES and value.strip("'\" ") not in _PUBLIC:
@@ -41,7 +41,7 @@ def config_list(python: Path) -> str:
 
 
 class Progress:
-    """`what  k of n  seconds` on one terminal line, or a line each ten seconds where there is no terminal."""
+    """Shows `label: verb k of n packages, seconds`: one changing line on a terminal, else a line every ten seconds."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total, self.started = label, total, time.monotonic()
@@ -62,9 +62,9 @@ class Progress:
 
 
 def run(arguments: list[str], log: Path, temporary: Path, poll: Callable[[int], None]) -> None:
-    """Run a command with its output in `log`; `poll(fetched)` is called five times a second. Raises PipFailed.
+    """Run a command with its output in `log`, and call `poll(fetched)` five times a second. Raises PipFailed.
 
-    A killed pip leaves its unpacked files behind: `temporary` keeps them out of /tmp, and the caller deletes it.
+    A killed pip leaves its unpacked files behind; `temporary` keeps them out of /tmp, and the caller deletes it.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PIP_PROGRESS_BAR": "off", "TMPDIR": str(temporary)}
     environment.pop("PYTHONPATH", None)
@@ -87,7 +87,7 @@ def run(arguments: list[str], log: Path, temporary: Path, poll: Callable[[int], 
 
 
 def end_group(child: "subprocess.Popen[bytes]") -> None:
-    """SIGTERM to pip and what it started, SIGKILL two seconds later; nothing to do when it has ended."""
+    """Send SIGTERM to pip's process group, and SIGKILL if it still runs two seconds later."""
     if child.poll() is None:
         _signal_group(child.pid, signal.SIGTERM)
         try:
@@ -106,7 +106,7 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """In the child: a pip whose artd was killed -9 must not go on writing into the folder."""
+    """Make the kernel kill this child when artd dies, so that pip does not go on writing into the folder."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

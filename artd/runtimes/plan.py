@@ -1,7 +1,6 @@
-"""What pip is asked for: in which order, with which flags, from where.
+"""Decides what pip installs: in which order, with which flags, from which index.
 
-Owner: runtimes. Invariants: pure but for reading pip's configuration; every call carries --no-deps, so nothing that the
-lock does not name is ever installed.
+Every call has --no-deps, so only packages of the lock are ever installed.
 """
 
 from collections.abc import Iterator
@@ -12,8 +11,11 @@ from .lockfile import Lock
 
 
 def stages(lock: Lock, sources: list[str], torch_index: list[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """CPU builds first and alone (only they need the extra index, and without it they fail at once), then the rest,
-    then what may have to be built with the setuptools and pybind11 of the rest."""
+    """Yield (pins, flags) of each call of pip.
+
+    CPU builds come first and alone: only they need the extra index, and without it they fail at once. Then come the rest, and
+    last the packages that may have to be built with setuptools and pybind11 of the rest.
+    """
     local = [pin for pin in lock.pins if "+" in pin.version]
     built = [pin for pin in lock.pins if pin.build]
     rest = [pin for pin in lock.pins if pin not in local and pin not in built]
@@ -25,13 +27,13 @@ def stages(lock: Lock, sources: list[str], torch_index: list[str]) -> Iterator[t
 
 
 def pip_command(interpreter: Path, extra: list[str], pins: list[str]) -> list[str]:
-    """--no-compile: byte code of what is used is written on first import; compiling everything takes longer."""
+    """Return pip's command line. --no-compile: Python compiles what is used at first import; compiling all takes longer."""
     flags = ["--no-deps", "--no-input", "--prefer-binary", "--no-compile", "--disable-pip-version-check"]
     return [str(interpreter), "-m", "pip", "install", *flags, *extra, *pins]
 
 
 def torch_index(lock: Lock, interpreter: Path, sources: list[str]) -> list[str]:
-    """PyTorch's CPU index, only where neither the user nor pip's configuration names a place."""
+    """Return flags for PyTorch's CPU index, but none when the user or pip's configuration names a package source."""
     if "+cpu" not in lock.versions.get("torch", "") or sources or pip.has_own_sources(pip.config_list(interpreter)):
         return []
     return ["--extra-index-url", diagnose.TORCH_CPU_INDEX]

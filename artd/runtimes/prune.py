@@ -1,7 +1,7 @@
-"""Runtimes that nothing uses any more: found and deleted.
+"""Finds and deletes runtimes that nothing uses any more.
 
-Owner: runtimes. Invariants: a folder goes only under its install's lock, when no process of this account has a file of it mapped
-or on its command line, and no setting names an interpreter in it; its marker goes first.
+A folder is deleted under its install's lock, when no process of this account has a file of it mapped or on its command line and
+no setting names an interpreter in it. Its marker goes first.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from . import lockfile, paths
 
 @dataclass(frozen=True)
 class Row:
-    """kept: why it stays, "" for what goes (or went)."""
+    """A runtime's folder. `kept`: why it stays, "" for one that goes or has gone."""
 
     path: str
     size_bytes: int
@@ -24,8 +24,8 @@ class Row:
 
 
 def prune(everything: bool, dry: bool, named: Sequence[str] = ()) -> list[Row]:
-    """everything: also those of this artd; dry: only look; named: interpreters that the settings name."""
-    current = {lock.folder_name for lock in lockfile.shipped()}
+    """Delete unused runtimes. `everything`: also those of this artd; `dry`: only look; `named`: interpreters of the settings."""
+    current = {lock.folder_name for lock in lockfile.list_shipped()}
     rows = []
     for folder in sorted(paths.runtimes_root().glob("*-py3*-*")):
         half_made = not (folder / paths.MARKER).is_file()
@@ -41,7 +41,7 @@ def _one(folder: Path, dry: bool, named: Sequence[str]) -> Row:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Row(str(folder), size, "an install is at it")
+            return Row(str(folder), size, "an install is running")
         if any(name.startswith(f"{folder}/") for name in named):
             return Row(str(folder), size, "artd.toml names its interpreter")
         if user := next(_users(folder), 0):
@@ -55,7 +55,7 @@ def _one(folder: Path, dry: bool, named: Sequence[str]) -> Row:
 
 
 def _users(folder: Path) -> Iterator[int]:
-    """Processes of this account that have something of the folder open as code, or on their command line."""
+    """Yield the processes of this account that have a file of the folder mapped, or name it on their command line."""
     within = f"{folder}/".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "maps"):

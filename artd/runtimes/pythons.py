@@ -1,7 +1,7 @@
-"""Which Python a runtime is built from.
+"""Finds the Python that a runtime is built from.
 
-Owner: runtimes. Invariants: an interpreter is run before it is chosen (right version, able to make environments); never a
-virtual environment's own link, which may be deleted any time. Fetches one with uv only when told to.
+An interpreter is run before it is chosen: it must have the right version and be able to make environments. A virtual
+environment's own link is never chosen, because it may be deleted at any time. uv downloads an interpreter only on request.
 """
 
 import os
@@ -25,20 +25,20 @@ _NO_VENV = 3
 
 @dataclass(frozen=True)
 class Found:
-    """path: the interpreter, "" when there is none; minor: "py311"; why: why not, and what to do, when there is none."""
+    """An interpreter: `path` and `minor` ("py311"), or `path` "" and `why`, which says what to do."""
 
     path: str = ""
     minor: str = ""
     why: str = ""
 
 
-def dotted(minor: str) -> str:
-    """`py311` → `3.11`."""
+def to_dotted(minor: str) -> str:
+    """Return `py311` as `3.11`."""
     return f"{minor[2]}.{minor[3:]}"
 
 
-def asked(name: str) -> Found:
-    """The interpreter that the user named: nothing takes its place."""
+def check_asked(name: str) -> Found:
+    """Check the interpreter that the user named; no other one replaces it."""
     path = shutil.which(name)
     if path is None:
         return Found(why=f"interpreter {name} was not found. Next: --python PATH of one that exists")
@@ -48,9 +48,9 @@ def asked(name: str) -> Found:
     return Found(path, found.minor)
 
 
-def of(minors: Sequence[str], fetch: bool = False) -> Found:
-    """The running interpreter if its version is one of `minors`, else the first of this machine that is.
-    fetch: have uv download one where there is none."""
+def find_any(minors: Sequence[str], fetch: bool = False) -> Found:
+    """Find an interpreter of one of the versions `minors`; the running one comes first. `fetch`: let uv download one if there
+    is none."""
     reasons = []
     for path in _candidates(minors):
         found, reason = _ask(path)
@@ -58,11 +58,11 @@ def of(minors: Sequence[str], fetch: bool = False) -> Found:
             return found
         if found is None and reason.startswith("has no"):
             reasons.append(f"{path} {reason}")
-    if fetch and (path := _fetched(minors[0])):
+    if fetch and (path := _fetch(minors[0])):
         found, _ = _ask(path)
         if found is not None:
             return found
-    wanted = dotted(minors[0])
+    wanted = to_dotted(minors[0])
     if reasons:
         return Found(why=reasons[0])
     return Found(
@@ -72,7 +72,7 @@ def of(minors: Sequence[str], fetch: bool = False) -> Found:
 
 
 def _ask(path: str) -> tuple[Found | None, str]:
-    """(what it is, "") or (None, what is wrong with it and what to do)."""
+    """Run an interpreter. Returns (what it is, "") or (None, what is wrong with it and what to do)."""
     try:
         done = subprocess.run([path, "-I", "-c", _ASK], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -86,7 +86,7 @@ def _ask(path: str) -> tuple[Found | None, str]:
 
 
 def _candidates(minors: Sequence[str]) -> Iterator[str]:
-    """Running, on PATH, Debian's own, pyenv's, uv's; each once."""
+    """Yield each interpreter once: the running one, then those on PATH, of Debian, pyenv and uv."""
     seen: set[str] = set()
     for path in _places(minors):
         if path not in seen and os.access(path, os.X_OK):
@@ -98,20 +98,20 @@ def _places(minors: Sequence[str]) -> Iterator[str]:
     yield getattr(sys, "_base_executable", "") or sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     for minor in minors:
-        name = f"python{dotted(minor)}"
+        name = f"python{to_dotted(minor)}"
         for folder in [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]:
             yield str(Path(folder) / name)
-        yield from (str(path) for path in sorted(pyenv.glob(f"versions/{dotted(minor)}*/bin/{name}")))
-        yield _uv("find", "--no-project", "--system", dotted(minor))
+        yield from (str(path) for path in sorted(pyenv.glob(f"versions/{to_dotted(minor)}*/bin/{name}")))
+        yield _uv("find", "--no-project", "--system", to_dotted(minor))
 
 
-def _fetched(minor: str) -> str:
-    """An interpreter downloaded by uv, "" where there is no uv or it cannot."""
+def _fetch(minor: str) -> str:
+    """Download an interpreter with uv. Returns its path, "" when there is no uv or it fails."""
     if shutil.which("uv") is None:
         return ""
-    print(f"runtime: fetching Python {dotted(minor)} with uv", file=sys.stderr, flush=True)
-    _uv("install", "--quiet", dotted(minor))
-    return _uv("find", "--no-project", "--system", dotted(minor))
+    print(f"runtime: fetching Python {to_dotted(minor)} with uv", file=sys.stderr, flush=True)
+    _uv("install", "--quiet", to_dotted(minor))
+    return _uv("find", "--no-project", "--system", to_dotted(minor))
 
 
 def _uv(*words: str) -> str:

@@ -1,7 +1,6 @@
-"""Which runtimes are there: the marker file, `find` for the supervisor, the list for `artd runtime list`.
+"""Finds the installed runtimes: reads and writes markers, `find` for the supervisor, `list_runtimes` for `artd runtime list`.
 
-Owner: runtimes. Invariants: a folder without a valid marker is never taken for a runtime; the marker is written last
-and fsynced; `find` only reads.
+A folder without a valid marker never counts as a runtime. The marker is written last, with fsync.
 """
 
 import json
@@ -57,7 +56,7 @@ def folder_of(lock: Lock) -> Path:
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Last act of an install: content first, then the name, both durable."""
+    """Write the marker durably: the last act of an install."""
     temporary = folder / (paths.MARKER + ".tmp")
     with open(temporary, "w") as out:
         json.dump(asdict(marker), out, indent=1)
@@ -72,7 +71,7 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def read_marker(folder: Path, digest: str) -> Marker | None:
-    """The marker if this folder is whole, made from that lock, and its interpreter still starts; else None."""
+    """Return the marker of a complete folder that was made from this lock and whose interpreter exists, else None."""
     try:
         marker = Marker(**json.loads((folder / paths.MARKER).read_text()))
     except (OSError, ValueError, TypeError):
@@ -83,9 +82,9 @@ def read_marker(folder: Path, digest: str) -> Marker | None:
 
 
 def find(name: str, device: str = "cpu") -> Runtime:
-    """The runtime that the shipped lock describes; the running minor's first, then any other that is installed."""
+    """Return the installed runtime of a shipped lock; one for the running Python comes first. Raises RuntimeMissing, LockError."""
     stem = lockfile.stem_of(name, device)
-    locks = [lock for lock in lockfile.shipped() if lock.stem == stem]
+    locks = [lock for lock in lockfile.list_shipped() if lock.stem == stem]
     locks.sort(key=lambda lock: lock.minor != paths.minor_of_running())
     if not locks:
         lockfile.load(name, device, paths.minor_of_running())  # raises, with the names
@@ -99,10 +98,10 @@ def find(name: str, device: str = "cpu") -> Runtime:
     )
 
 
-def listed() -> list[Listed]:
-    """Every shipped lock's runtime, then folders left by other locks."""
+def list_runtimes() -> list[Listed]:
+    """List the runtimes of all shipped locks, then folders of other locks."""
     rows = []
-    locks = [lock for lock in lockfile.shipped() if lock.stem != lockfile.BASE]
+    locks = [lock for lock in lockfile.list_shipped() if lock.stem != lockfile.BASE]
     for lock in locks:
         folder = folder_of(lock)
         marker = read_marker(folder, lock.digest)

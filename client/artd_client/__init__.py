@@ -1,6 +1,6 @@
 """The Python client of artd: `Client` for asyncio programs, `SyncClient` for others.
 
-Owner of: no state. Invariants: imports the schema, msgspec and pyzmq only; `openai` when `run.openai()` is called.
+It imports only the schema, msgspec and pyzmq, and `openai` when `run.openai()` is called.
 """
 
 from artd_schema.client_api import GroupInfo, RunInfo, StepInfo, Submitted

@@ -1,7 +1,7 @@
-"""What the blocking client is made of: an event loop in a thread of its own, and the parts of `sync` that differ from the asynchronous client.
+"""Runs the asynchronous client in a thread for the blocking one: an event loop, and the parts that `sync` does not generate.
 
-Every call blocks until the asynchronous one ends; an interrupt of the caller cancels it there. A client is safe for many threads, and no call
-outlives it: a call that it ends raises Closed.
+Every call blocks until the asynchronous call ends; interrupting the caller cancels that call. Many threads may share a client.
+Closing it ends every call, which then raises Closed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Loop:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The outcome of `work`. Raises Closed when the loop ends before that."""
+        """Run `work` in the loop and return its result. Raises Closed when the loop ends first."""
         with self._door:
             if not self._open:
                 work.close()
@@ -92,7 +92,7 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the client. Calls that are under way raise Closed; closing twice is fine."""
         loop, self._running = self._running, None
         if loop is not None:
             try:
@@ -109,7 +109,7 @@ class BlockingClient:
         return running.call(work)
 
     def _follow(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """Yield what `source` yields; close it with the generator."""
+        """Yield what `source` yields, and close `source` with this generator."""
 
         async def following() -> T:
             return await anext(source)
@@ -126,7 +126,7 @@ class BlockingClient:
 
 
 class BlockingRun:
-    """Has the calls of a `Run` done by its client's loop."""
+    """Runs the calls of a `Run` in its client's loop."""
 
     def __init__(self, client: BlockingClient, run: Run) -> None:
         self._client = client
@@ -137,11 +137,11 @@ class BlockingRun:
 
     @property
     def info(self) -> api.RunInfo:
-        """What the daemon said last; `refresh` asks again."""
+        """The daemon's last description of the run; `refresh` asks again."""
         return self._run.info
 
     def openai(self, **options: Any) -> OpenAI:
-        """An OpenAI client bound to the gateway; options go to its constructor. It is closed with the client."""
+        """Return an OpenAI client for the gateway. `options` go to its constructor. It closes with this client."""
         made = sync_openai(self._run.base_url, self._run.api_key, options)
 
         async def close() -> None:

@@ -1,7 +1,4 @@
-"""The asynchronous client.
-
-Owner of: one connection, and the OpenAI clients that it handed out. Invariants: everything that it returns is durable in the daemon.
-"""
+"""The asynchronous client. What it returns is durable in the daemon."""
 
 from __future__ import annotations
 
@@ -24,16 +21,16 @@ from .specs import make_spec, reading_s
 
 
 class Client:
-    """`async with Client() as art:`; everything artd does, for asyncio programs.
+    """`async with Client() as art:` connects an asyncio program to a daemon.
 
-    data_dir: the daemon's data folder; None = $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data. timeout: seconds that a
-    request may take, time without a daemon included: when the daemon stops or dies and another is started within it,
-    nothing is noticed but the delay. remote: a daemon on another machine, in place of data_dir. progress: gets a line now and
-    then while `run` or `wait` takes longer than 5 s (default: to stderr; None = silence).
+    `data_dir`: the daemon's data folder; None means $ARTD_DATA_DIR, else $XDG_DATA_HOME/artd/data. `remote`: a daemon on
+    another machine, in place of `data_dir`. `timeout`: seconds that a request may take. Time without a daemon counts: if the
+    daemon stops or dies and another one starts within the time-out, the request only takes longer. `progress`: called with a
+    line of text now and then while `run` or `wait` takes more than 5 s; the default prints to stderr, None prints nothing.
 
-    Opening raises DaemonNotRunning at once when no daemon lives. Every call raises ArtdError: TimedOut, DaemonNotRunning or
-    Draining when its time is over, Closed when the client is. A call may be cancelled at any moment; what was asked for may
-    then have been done or not. Safe for many tasks of one event loop (asyncio, also by way of anyio).
+    Opening raises DaemonNotRunning at once when no daemon is alive. Every call raises ArtdError: TimedOut, DaemonNotRunning or
+    Draining when its time is over, Closed when the client is closed. A call may be cancelled at any moment; the daemon may or
+    may not have carried it out. Many tasks of one event loop (asyncio, or anyio on asyncio) may share a client.
     """
 
     def __init__(
@@ -65,22 +62,23 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection and the OpenAI clients made by runs; what is under way ends with Closed. Idempotent."""
+        """Close the connection and the OpenAI clients that runs made. Calls that are under way raise Closed; closing twice is
+        fine."""
         closing, self._closing = self._closing, []
         connection, self._connection = self._connection, None
-        async with AsyncExitStack() as stack:  # each, whatever becomes of the others
+        async with AsyncExitStack() as stack:  # closes each, even if another one raises
             if connection is not None:
                 stack.push_async_callback(connection.close)
             for close in closing:
                 stack.push_async_callback(close)
 
     def closing(self, close: Callable[[], Awaitable[object]]) -> None:
-        """Have `close` awaited when this client closes."""
+        """Register `close` to be awaited when this client closes."""
         self._closing.append(close)
 
     @property
     def daemon(self) -> api.Welcome:
-        """What the daemon said of itself: instance, version, max_message."""
+        """The daemon's description of itself: instance, version and max_message (bytes)."""
         welcome = self._open.welcome
         assert welcome is not None
         return welcome
@@ -96,17 +94,21 @@ class Client:
     async def run(
         self, name: str, model: str | os.PathLike[str] | None = None, *, spec: RunSpec | None = None, **fields: Any
     ) -> Run:
-        """Create a run or attach to it.
+        """Create a run, or attach to one that exists.
 
-        Either `spec`, or `model` and any field of RunSpec: `lora={"rank": 8}`, `group_size=8` ... Neither attaches only:
-        NotFound when there is no such run. `model` is the folder of a Hugging Face checkpoint, `ORG/NAME[@COMMIT]` of the Hub or
-        a name that `artd model fetch` knows: the daemon fetches those, which takes as long as it takes. A run that exists with
-        another spec is a Conflict that names the field, and so is another run that is not finished. Raises Invalid with the bad
-        field. The daemon hashes the model's folder first, so this may take longer than `timeout`: 10 s more for each GB of it.
+        Give either `spec`, or `model` and any fields of RunSpec, such as `lora={"rank": 8}, group_size=8`. With neither, the
+        call only attaches, and raises NotFound when there is no such run. `model` is the folder of a Hugging Face checkpoint,
+        `ORG/NAME[@COMMIT]` of the Hub, or a name that `artd model fetch` knows; the daemon downloads the latter two, however
+        long that takes. It then hashes the model's folder, for which the call gets 10 s more per GB.
+
+        Raises Invalid with the bad field. Raises Conflict, which names the field, when the run exists with another spec, and
+        when another run is not finished.
         """
         connection = self._open
         wanted = make_spec(model, spec, fields)
-        timeout = self._timeout + (reading_s(wanted.model) if wanted else 0)  # the daemon hashes the model's folder
+        timeout = self._timeout + (
+            reading_s(wanted.model) if wanted else 0
+        )  # the daemon hashes the model's folder first
         op, waiter = api.CreateRun(name=name, spec=wanted), object()
         try:
             while isinstance(answer := await connection.call(op, (), timeout), api.Pending):
@@ -122,49 +124,57 @@ class Client:
         self, what: Table, *, run: str = "", states: Sequence[str] = (), before: int | None = None,
         after: int | None = None, limit: int = 100,
     ) -> list[Row]:  # fmt: skip
-        """Rows of a table, with the columns of docs/cli-json.md; times are milliseconds since the epoch.
+        """Return rows of a table, with the columns of docs/cli-json.md. Times are milliseconds since the epoch.
 
-        Newest first, below id `before`; with `after` oldest first, above that id (0 = from the first row). The last id of a
-        page is the bound of the next one, so rows that come meanwhile move nothing. states: () = all; limit: rows at most,
-        up to 10,000. Workers are all there are: they have no run and no id. Raises NotFound for an unknown run, Invalid for
-        a state that no row can have.
+        They come newest first, with ids below `before`. With `after` they come oldest first, with ids above it; 0 starts at the
+        first row. The last id of a page is the bound of the next page, so rows that are added meanwhile do not shift it.
+        `states`: only rows in these states, () = all. `limit`: the most rows, up to 10,000. `workers` lists all workers; they
+        have no run and no id. Raises NotFound for an unknown run, Invalid for an unknown state.
         """
         return await read_rows(self._open, what, run=run, states=states, before=before, after=after, limit=limit)
 
     async def runs(self) -> list[Row]:
+        """Return the newest runs, at most 100; columns as in `rows`."""
         return await self.rows("runs")
 
     async def jobs(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        """Return the newest jobs of all runs, in `states` (() = all); columns as in `rows`."""
         return await self.rows("jobs", states=states, limit=limit)
 
     async def workers(self) -> list[Row]:
+        """Return every worker; columns as in `rows`."""
         return await self.rows("workers")
 
     def events(self, run: str | None = None, after: int = 0) -> AsyncGenerator[Row, None]:
-        """Events with id > after, oldest first, then new ones as they happen, for ever. run: None = of all runs.
+        """Yield events with an id above `after`, oldest first, then new ones as they happen, for ever. `run`: None = events of
+        all runs.
 
-        Each once and none left out, also when the daemon is started again; DaemonNotRunning when it stays away."""
+        No event is left out or repeated, even when the daemon restarts. Raises DaemonNotRunning when it stays away.
+        """
         return follow_events(lambda: self._open, run or "", after)
 
     # ---- steering -----------------------------------------------------------------------------------------------------------
 
     async def cancel(self, job: int) -> None:
-        """Cancel a job for good: its trajectories wait again, and its run pauses. Raises NotFound, Conflict."""
+        """Cancel a job for good. Its trajectories wait to be packed again, and its run pauses. Raises NotFound, Conflict."""
         await self._open.ask(api.CancelJob(job=job), api.Done)
 
     async def discard(self, job: int) -> None:
-        """End a job for good, with its trajectories: they are never trained. Raises NotFound, Conflict."""
+        """End a job for good and discard its trajectories, which are never trained. Raises NotFound, Conflict."""
         await self._open.ask(api.DiscardJob(job=job), api.Done)
 
     async def retry(self, job: int) -> None:
-        """Queue a quarantined job again on the same batch. Raises NotFound, Conflict."""
+        """Queue a quarantined job again, on the same batch. Raises NotFound, Conflict."""
         await self._open.ask(api.RetryJob(job=job), api.Done)
 
     async def collect(self, dry: bool = False, resume: bool = False) -> api.Collected:
-        """Have deleted what has had its time and what nothing refers to. dry: only say what would go; resume: retention that a
-        jump of the clock stopped goes on."""
+        """Run garbage collection now: delete expired payloads and files that nothing refers to.
+
+        `dry`: only return what would be deleted. `resume`: first allow deletion by age again, which a jump of the clock
+        stopped.
+        """
         return await self._open.ask(api.Collect(dry=dry, resume=resume), api.Collected)
 
     async def shutdown(self, drain_s: float = 60.0) -> None:
-        """Stop the daemon; its workers get drain_s seconds. Returns when it has begun to stop, not when it is gone."""
+        """Stop the daemon; its workers get `drain_s` seconds to end. Returns when the daemon begins to stop."""
         await self._open.ask(api.Shutdown(drain_s=drain_s), api.Done)

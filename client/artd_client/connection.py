@@ -1,9 +1,8 @@
-"""Requests and their answers over a connection that comes and goes.
+"""Sends requests and receives answers over a connection that may break and come back.
 
-Owner of: the link of the moment and the calls in flight. Invariants: a call ends exactly once, with its answer, an error
-or its time-out; a call that is cancelled leaves nothing behind, and a late or second answer to it is ignored; after a
-reconnect every unanswered call is sent again, under the same number and the same key or request id; what a daemon that is
-stopping did not take is sent to the next one; nothing over the daemon's `max_message` is sent.
+A call ends exactly once: with its answer, an error or its time-out. A cancelled call leaves nothing behind, and a late or
+second answer to it is ignored. After a reconnect every unanswered call is sent again, with the same number and the same key or
+request id. No message above the daemon's `max_message` is sent.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ log = logging.getLogger(__name__)
 A = TypeVar("A", bound=api.Answer)
 
 SMALL = 64 * 1024
-"""Bytes of a message that never waits for the window: it passes the large ones."""
+"""A message of at most so many bytes never waits for the window, and may overtake larger ones."""
 BUSY_S = 0.25
-"""The least time before a daemon that was busy is asked again."""
+"""The shortest time before a busy daemon is asked again."""
 HELLO_S = 5.0
 QUIET_S = 5.0
 DEAD_S = 15.0
@@ -61,18 +60,20 @@ BACKOFF_S = (0.02, 0.2)
 
 @dataclass(slots=True, eq=False)
 class _Call:
+    """A call under way. `counted`: its bytes count towards the window; `refused`: the error of a stopping or busy daemon."""
+
     op: api.Op
     frames: list[bytes]
     deadline: float
     future: asyncio.Future[api.Answer]
     size: int
     sent: bool = False
-    counted: bool = False  # among the bytes under way
-    refused: ArtdError | None = None  # for now: by a daemon that is stopping or busy
+    counted: bool = False
+    refused: ArtdError | None = None
 
 
 class Connection:
-    """data: the daemon's data folder, or where on another machine it is; timeout: seconds a request may take, reconnects
+    """`data`: the daemon's data folder, or its address on another machine. `timeout`: seconds a request may take, reconnects
     included."""
 
     def __init__(self, data: Path | Remote, timeout: float) -> None:
@@ -83,19 +84,19 @@ class Connection:
         self._numbers = count(1)
         self._calls: dict[int, _Call] = {}
         self._under_way = 0  # bytes of large messages that were sent and not answered
-        self._held: deque[_Call] = deque()  # large ones that wait for the window
+        self._held: deque[_Call] = deque()  # large messages that wait for the window
         self._link: Link | None = None
-        self._greeting = 0  # number of the Hello that the link of the moment waits for
+        self._greeting = 0  # number of the Hello that the present link has sent
         self._ready = False
         self._end: ArtdError | None = Closed("this client is not open; use `async with Client() as art:`")
         self._why: ArtdError | None = None
         self._ticker: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
-        """Connect. Raises DaemonNotRunning at once when no daemon lives, WrongProtocol when it speaks another protocol."""
+        """Connect. Raises DaemonNotRunning at once when no daemon is alive, WrongProtocol when it speaks another protocol."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # The I/O thread must not push the thread that sends off its core at every message.
+        # SCHED_BATCH: else the I/O thread preempts the sending thread at every message.
         self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self._heard = self._pinged = self._loop.time()
         self._gone = asyncio.Event()
@@ -112,7 +113,7 @@ class Connection:
             raise
 
     async def close(self) -> None:
-        """End every call with Closed and drop the connection. Idempotent."""
+        """End every call with Closed and drop the connection. Closing twice is fine."""
         if isinstance(self._end, Closed):
             return
         self._end = Closed("this client is closed")
@@ -125,7 +126,9 @@ class Connection:
             self._first.cancel()
         self._fail_all(self._end)
         self._context.destroy(0)
-        await asyncio.gather(self._task, return_exceptions=True)  # last: in a cancelled scope this is as far as it gets
+        await asyncio.gather(
+            self._task, return_exceptions=True
+        )  # last, because in a cancelled scope nothing after it runs
 
     async def ask(
         self,
@@ -134,7 +137,7 @@ class Connection:
         bulk: Sequence[bytes] = (),
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> A:
-        """The answer to `op`, which must be of this kind. Raises ArtdError."""
+        """Return the answer to `op`, which must be of type `kind`. Raises ArtdError."""
         return expect(op, await self.call(op, bulk, timeout), kind)
 
     async def call(
@@ -143,7 +146,7 @@ class Connection:
         bulk: Sequence[bytes] = (),
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> api.Answer:
-        """The answer to `op` within `timeout` seconds. Raises ArtdError. Cancelling it is safe at any moment."""
+        """Return the answer to `op` within `timeout` seconds. It may be cancelled at any moment. Raises ArtdError."""
         if self._end is not None:
             raise self._end
         if isinstance(op, api.Order) and not op.request:
@@ -155,7 +158,7 @@ class Connection:
         deadline = now + (self.timeout if timeout is None else timeout)
         entry = _Call(op, frames, deadline, self._loop.create_future(), sum(map(len, frames)))
         if not self._calls:
-            self._heard = self._pinged = now  # silence counts from the first question on
+            self._heard = self._pinged = now  # silence counts from the first open call
         self._calls[number] = entry
         if self._ready:
             self._transmit(entry)
@@ -186,20 +189,23 @@ class Connection:
             self._break(error if isinstance(error, ArtdError) else Failed(f"the connection broke: {error!r}"))
 
     def _break(self, error: ArtdError) -> None:
-        """No connection from here on: every call ends with this error."""
+        """Give the connection up: this error ends every present and later call."""
         self._end = error
         self._fail_all(error)
         if not self._first.done():
             self._first.set_exception(error)
 
     async def _session(self) -> bool:
-        """From connect to disconnect; whether the daemon welcomed us. Raises DaemonNotRunning, or WrongProtocol on the daemon's refusal."""
+        """Connect and serve until the connection ends. Returns whether the daemon welcomed us.
+
+        Raises DaemonNotRunning, NotAllowed for an unknown key, and WrongProtocol when the daemon refuses this client.
+        """
         endpoint = locate.endpoint(self.data)
         self._gone.clear()
         self._refusal: ArtdError | None = None
         remote = self.data if isinstance(self.data, Remote) else None
         self._link = link = Link(self._context, endpoint, self._take, self._gone.set, remote)
-        silent = self._loop.call_later(HELLO_S, self._unanswered)
+        silent = self._loop.call_later(HELLO_S, self._give_up_silent)
         try:
             self._heard = self._pinged = self._loop.time()
             self._hello()
@@ -216,7 +222,7 @@ class Connection:
         self._why = locate.not_running(self.data, "no daemon answers")
         for entry in list(self._calls.values()):
             if entry.sent and isinstance(entry.op, api.Shutdown) and not entry.future.done():
-                entry.future.set_result(api.Done())  # the daemon is gone, which is what was asked for
+                entry.future.set_result(api.Done())  # the daemon is gone, as the call demanded
         return welcomed
 
     def _hello(self) -> None:
@@ -224,13 +230,13 @@ class Connection:
         hello = api.Hello(protocol=PROTOCOL, client=f"python-{os.getpid()}")
         self._put(self._codec.encode(api.Request(id=self._greeting, op=hello)))
 
-    def _unanswered(self) -> None:
+    def _give_up_silent(self) -> None:
         if not self._ready:
             self._gone.set()
 
     def _put(self, frames: Sequence[bytes]) -> None:
         assert self._link is not None
-        if self._link.closed:  # the session is about to see it; every call is sent again, or ended, then
+        if self._link.closed:  # the session will notice, and send every call again or end it
             return
         try:
             self._link.send(frames)
@@ -247,7 +253,7 @@ class Connection:
             return
         self._heard = self._pinged = self._loop.time()
         if reply.id == self._greeting:
-            self._greeted(reply.answer)
+            self._take_welcome(reply.answer)
             return
         entry = self._calls.get(reply.id)
         if entry is None or entry.future.done():
@@ -256,7 +262,7 @@ class Connection:
             entry.future.set_result(reply.answer)
             return
         refusal = from_answer(reply.answer)
-        if isinstance(refusal, Draining):  # it took nothing; the next daemon is asked, if there is one in time
+        if isinstance(refusal, Draining):  # it did nothing; the next daemon gets the call, if one starts in time
             self._put_off(entry, refusal)
         elif isinstance(refusal, Busy) and (wait := max(refusal.retry_after, BUSY_S)) < entry.deadline - self._heard:
             self._put_off(entry, refusal)
@@ -269,14 +275,14 @@ class Connection:
         self._release(entry)
 
     def _again(self, number: int) -> None:
-        """Ask a daemon that was busy once more."""
+        """Send a call again that a busy daemon refused."""
         entry = self._calls.get(number)
         if entry is None or entry.sent or entry.future.done():
             return
-        if self._ready and entry not in self._held:  # after a restart it may wait for the window already
+        if self._ready and entry not in self._held:  # after a restart the call may already wait for the window
             self._transmit(entry)
 
-    def _greeted(self, answer: api.Answer) -> None:
+    def _take_welcome(self, answer: api.Answer) -> None:
         if isinstance(answer, api.Error) and answer.code in ("busy", "draining"):
             self._gone.set()
         elif isinstance(answer, api.Error) and answer.code == "not_allowed":
@@ -304,7 +310,7 @@ class Connection:
     # ---- calls ------------------------------------------------------------------------------------------------------------
 
     def _transmit(self, entry: _Call) -> None:
-        if entry.counted:  # it is under way
+        if entry.counted:  # it was sent already
             return
         try:
             self._check_size(entry.frames)  # another daemon may have another limit
@@ -321,13 +327,13 @@ class Connection:
         self._put(entry.frames)
 
     def _fits(self, entry: _Call) -> bool:
-        """Whether the daemon's window has room for a large message; one alone always has."""
+        """Return whether the daemon's window has room for a large message. A message always fits when none is under way."""
         assert self.welcome is not None
         window = self.welcome.window
         return not window or not self._under_way or self._under_way + entry.size <= window
 
     def _release(self, entry: _Call) -> None:
-        """What this call had under way is answered, or given up: the next ones that wait are sent."""
+        """Free the window's bytes of a call that is answered or given up, and send calls that wait for them."""
         if not entry.counted:
             return
         entry.counted = False
@@ -357,7 +363,7 @@ class Connection:
             )
 
     def _tick(self) -> None:
-        """Time-outs, and a Hello when the daemon has been silent while calls wait."""
+        """End calls whose time is over, and send a Hello to a daemon that is silent while calls wait."""
         now = self._loop.time()
         for entry in list(self._calls.values()):
             if entry.deadline <= now:
@@ -383,7 +389,7 @@ class Connection:
 
 
 def expect(op: api.Op, answer: api.Answer, kind: type[A]) -> A:
-    """The answer, which must be of this kind. Raises WrongProtocol."""
+    """Return the answer, which must be of type `kind`. Raises WrongProtocol."""
     if not isinstance(answer, kind):
         raise WrongProtocol(f"{type(op).__name__} was answered by {type(answer).__name__}, not by {kind.__name__}")
     return answer

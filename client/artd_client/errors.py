@@ -1,6 +1,6 @@
-"""What can go wrong, each with a type of its own. All are `ArtdError`s and say what was wrong, where, and what to do next.
+"""The client's exceptions. All are `ArtdError`s and say what was wrong, where, and what to do next.
 
-Owner of: no state. Invariants: every code of `artd_schema.client_api.CODES` has exactly one class.
+Every code of `artd_schema.client_api.CODES` has exactly one class.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from artd_schema import client_api as api
 
 
 class ArtdError(Exception):
-    """message: for people; field: path of a bad field, "" when none is to blame; key: of the submit that failed, "" of any
-    other call. `submit` again with this key counts once, whether or not the first call was stored."""
+    """The base of all errors.
+
+    `message` is for people. `field` is the path of the bad field, "" when there is none. `key` is the key of the submission
+    that failed, "" for other calls: `submit` with this key counts once, whether or not the first call was stored.
+    """
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -22,7 +25,7 @@ class ArtdError(Exception):
 
 
 class Invalid(ArtdError):
-    """The request breaks a rule; `field` says where. Sending it again cannot help."""
+    """The request breaks a rule; `field` says where. Repeating it cannot help."""
 
 
 class NotFound(ArtdError):
@@ -30,12 +33,13 @@ class NotFound(ArtdError):
 
 
 class Conflict(ArtdError):
-    """The request contradicts what is stored: other content under the same key, another spec, a closed group. Sending it
-    again cannot help."""
+    """The request contradicts what is stored: other content under the same key, another spec, a closed group. Repeating it
+    cannot help."""
 
 
 class Busy(ArtdError):
-    """The daemon cannot take this now (its disk is full), and could not within the call's time-out. retry_after: seconds."""
+    """The daemon could not accept this within the call's time-out, for example because its disk is full. `retry_after`:
+    seconds."""
 
     def __init__(self, message: str, field: str = "", retry_after: float = 0.0) -> None:
         super().__init__(message, field)
@@ -43,7 +47,8 @@ class Busy(ArtdError):
 
 
 class TooLarge(ArtdError):
-    """A message over the daemon's limit; it was not sent. size, limit: bytes of all frames (0 when the daemon refused)."""
+    """The message is above the daemon's limit and was not sent. `size`, `limit`: bytes of all frames, 0 when the daemon refused
+    it."""
 
     def __init__(self, message: str, field: str = "", size: int = 0, limit: int = 0) -> None:
         super().__init__(message, field)
@@ -52,18 +57,18 @@ class TooLarge(ArtdError):
 
 
 class Draining(ArtdError):
-    """The daemon is stopping, and no other took its place within the call's time-out. Nothing was done."""
+    """The daemon is stopping, and no other daemon started within the call's time-out. Nothing was done."""
 
 
 class Failed(ArtdError):
-    """The daemon failed at this request, or what was waited for will not come."""
+    """The daemon failed while it served this request, or the awaited step will not come."""
 
 
 class Stalled(ArtdError):
-    """No rollout is open and fewer than `needed` sealed groups are trainable: submit more groups, or flush.
+    """No group is open and fewer than `needed` sealed groups are trainable: submit more groups, or flush.
 
-    step: newest committed; sealed, trainable: groups waiting; discarded: of the newest discarded groups, how many for which
-    reason.
+    `step`: the newest committed step. `sealed`, `trainable`: numbers of waiting groups. `discarded`: reason -> number, of the
+    newest discarded groups.
     """
 
     def __init__(
@@ -83,8 +88,7 @@ class Stalled(ArtdError):
 
 
 class DaemonNotRunning(ArtdError):
-    """No daemon answers on the data folder. command: what starts one. A request that one before it got may have been
-    done."""
+    """No daemon answers on the data folder. `command` starts one. An earlier daemon may have carried out the request."""
 
     def __init__(self, message: str, command: str) -> None:
         super().__init__(message)
@@ -92,12 +96,14 @@ class DaemonNotRunning(ArtdError):
 
 
 class TimedOut(ArtdError, TimeoutError):
-    """The daemon is connected but did not answer in time: the request may or may not have been done, or may still be. A
-    submit may be repeated with `key=error.key`: then it counts once."""
+    """The daemon did not answer in time. The request may have been carried out, or still be.
+
+    `submit` may be repeated with `key=error.key`: then it counts once.
+    """
 
 
 class NotAllowed(ArtdError):
-    """A daemon on another machine does not know this client's key, or no longer."""
+    """A daemon on another machine does not know this client's key, or has removed it."""
 
 
 class WrongProtocol(ArtdError):
@@ -105,11 +111,11 @@ class WrongProtocol(ArtdError):
 
 
 class Closed(ArtdError):
-    """The client was closed, or not opened yet. What was under way may or may not have been done."""
+    """The client is closed, or not open yet. Calls that were under way may or may not have been carried out."""
 
 
 def from_answer(error: api.Error) -> ArtdError:
-    """The exception for an Error of the daemon; an unknown code is `Failed`."""
+    """Return the exception for the daemon's Error; an unknown code becomes `Failed`."""
     match error.code:
         case "invalid":
             return Invalid(error.message, error.field)

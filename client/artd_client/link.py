@@ -1,8 +1,7 @@
-"""One ZeroMQ connection to the daemon: frames out, frames in, and a call when it is gone.
+"""One ZeroMQ connection to the daemon: sends and receives frames, and reports its end.
 
-Owner of: one DEALER and its monitor. Invariants: never reconnects by itself (a new Link has a new identity); a socket's
-descriptor tells of *changes* only, so input is looked for after sends as well as when the loop sees the descriptor;
-nothing awaits inside, so no cancellation can lose a message.
+It never reconnects; a new Link has a new identity. A ZeroMQ descriptor signals *changes* only, so input is read after sends
+too, not only when the loop sees the descriptor. Nothing here awaits, so no cancellation can lose a message.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 DRAIN = 256
-NOBLOCK = int(zmq.NOBLOCK)  # plain numbers: an enum's `|` costs more than sending a frame
+NOBLOCK = int(zmq.NOBLOCK)  # plain numbers, because `|` on an enum costs more than sending a frame
 POLLIN = int(zmq.POLLIN)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Link:
-    """`on_frames(frames)` is called in the loop for every message, `on_gone()` once, unless `close` came first. refused:
-    whether it is gone because the daemon does not know this client's key."""
+    """A DEALER socket with its monitor.
+
+    `on_frames(frames)` is called in the loop for every message, and `on_gone()` once when the connection ends, unless `close`
+    came first. `refused`: whether it ended because the daemon does not know this client's key.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class Link:
             remote.secure(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        # The requests in flight are held by their callers anyway: a limit here would only be a second, silent one.
+        # Callers already limit the requests in flight; a limit of the socket would drop messages silently.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(GONE)
@@ -63,7 +65,7 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Whether it is gone."""
+        """Whether the connection has ended."""
         return self._closed
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -72,7 +74,7 @@ class Link:
         for frame in first:
             self._socket.send(frame, NOBLOCK_MORE)
         self._socket.send(last, NOBLOCK)
-        if not self._looking:  # once for all that is sent in this turn of the loop
+        if not self._looking:  # once for everything that is sent in this cycle of the loop
             self._looking = True
             self._loop.call_soon(self._look_in)
 
@@ -98,14 +100,14 @@ class Link:
 
     def _look(self) -> None:
         if not self._closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._drain()  # what came before the end
+            self._drain()  # messages that arrived before the end
             if not self._closed:
                 self.refused = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 self.close()
                 self._on_gone()
 
     def close(self) -> None:
-        """Drop the connection and whatever is unsent. Idempotent."""
+        """Drop the connection and all unsent messages. Closing twice is fine."""
         if self._closed:
             return
         self._closed = True

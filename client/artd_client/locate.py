@@ -1,7 +1,4 @@
-"""Where the daemon of a data folder listens.
-
-Owner of: no state. Invariants: a file of a daemon that is dead, or still starting, is no address.
-"""
+"""Finds where the daemon of a data folder listens. A daemon that is dead or still starting has no address."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ from .remote import Remote
 
 
 class Starting(DaemonNotRunning):
-    """The daemon's process lives but does not listen yet."""
+    """The daemon's process is alive but does not listen yet."""
 
 
 def start_command(data: Path) -> str:
-    """The command that starts a daemon on `data`."""
+    """Return the command that starts a daemon on `data`."""
     return "artd start --detach" + ("" if data == paths.data_dir() else f" --data-dir {shlex.quote(str(data))}")
 
 
 def not_running(data: Path | Remote, what: str) -> DaemonNotRunning:
-    """what: such as `no daemon runs`."""
+    """Return the error for a missing daemon. `what`: such as `no daemon runs`."""
     if isinstance(data, Remote):
         return DaemonNotRunning(
             f"{what} at {data.endpoint}, or its public key is not the one given", "artd start --detach"
@@ -34,7 +31,7 @@ def not_running(data: Path | Remote, what: str) -> DaemonNotRunning:
 
 
 def endpoint(data: Path | Remote) -> str:
-    """ZeroMQ endpoint of the daemon on `data`. Raises DaemonNotRunning, or Starting when waiting may help."""
+    """Return the ZeroMQ endpoint of the daemon on `data`. Raises DaemonNotRunning, or Starting when waiting may help."""
     if isinstance(data, Remote):
         return data.endpoint
     told = paths.read_daemon_file(data)

@@ -1,7 +1,4 @@
-"""OpenAI clients bound to the gateway, imported only when asked for.
-
-Owner of: no state.
-"""
+"""Makes OpenAI clients for the gateway. It imports `openai` only when one is made."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ MISSING = "run.openai() needs the package `openai`: pip install 'artd[openai]' (
 
 
 def async_openai(base_url: str, api_key: str, options: dict[str, Any]) -> AsyncOpenAI:
-    """Raises ImportError that names the command when the package is not there."""
+    """Return an AsyncOpenAI. Raises ImportError, which names the command, when the package is missing."""
     client: AsyncOpenAI = _module().AsyncOpenAI(**{"base_url": base_url, "api_key": api_key, **options})
     return client
 
 
 def sync_openai(base_url: str, api_key: str, options: dict[str, Any]) -> OpenAI:
-    """Raises ImportError that names the command when the package is not there."""
+    """Return an OpenAI. Raises ImportError, which names the command, when the package is missing."""
     client: OpenAI = _module().OpenAI(**{"base_url": base_url, "api_key": api_key, **options})
     return client
 

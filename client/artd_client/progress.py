@@ -1,7 +1,6 @@
-"""What a call waits for, told to the person in front of the program.
+"""Tells the user of a program what a long call waits for.
 
-Owner of: when something was last told. Invariants: one line of a client at a time, however many tasks wait; nothing is told of what
-takes less than TELL_S.
+A client prints one line at a time, however many tasks wait. A call that takes less than TELL_S prints nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ Tell = Callable[[str], None]
 TELL_S = 5.0
 AGAIN_S = 15.0
 _NUMBERS = re.compile(r"[\d.]+( of [\d.]+)? MB|, \d+ s$")
-"""What changes while the activity is the same."""
+"""Numbers that change while the activity stays the same."""
 
 
 def to_stderr(text: str) -> None:
+    """Print a line of progress to stderr."""
     print(f"artd: {text}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """tell: gets a line, such as `engine starting, 35 s`."""
+    """Decides which waiting call prints, and when. `tell` gets a line such as `engine starting, 35 s`."""
 
     def __init__(self, tell: Tell | None) -> None:
         self.tell = tell
@@ -32,18 +32,20 @@ class Progress:
         self._head = ""
 
     def poll_s(self, waiter: object, otherwise: float) -> float:
-        """Seconds after which this waiter asks again: the first of a client's asks often and tells for all."""
+        """Return the seconds after which this waiter asks the daemon again. A client's first waiter asks often and prints for
+        all."""
         if self.tell is None or self.waiter not in (None, waiter):
             return otherwise
         self.waiter = waiter
         return min(TELL_S, otherwise)
 
     def leave(self, waiter: object) -> None:
+        """Let another waiter print: this one has ended."""
         if self.waiter is waiter:
             self.waiter = None
 
     def say(self, waiter: object, text: str) -> None:
-        """Tell, if this is the waiter that tells and it is new, or the last word was some time ago."""
+        """Print `text` if this waiter is the one that prints, and the text is new or the last line is some time ago."""
         now, head = time.monotonic(), _NUMBERS.sub("", text)
         if self.tell is None or self.waiter is not waiter or not text:
             return

@@ -1,6 +1,6 @@
-"""A daemon on another machine: its TCP endpoint, its public key, and the key that this client shows.
+"""Describes a daemon on another machine: its TCP endpoint, its public key, and the keys that this client shows.
 
-Owner of: no state. Invariants: nothing is sent before both sides have proven their keys (CURVE, ZeroMQ RFC 26).
+Nothing is sent before both sides have proven their keys (CURVE, ZeroMQ RFC 26).
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from .errors import Invalid
 
 @dataclass(frozen=True)
 class Remote:
-    """endpoint: such as `tcp://trainer-1:7440` (`remote.bind` there); server_key: what `artctl key server` shows there;
-    key_file: the file that `artctl key add` made for this client."""
+    """A daemon on another machine.
+
+    `endpoint`: such as `tcp://trainer-1:7440` (`remote.bind` there). `server_key`: the output of `artctl key server` there.
+    `key_file`: the file that `artctl key add` made for this client.
+    """
 
     endpoint: str
     server_key: str
     key_file: str | os.PathLike[str]
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Have this socket speak CURVE. Raises Invalid."""
+        """Make this socket speak CURVE. Raises Invalid."""
         public, secret = self._pair()
         try:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_key.encode())

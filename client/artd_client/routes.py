@@ -1,6 +1,6 @@
-"""Routed experts as `Turn.routes` holds them, made of what a rollout program has: nested sequences, arrays or bytes.
+"""Turns routed experts of a rollout program (nested sequences, arrays or bytes) into the bytes of `Turn.routes`.
 
-Owner of: no state. Invariant: numpy is never imported; arrays show their numbers by the buffer protocol or `tolist`.
+It never imports numpy; arrays give their numbers by the buffer protocol or `tolist`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from .errors import Invalid
 
 
 def route_bytes(ids: Any, experts: int) -> bytes:
-    """Expert ids [rows][MoE layers][topk] as bytes, u8 up to 256 experts, else u16 little-endian; bytes stay as they are.
+    """Return expert ids [rows][MoE layers][topk] as bytes: u8 for up to 256 experts, else little-endian u16.
 
-    experts: routed experts of a layer; not asked for with bytes. Raises Invalid with the bad place.
+    Bytes are returned unchanged. `experts`: routed experts of a layer, unused for bytes. Raises Invalid with the bad place.
     """
     if isinstance(ids, bytes | bytearray):
         return bytes(ids)
@@ -23,11 +23,11 @@ def route_bytes(ids: Any, experts: int) -> bytes:
         raise Invalid(f"experts: is {experts}, but the routes are no bytes: give the experts of a layer", "experts")
     code = "B" if experts <= 256 else "H"
     plain = _same_width(ids, code)
-    return _packed(ids.tolist() if hasattr(ids, "tolist") else ids, code, experts) if plain is None else plain
+    return _pack(ids.tolist() if hasattr(ids, "tolist") else ids, code, experts) if plain is None else plain
 
 
 def _same_width(ids: Any, code: str) -> bytes | None:
-    """The bytes of an array whose numbers have the right width already."""
+    """Return the bytes of an array whose numbers already have the right width, else None."""
     try:
         view = memoryview(ids)
     except TypeError:
@@ -35,7 +35,7 @@ def _same_width(ids: Any, code: str) -> bytes | None:
     return view.tobytes() if view.format == code and view.ndim == 3 and sys.byteorder == "little" else None
 
 
-def _packed(rows: Any, code: str, experts: int) -> bytes:
+def _pack(rows: Any, code: str, experts: int) -> bytes:
     column = array(code)
     form = None
     for number, row in enumerate(rows):

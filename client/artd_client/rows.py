@@ -1,4 +1,4 @@
-"""Rows of the daemon's tables, and events as they come: for a client of all runs, and for one run."""
+"""Reads rows of the daemon's tables, and follows events, for a client of all runs and for one run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def read_rows(
 ) -> list[Row]:  # fmt: skip
     """Return one page of a table, however many answers it takes. Raises Invalid for an unknown table."""
     if what not in get_args(Table):
-        raise Invalid(f"nothing is listed as {what!r}; {', '.join(get_args(Table))} are", "what")
+        raise Invalid(f"unknown listing {what!r}; use one of: {', '.join(get_args(Table))}", "what")
     rows: list[Row] = []
     while True:
         op = api.List(what=what, run=run, states=tuple(states), before=before, after=after, limit=limit - len(rows))
@@ -29,12 +29,13 @@ async def read_rows(
         rows += answer.rows
         if not answer.more:
             return rows
-        last = int(rows[-1]["id"])  # one answer was not enough for so many large rows
+        last = int(rows[-1]["id"])  # the rows are too large for one answer; read on from the last one
         before, after = (last, None) if after is None else (before, last)
 
 
 async def follow_events(connection: Callable[[], Connection], run: str, after: int) -> AsyncGenerator[Row, None]:
-    """Yield the events of a run with id > after, those of all runs if `run` is empty, for ever. `connection`: the open one."""
+    """Yield a run's events with an id above `after`, for ever; all runs' if `run` is "". `connection` returns the open
+    connection."""
     while True:
         opened, op = connection(), api.Events(after=after, run=run, timeout_s=POLL_S)
         answer = await opened.ask(op, api.Rows, timeout=POLL_S + opened.timeout)

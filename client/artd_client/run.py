@@ -1,7 +1,6 @@
-"""One run as a client sees it.
+"""One run, as a client sees it.
 
-Owner of: the last `RunInfo`. Invariants: the key of a submit is fixed before it is sent, so that the connection may repeat
-it, and whatever goes wrong carries that key.
+The key of a submission is fixed before it is sent, so the connection may repeat it, and every error carries that key.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ log = logging.getLogger(__name__)
 
 POLL_S = 30.0
 ANSWER_S = 5.0
-"""What a daemon may take to say that a wait has timed out."""
+"""Seconds that a daemon may take to answer that a wait has timed out."""
 Close = Callable[[], Awaitable[object]]
 """Closes something that was made for a run."""
 
 
 class Run:
-    """Made by `Client.run`. `info` is what the daemon said last; `refresh` asks again."""
+    """A run; `Client.run` makes it. `info` is the daemon's last description of it, and `refresh` asks again."""
 
     def __init__(
         self, connection: Connection, info: api.RunInfo, progress: Progress, closing: Callable[[Close], None]
@@ -54,52 +53,54 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The run's name."""
         return self.info.name
 
     @property
     def model(self) -> str:
-        """The name to ask the gateway for: it is always the newest step that is served."""
+        """The model name for requests to the gateway: it stands for the newest served step."""
         return self.info.name
 
     @property
     def state(self) -> str:
-        """active, paused or finished."""
+        """The run's state: active, paused or finished."""
         return self.info.state
 
     @property
     def spec(self) -> RunSpec:
-        """Raises Failed when the daemon cannot read it."""
+        """The run's spec. Raises Failed when the daemon cannot read it."""
         if self.info.spec is None:
             raise Failed(f"run {self.name!r} is {self.state}: {self.info.reason}", "spec")
         return self.info.spec
 
     @property
     def step(self) -> int:
-        """Newest committed step, -1 before the first checkpoint."""
+        """The newest committed step, -1 before the first checkpoint."""
         return self.info.step
 
     @property
     def served(self) -> int:
-        """Newest step that an engine serves, -1 when none does."""
+        """The newest step that an engine serves, -1 when none does."""
         return self.info.served
 
     @property
     def base_url(self) -> str:
-        """Of the gateway's OpenAI interface."""
+        """The URL of the gateway's OpenAI interface, which ends in `/v1`."""
         return self.info.base_url
 
     @property
     def api_key(self) -> str:
+        """The gateway's bearer token."""
         return self.info.api_key
 
     def openai(self, **options: Any) -> AsyncOpenAI:
-        """An AsyncOpenAI bound to the gateway; options go to its constructor. It is closed with the client."""
+        """Return an AsyncOpenAI for the gateway. `options` go to its constructor. It closes with the client."""
         made = async_openai(self.base_url, self.api_key, options)
         self._closing(made.close)
         return made
 
     async def refresh(self) -> Self:
-        """Ask the daemon for `info` again."""
+        """Ask the daemon for `info` again. Returns this run."""
         self.info = await self._connection.ask(api.CreateRun(name=self.name), api.RunInfo)
         return self
 
@@ -119,17 +120,17 @@ class Run:
     ) -> api.Submitted:
         """Submit one trajectory; when this returns, it is durable.
 
-        Either `responses` of artd's gateway (completions, ids, or pairs with a choice), in the order in which they were
-        made, or `turns` (see `artd_client.turn`). reward: finite. metrics: numbers that are stored with it; metadata:
-        anything that JSON can say.
+        Give either `responses` of artd's gateway (completions, ids, or pairs with a choice) in the order in which they were
+        made, or `turns` (see `artd_client.turn`). `reward`: a finite number. `metrics`: numbers stored with the trajectory.
+        `metadata`: anything that JSON can express.
 
-        key: up to 256 characters; the same key with the same content counts once, with other content it is a Conflict. None
-        makes one: by reference from the responses' ids; by value a new one for each call, so that every call is a sample of
-        its own. An ArtdError carries it: after TimedOut, DaemonNotRunning or Closed the trajectory may have been stored, and
-        `submit(..., key=error.key)` counts it once. A program that may be started again in the middle gives keys.
+        `key`: up to 256 characters. The same key with the same content counts once; with other content it is a Conflict.
+        Without a key one is made: from the responses' ids, or for `turns` a new one per call, so that every call is a further
+        sample. An ArtdError carries the key: after TimedOut, DaemonNotRunning or Closed the trajectory may have been stored,
+        and `submit(..., key=error.key)` counts it once. A program that may be restarted midway should give keys.
 
-        Raises Invalid, NotFound (a response), Conflict (the group is closed, the run finished), TooLarge, Busy (wait
-        `retry_after` seconds), and what every call raises: TimedOut, DaemonNotRunning, Draining, Closed.
+        Raises Invalid, NotFound (a response), Conflict (the group is closed, or the run finished), TooLarge, Busy (wait
+        `retry_after` seconds), and the errors of every call: TimedOut, DaemonNotRunning, Draining, Closed.
         """
         _check_forms(group, responses, turns, split)
         refs = tuple(reference(response) for response in responses)
@@ -153,8 +154,10 @@ class Run:
             raise
 
     async def seal(self, group: str) -> api.GroupInfo:
-        """Close a group that will get no more trajectories; says whether it can be trained. Closing it again changes nothing.
-        Raises NotFound."""
+        """Close a group that gets no more trajectories. Returns its state (sealed, or discarded with the reason) and size.
+
+        Closing it again changes nothing. Raises NotFound.
+        """
         return await self._connection.ask(api.Seal(run=self.name, group=group), api.GroupInfo)
 
     async def flush(self) -> None:
@@ -162,12 +165,12 @@ class Run:
         await self._connection.ask(api.Flush(run=self.name), api.Done)
 
     async def wait(self, step: int, timeout: float | None = None) -> api.StepInfo:  # noqa: ASYNC109
-        """Wait until `step` is committed and served. timeout: seconds, None = as long as it takes.
+        """Wait until `step` is committed and served. `timeout`: seconds, None = without limit.
 
-        A worker that is broken, which artd no longer starts by itself, is logged as a warning: it goes on when somebody has
-        mended that. Raises Stalled when it cannot come without more groups, TimedOut (naming what the run was doing), Failed
-        when the run is paused or finished, DaemonNotRunning when the daemon stays away: until the time-out, or without one for
-        longer than the client's own. After 5 s the client's `progress` is told what it waits for.
+        After 5 s the client's `progress` hears what it waits for. A worker that artd no longer restarts is logged as a warning,
+        and the wait goes on, because an operator may mend it. Raises Stalled when the step needs more groups, TimedOut, which
+        says what the run was doing, Failed when the run is paused or finished, and DaemonNotRunning when no daemon answers
+        until the time-out (without one: for longer than the client's time-out).
         """
         waiter = object()
         try:
@@ -190,7 +193,9 @@ class Run:
                     return answer
                 case api.Stalled():
                     raise Stalled(answer.step, answer.sealed, answer.trainable, answer.needed, answer.discarded)
-                case api.Pending() if end is not None and not loop.time() < end:  # also when it is no number
+                case api.Pending() if (
+                    end is not None and not loop.time() < end
+                ):  # written this way, a NaN ends the wait too
                     problem = f"; {answer.problem}" if answer.problem else ""
                     raise TimedOut(
                         f"step {step} of run {self.name!r} did not come within {timeout:g} s: the run is at step "
@@ -205,42 +210,50 @@ class Run:
     # ---- looking and steering -----------------------------------------------------------------------------------------------
 
     async def trajectories(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        """Return trajectories of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""
         return await read_rows(self._connection, "trajectories", run=self.name, states=states, limit=limit)
 
     async def groups(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        """Return groups of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""
         return await read_rows(self._connection, "groups", run=self.name, states=states, limit=limit)
 
     async def batches(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        """Return batches of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""
         return await read_rows(self._connection, "batches", run=self.name, states=states, limit=limit)
 
     async def jobs(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        """Return jobs of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""
         return await read_rows(self._connection, "jobs", run=self.name, states=states, limit=limit)
 
     async def checkpoints(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        """Return checkpoints of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""
         return await read_rows(self._connection, "checkpoints", run=self.name, states=states, limit=limit)
 
     async def pushes(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
+        """Return pushes of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""
         return await read_rows(self._connection, "pushes", run=self.name, states=states, limit=limit)
 
     def events(self, after: int = 0) -> AsyncGenerator[Row, None]:
-        """Events of this run with id > after, for ever."""
+        """Yield events of this run with an id above `after`, oldest first, for ever."""
         return follow_events(lambda: self._connection, self.name, after)
 
     async def pause(self, reason: str = "operator") -> None:
-        """Train no more until resumed; the run is served on. Raises Conflict when it is finished."""
+        """Stop training until `resume`; the run is still served. Raises Conflict when it is finished."""
         await self._connection.ask(api.Pause(run=self.name, reason=reason), api.Done)
 
     async def resume(self) -> None:
-        """Train again, with workers that had been given up started again. Raises Conflict when it is finished."""
+        """Train again, and start again the workers that the daemon had given up. Raises Conflict when the run is finished."""
         await self._connection.ask(api.Resume(run=self.name), api.Done)
 
     async def discard_group(self, group: str) -> None:
-        """Discard an open or sealed group with its trajectories: they are never trained. Raises NotFound, Conflict."""
+        """Discard an open or sealed group with its trajectories, which are never trained. Raises NotFound, Conflict."""
         await self._connection.ask(api.DiscardGroup(run=self.name, group=group), api.Done)
 
     async def rollback(self, step: int) -> None:
-        """Go on from an older step, in a new lineage: the steps after it are left, and what they trained stays trained. The
-        run keeps its state; pause it first, or what waits is trained at once. Raises NotFound, Conflict."""
+        """Continue from an older step, in a new lineage. Later steps are abandoned; what they trained stays trained.
+
+        The run keeps its state. Pause it first, or waiting groups are trained at once. Raises NotFound, Conflict.
+        """
         await self.refresh()
         await self._connection.ask(api.Rollback(run=self.name, step=step, lineage=self.info.lineage), api.Done)
         await self.refresh()
@@ -250,13 +263,15 @@ class Run:
         await self._connection.ask(api.Finish(run=self.name), api.Done)
 
     async def delete(self) -> None:
-        """Delete this finished run with its trajectories, checkpoints and metrics. Its name is free at once; its files go soon
-        after. Raises Conflict when it is not finished."""
+        """Delete this finished run with its trajectories, checkpoints and metrics. Raises Conflict when it is not finished.
+
+        Its name is free at once; its files are deleted soon after.
+        """
         await self._connection.ask(api.DeleteRun(run=self.name), api.Done)
 
 
 def _number(what: str, value: object) -> float:
-    """Raises Invalid, with the name of what is no number."""
+    """Return `value` as a float. Raises Invalid, which names `what`."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -264,7 +279,7 @@ def _number(what: str, value: object) -> float:
 
 
 def _check_forms(group: object, responses: object, turns: object, split: object) -> None:
-    """What would be taken for something else later. Raises Invalid."""
+    """Raise Invalid for arguments that would otherwise be misread."""
     if not isinstance(group, str):
         raise Invalid(f"group: {group!r} is not a name (str)", "group")
     if not group.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in group):

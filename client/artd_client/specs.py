@@ -1,7 +1,5 @@
-"""The spec of a run, out of what `Client.run` is given.
-
-Owner of: no state. Invariant: what cannot be a spec is refused here, before anything is sent, with the field and what it may be.
-"""
+"""Makes the spec of a run from the arguments of `Client.run`. A bad field is refused before anything is sent, with the values
+that it may have."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ from artd_schema.spec import RunSpec
 from .errors import Invalid
 
 _READ_BYTES_S = 100e6
-"""How fast a daemon reads and hashes a model folder, at least."""
+"""The least speed in bytes per second at which a daemon reads and hashes a model folder."""
 
 
 def make_spec(model: str | os.PathLike[str] | None, spec: RunSpec | None, fields: dict[str, Any]) -> RunSpec | None:
-    """None when a run is only attached to. Raises Invalid with the bad field."""
+    """Return the spec, None for a call that only attaches. Raises Invalid with the bad field."""
     if spec is not None:
         if model is not None or fields:
             raise Invalid("give either spec, or model and fields, not both", "spec")
@@ -39,19 +37,19 @@ def make_spec(model: str | os.PathLike[str] | None, spec: RunSpec | None, fields
     try:
         return msgspec.convert({"model": text, **fields}, RunSpec)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise _explain(str(error)) from None
 
 
 def reading_s(model: str) -> float:
-    """Seconds that a daemon of this machine may take to hash the model's folder, which it does when a run is created."""
+    """Return the seconds that a daemon on this machine may need to hash the model's folder, as it does when it creates a run."""
     try:
         return sum(entry.stat().st_size for entry in os.scandir(model) if entry.is_file()) / _READ_BYTES_S
     except OSError:
-        return 0.0  # there is none here: the daemon says so, or it is another machine's
+        return 0.0  # the folder is on another machine, or missing, which the daemon reports
 
 
-def _explained(error: str) -> Invalid:
-    """msgspec's error, and what the field may be."""
+def _explain(error: str) -> Invalid:
+    """Translate msgspec's error, and add the values that the field may have."""
     where = re.search(r" - at `\$\.([^`]*)`$", error)
     path = where[1] if where else ""
     found = _at(path)
@@ -67,7 +65,7 @@ def _explained(error: str) -> Invalid:
 
 
 def _at(path: str) -> inspect.Type | None:
-    """What stands at `lora.rank` of a spec."""
+    """Return the type of a field of the spec, such as `lora.rank`."""
     found: inspect.Type | None = inspect.type_info(RunSpec)
     for name in path.split(".") if path else ():
         fields = found.fields if isinstance(found, inspect.StructType) else ()
@@ -82,11 +80,11 @@ OTHERWISE = {
     "max_tokens": 'it belongs to each request, as in OpenAI\'s interface; engine={"max_model_len": ...} bounds prompt and answer',
     "batch_size": "a step trains groups_per_step groups of group_size trajectories",
 }
-"""Names that other tools have for what a run says in another way, or not at all."""
+"""Field names of other tools -> how artd says the same, or that it has no such thing."""
 
 
 def _elsewhere(name: str) -> str:
-    """Where a field stands that is no field of the run itself; "" when nobody knows it."""
+    """Return where a field belongs that the run itself does not have, "" when that is unknown."""
     if name in OTHERWISE:
         return f"there is no field {name!r}: {OTHERWISE[name]}"
     for field in inspect.type_info(RunSpec).fields:  # type: ignore[attr-defined]
@@ -97,4 +95,6 @@ def _elsewhere(name: str) -> str:
 
 def _unknown(name: str, names: Any) -> str:
     near = difflib.get_close_matches(name, names, 1)
-    return f"there is no field {name!r}" + (f"; did you mean {near[0]}?" if near else f"; there is {', '.join(names)}")
+    return f"there is no field {name!r}" + (
+        f"; did you mean {near[0]}?" if near else f"; use one of: {', '.join(names)}"
+    )

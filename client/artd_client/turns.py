@@ -1,6 +1,6 @@
-"""What a trajectory is made of, in the words of a rollout program: responses or plain lists of numbers.
+"""Makes trajectories from what a rollout program has: responses, or plain lists of numbers.
 
-Owner of: no state. Invariants: columns are little-endian int32 and float32, as `artd_schema.trajectory.Turn` says.
+Columns are little-endian int32 and float32, as in `artd_schema.trajectory.Turn`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def turn(
     routes_start: int = 0,
     experts: int = 0,
 ) -> Turn:
-    """One generation by value: `prompt_ids` is what the model read, `token_ids` what it sampled.
+    """Return one generation by value. `prompt_ids` is what the model read, `token_ids` what it sampled.
 
-    logprobs: natural log, one a sampled token, after the temperature. sampling: instead of temperature, when more is to be
-    told. policy_epoch: (start token, epoch) runs.
+    `logprobs`: natural logarithms, one for each sampled token, after the temperature. `sampling`: in place of `temperature`,
+    for further sampling parameters. `policy_epoch`: (start token, epoch) of each stretch of sampled tokens.
 
-    routes: for a run with expert replay, the experts that the engine routed each token to: ids [rows][MoE layers][topk],
-    as nested sequences or an array, with `experts` = routed experts of a layer; or their bytes (u8 up to 256 experts, else
-    u16 little-endian). Layers without experts are left out. Row j is token routes_start + j of prompt and sampled tokens;
-    rows go to the last token, or end one before it (engines never read the last one). A later turn of a conversation may
-    start where the rows of the turns before it end. Raises Invalid with the bad field.
+    `routes`, for a run with expert replay: the experts to which the engine routed each token, as ids [rows][MoE layers][topk]
+    in nested sequences or an array, with `experts` = routed experts of a layer; or as bytes (u8 for up to 256 experts, else
+    little-endian u16). Layers without experts are left out. Row j is token `routes_start` + j of prompt and sampled tokens. The
+    rows reach the last token, or end one before it, because engines never read the last one. A later turn of a conversation may
+    start where the rows of the earlier turns end. Raises Invalid with the bad field.
     """
     prompt = _column("i", prompt_ids, "prompt_ids", "a token id of 32 bits")
     tokens = _column("i", token_ids, "token_ids", "a token id of 32 bits")
@@ -64,10 +64,10 @@ def turn(
 
 
 def reference(response: Any) -> ExchangeRef:
-    """One choice of a response that artd's gateway served.
+    """Return a reference to one choice of a response that artd's gateway served.
 
-    response: an ExchangeRef; an OpenAI completion with one choice; its id (choice 0); or a pair of completion or id
-    with the choice or its index. Raises Invalid.
+    `response`: an ExchangeRef; an OpenAI completion with one choice; its id, for choice 0; or a pair of completion or id with
+    the choice or its index. Raises Invalid.
     """
     if isinstance(response, ExchangeRef):
         return response

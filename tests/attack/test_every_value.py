@@ -17,13 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from artd.api.job_orders import end_for_good
+from artd.api.job_orders import end_job
 from artd.api.requests import Requests
 from artd.errors import RequestError
 from artd.packing import child, service
 from artd.packing.service import Packer
 from artd.recover import recover
-from artd.retention.checkpoints import Retain
+from artd.retention.checkpoints import CheckpointRetention
 from artd.rollouts.insert import seal_group
 from artd.runs.lifecycle import Runs, _check_spec
 from artd.serving.routing_table import load_table
@@ -87,7 +87,7 @@ class World:
         await self.store.write(make_dispatch(self.store, self.data)._claim_due)
         await self.store.write(make_pusher(self.store, self.data)._claim)
         await self.store.write(load_table)
-        await self.store.write(Retain(self.store, self.data)._retire)
+        await self.store.write(CheckpointRetention(self.store, self.data)._retire)
         await self.store.write(self.packer._due)
 
 
@@ -248,7 +248,7 @@ def test_a_trajectory_that_is_accepted_is_packed_or_discarded_by_name(world):
         assert row["state"] in ("packed", "discarded") and (row["state"] == "packed" or row["reason"])
         assert not await world.store.read("SELECT 1 FROM meta WHERE key = 'packer.blamed' AND value <> '[]'")
         for job in await world.store.read("SELECT id FROM job WHERE kind = 'train' AND state = 'queued'"):
-            await world.store.write(lambda c, number=job["id"]: end_for_good(c, 0, number, True))
+            await world.store.write(lambda c, number=job["id"]: end_job(c, 0, number, True))
         return str(row["state"])
 
     check()

@@ -38,7 +38,7 @@ sys.exit(code)
 """
 
 
-def keeper(data: Path, code: int, state: str, deaths: int = 3, base_s: float = 0.05) -> subprocess.Popen[str]:
+def start_keeper(data: Path, code: int, state: str, deaths: int = 3, base_s: float = 0.05) -> subprocess.Popen[str]:
     """A keeper of scripted daemons that end with this code."""
     (data / LOGS).mkdir(parents=True)
     program = f"""
@@ -65,15 +65,15 @@ def starts(data: Path) -> list[str]:
 def test_what_ended_by_itself_starts_again_until_the_limit(
     tmp_path: Path, code: int, state: str, expected: int
 ) -> None:
-    process = keeper(tmp_path, code, state)
+    process = start_keeper(tmp_path, code, state)
     _, said = process.communicate(timeout=SOON_S)
     assert process.returncode == code and len(starts(tmp_path)) == expected
     assert ("it stays down" in said) == (expected == 3)
-    assert keep.keeper(tmp_path) is None
+    assert keep.find_keeper(tmp_path) is None
 
 
 def test_a_stop_meets_a_keeper_between_two_daemons(tmp_path: Path) -> None:
-    process = keeper(tmp_path, 70, "ready", base_s=60.0)
+    process = start_keeper(tmp_path, 70, "ready", base_s=60.0)
     wait_until(lambda: len(starts(tmp_path)) == 2)
     wait_until(lambda: not (found := read_daemon_file(tmp_path)) or not found.alive(), what="the second one's end")
     assert main.main(["stop", "--data-dir", str(tmp_path)]) == 0
@@ -159,7 +159,7 @@ def test_a_timeout_that_is_none_is_usage(wrong: str, tmp_path: Path, capsys: pyt
 
 
 def test_a_daemon_that_stops_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start.daemon_probe, "daemon", lambda _: start.daemon_probe.Daemon("draining", None))
+    monkeypatch.setattr(start.daemon_probe, "find_daemon", lambda _: start.daemon_probe.Daemon("draining", None))
     began = time.monotonic()
     assert main.main(["start", "--detach", "--data-dir", str(tmp_path)]) == 6
     assert time.monotonic() - began < start.READY_S / 2

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from artd.api.job_orders import end_for_good
+from artd.api.job_orders import end_job
 from artd.config import Retention
 from artd.recover import interrupt
 from artd.retention.collector import DAY_MS, Collector
@@ -174,7 +174,7 @@ async def test_a_cancelled_batch_still_waits(tmp_path):
         for number in range(2):
             await submit(ingest, key=f"k{number}", reward=float(number))
         assert await pack(store, data)
-        await store.write(lambda c: end_for_good(c, 0, 2, False))
+        await store.write(lambda c: end_job(c, 0, 2, False))
         assert await one(store, "SELECT DISTINCT state FROM trajectory") == "queued"
 
 

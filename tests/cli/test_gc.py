@@ -70,7 +70,7 @@ def test_people_are_told_in_words(folder: Path, artctl: Call) -> None:
     _, out, _ = artctl("gc", "--dry-run")
     assert "would go: 2 exchange" in out
     _, out, err = artctl("gc")
-    assert "contents that have had their time" in out and "the trash is emptied at the next pass" in err
+    assert "expired" in out and "the trash is emptied at the next pass" in err
 
 
 def test_not_where_no_daemon_ever_ran(artctl: Call) -> None:

@@ -120,7 +120,7 @@ def test_check_beside_a_daemon(world: Path, call: Call) -> None:
 def test_no_daemon_starts_while_a_folder_is_checked(world: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     lock.acquire(world, "9", 1.0).close()
     seen = []
-    real = verb.looked_at
+    real = verb.check_folder
 
     def look(*args: object, **more: object) -> object:
         with pytest.raises(lock.Owned, match="`artd check` is reading"):
@@ -130,7 +130,7 @@ def test_no_daemon_starts_while_a_folder_is_checked(world: Path, call: Call, mon
             seen.append(alone)  # and another reader may look too
         return real(*args, **more)
 
-    monkeypatch.setattr(verb, "looked_at", look)
+    monkeypatch.setattr(verb, "check_folder", look)
     assert call("artd", "check")[0] == 0 and seen == [False, True]
     lock.acquire(world, "9", 1.0).close()
 

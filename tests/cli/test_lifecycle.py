@@ -145,7 +145,7 @@ def test_a_keeper_removes_no_file_of_another_one(data: Path, monkeypatch: pytest
     monkeypatch.setattr(keep, "_Keeper", Overwritten)
     for others in (False, True):
         assert keep.keep([], data) == 0
-        found = keep.keeper(data)
+        found = keep.find_keeper(data)
         assert (found.pid if found else None) == (os.getppid() if others else None)
 
 

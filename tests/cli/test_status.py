@@ -37,7 +37,7 @@ def test_down_says_how_to_start_and_claims_nothing(made: Made, daemon: FakeDaemo
     code, out, err = artctl("status")
     first = out.splitlines()[0]
     assert (code, err) == (3, "")
-    assert first.startswith(f"○ artd 0.1.0  not running (pid {os.getpid()} is gone, not in order)")
+    assert first.startswith(f"○ artd 0.1.0  not running (pid {os.getpid()} is gone, not stopped cleanly)")
     assert first.endswith(f"start: artd start --detach --data-dir {made.data}")
     assert "was training step 3" in out and "trainer  was busy, gone" in out
     assert "serving" not in out
@@ -138,7 +138,7 @@ def test_a_group_that_the_packer_fails_on_is_told_until_somebody_takes_note(
     told = [{"run": name, "group": "it's", "error": "ValueError: x"}, {"run": "another", "group": "g", "error": "y"}]
     made.connection.execute("INSERT INTO meta (key, value) VALUES ('packer.blamed', ?)", (json.dumps(told),))
     (problem,) = json.loads(artctl("status", "--json")[1])["problems"]
-    assert problem["what"] == 'group "it\'s" was discarded, for the packer fails on it: ValueError: x'
+    assert problem["what"] == 'group "it\'s" was discarded, because the packer fails on it: ValueError: x'
     assert f"artctl discard-group {name} 'it'\"'\"'s'" in problem["next"]
 
 

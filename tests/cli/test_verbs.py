@@ -84,7 +84,7 @@ def test_served_with_the_daemon_up(made: Made, daemon: object, artctl: Call) -> 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("jobs", "--run", "toi"), 5, "there is no run 'toi' (did you mean toy?); there is old, toy"),
+        (("jobs", "--run", "toi"), 5, "there is no run 'toi' (did you mean toy?); the newest are old, toy"),
         (("job", "77"), 5, "there is no job 77; the newest is 4"),
         (("events", "--run", "x"), 5, "there is no run 'x'"),
         (("logs", "trainr"), 5, "there is no log 'trainr'"),

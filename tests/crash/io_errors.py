@@ -178,7 +178,7 @@ class Daemon:
                 dispatch.run,
                 pusher.run,
                 service.Packer(made, blobs, data, room).run,
-                checkpoints.Retain(made, data).run,
+                checkpoints.CheckpointRetention(made, data).run,
             ):
                 group.start_soon(task)
             group.start_soon(wire.serve, dispatch, pusher)

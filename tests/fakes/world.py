@@ -17,7 +17,7 @@ import msgspec
 
 from artd.datadir.layout import DataDir
 from artd.recover import identify
-from artd.retention.checkpoints import Retain
+from artd.retention.checkpoints import CheckpointRetention
 from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import set_run_state
 from artd.serving.pusher import ENGINE, Pusher
@@ -129,7 +129,7 @@ class World:
         await self.store.write(write)
 
     async def retire(self) -> None:
-        for folder in await self.store.write(Retain(self.store, self.data)._retire):
+        for folder in await self.store.write(CheckpointRetention(self.store, self.data)._retire):
             shutil.rmtree(self.data.root / folder)
 
 

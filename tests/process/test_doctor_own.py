@@ -119,7 +119,7 @@ def test_programs_that_give_no_answer(tmp_path: Path) -> None:
     (tmp_path / "no-format").chmod(0o755)
     value = {name: one(Own("engine", "vllm", str(tmp_path / name))) for name in ("none", "broken", "old", "no-format")}
     assert {found.state for found in value.values()} == {"missing"} and all(found.next for found in value.values())
-    assert "is no program" in value["none"].value and value["broken"].value.endswith("status 3: no such option: -m")
+    assert "is not a program" in value["none"].value and value["broken"].value.endswith("status 3: no such option: -m")
     assert "3.11 or newer" in value["old"].next and "Exec format error" in value["no-format"].value
     assert broken and old
 

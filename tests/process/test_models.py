@@ -89,7 +89,7 @@ def test_a_model_comes_at_one_commit_with_what_a_model_is_made_of_and_nothing_el
 def test_what_came_damaged_is_refused_and_comes_again_the_next_time(hub: Hub, name: str) -> None:
     hub.sent[name] = bytes(len(FILES[name]))
     done = fetch("ORG/toy")
-    assert done.returncode == 1 and f"{name} came damaged" in done.stderr and not folder().exists()
+    assert done.returncode == 1 and f"{name} arrived damaged" in done.stderr and not folder().exists()
     hub.sent.clear()
     assert fetch("ORG/toy").returncode == 0
     assert (folder() / name).read_bytes() == FILES[name]

@@ -35,7 +35,7 @@ def make_lock(folder: Path, text: str, stem: str = "toy-cpu", minor: str = MINOR
 # --- locks
 
 
-@pytest.mark.parametrize("lock", lockfile.shipped(), ids=lambda lock: f"{lock.stem}-{lock.minor}")
+@pytest.mark.parametrize("lock", lockfile.list_shipped(), ids=lambda lock: f"{lock.stem}-{lock.minor}")
 def test_shipped_lock_is_exact_and_free_of_cuda(lock: lockfile.Lock) -> None:
     names = [pin.name for pin in lock.pins]
     assert len(set(names)) == len(names)
@@ -44,7 +44,7 @@ def test_shipped_lock_is_exact_and_free_of_cuda(lock: lockfile.Lock) -> None:
 
 
 def test_shipped_locks_are_the_ones_that_the_commands_need() -> None:
-    stems = {lock.stem for lock in lockfile.shipped()}
+    stems = {lock.stem for lock in lockfile.list_shipped()}
     assert stems == {"base", "megatron-cpu", "megatron-test-overlay", "vllm-cpu"}
     assert "torch" not in lockfile.load("base", "cpu", "py311").versions
 
@@ -102,7 +102,7 @@ def test_missing_runtime_says_what_to_type(home: Path) -> None:
         registry.find("vllm")
     with pytest.raises(registry.RuntimeMissing, match="install megatron --cpu --test-overlay"):
         registry.find(lockfile.OVERLAY)
-    assert {row.state for row in registry.listed()} == {"missing"}
+    assert {row.state for row in registry.list_runtimes()} == {"missing"}
 
 
 def test_found_overlay_brings_its_site_folder(home: Path) -> None:
@@ -113,7 +113,7 @@ def test_found_overlay_brings_its_site_folder(home: Path) -> None:
     found = registry.find(lockfile.OVERLAY)
     assert found.site_paths == [str(folder / "site")] and found.versions["peft"]
     (folder.parent / "vllm-cpu-py311-000000000000").mkdir()
-    assert [row.state for row in registry.listed() if "000000" in row.name] == ["stale"]
+    assert [row.state for row in registry.list_runtimes() if "000000" in row.name] == ["stale"]
 
 
 # --- prune
@@ -148,7 +148,7 @@ def test_prune_deletes_what_nothing_uses_and_nothing_else(home: Path) -> None:
         }
         with install.exclusive(used):
             rows = {Path(row.path): row.kept for row in prune.prune(True, dry=False)}
-        assert rows == {current: "", named: "", used: "an install is at it"}
+        assert rows == {current: "", named: "", used: "an install is running"}
     finally:
         child.communicate()
     assert {path.name for path in paths.runtimes_root().iterdir() if not path.name.startswith(".")} == {
@@ -183,7 +183,7 @@ def test_the_list_does_not_name_the_projects_own_overlay(home: Path, capsys: pyt
     ],
 )  # fmt: skip
 def test_cause_is_named(log: str, said: str) -> None:
-    assert said in diagnose.cause(log)
+    assert said in diagnose.find_cause(log)
 
 
 def test_full_disk_is_refused_before_anything_is_fetched(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def fake(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     locks = home / "locks"
     lock = make_lock(locks, "# check: import json\ntorch==2.13.0+cpu\na==1\nb==2  # build\n")
     monkeypatch.setattr(lockfile.load, "__defaults__", (locks,))
-    monkeypatch.setattr(lockfile.shipped, "__defaults__", (locks,))
+    monkeypatch.setattr(lockfile.list_shipped, "__defaults__", (locks,))
     script = home / "fake_pip.py"
     script.write_text(FAKE)
     maker = home / "maker"
@@ -309,7 +309,7 @@ def test_half_made_folder_is_made_again(home: Path, fake: Path) -> None:
     folder = registry.folder_of(lockfile.load("toy", "cpu", MINOR))
     (folder / "bin").mkdir(parents=True)
     (folder / "rubbish").write_text("x")
-    assert [row.state for row in registry.listed()] == ["half-made"]
+    assert [row.state for row in registry.list_runtimes()] == ["half-made"]
     install.install("toy", "cpu", install.Options(python=str(fake)))
     assert not (folder / "rubbish").exists()
 
@@ -324,7 +324,7 @@ import argparse, pathlib, sys
 from artd.cli.artd import runtime
 from artd.runtimes import lockfile
 locks = pathlib.Path(sys.argv[1])
-lockfile.load.__defaults__ = lockfile.shipped.__defaults__ = (locks,)
+lockfile.load.__defaults__ = lockfile.list_shipped.__defaults__ = (locks,)
 space = argparse.Namespace(name="toy", device="cpu", test_overlay=False, index=None, find_links=None,
                            python=sys.argv[2], force=False)
 sys.exit(runtime.run_install(space))

@@ -618,7 +618,7 @@ BUGS = (
     ),
     Bug(
         "deletes-unknown-checkpoints", "artd/retention/checkpoints.py",
-        "(swept.gone if ended or folder in known else swept.unknown)", "(swept.gone)",
+        "(found.gone if ended or folder in known else found.unknown)", "(found.gone)",
         "tests/unit/test_retain.py::test_sweep_deletes_what_an_attempt_left_and_keeps_what_no_row_knows", "l0-s000009-j9-f1",
     ),
     Bug(

@@ -303,7 +303,7 @@ async def test_lists_and_events(daemon):
             assert daemon.ops(api.List)[-1] == api.List(what=what, run="r", states=("queued",), limit=3)
         for what in ("runs", "jobs", "workers"):
             assert (await getattr(art, what)())[0] == {"id": 1, "what": what, "run": ""}
-        with pytest.raises(artd_client.Invalid, match="nothing is listed as 'cats'"):
+        with pytest.raises(artd_client.Invalid, match="unknown listing 'cats'"):
             await art.rows("cats")
         seen = []
         async for event in run.events(after=3):

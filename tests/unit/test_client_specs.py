@@ -14,9 +14,9 @@ from artd_client.specs import make_spec, reading_s
     ("fields", "field", "words"),
     [
         ({"groupsize": 4}, "groupsize", "there is no field 'groupsize'; did you mean group_size"),
-        ({"zzz": 4}, "zzz", "'zzz'; there is model, parameters, "),
+        ({"zzz": 4}, "zzz", "'zzz'; use one of: model, parameters, "),
         ({"lora": {"rnk": 8}}, "lora", "lora: there is no field 'rnk'; did you mean rank"),
-        ({"lora": {"zzz": 8}}, "lora", "lora: there is no field 'zzz'; there is rank, alpha"),
+        ({"lora": {"zzz": 8}}, "lora", "lora: there is no field 'zzz'; use one of: rank, alpha"),
         ({"rollout_weights_mode": "merge"}, "rollout_weights_mode", "'merge'.*it is one of 'lora', 'merged'"),
         ({"engine": {"in_flight": "wait"}}, "engine.in_flight", "it is one of 'drain', 'keep', 'recompute'"),
         ({"lora": {"rank": 0}}, "lora.rank", "Expected `int` >= 1"),

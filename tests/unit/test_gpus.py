@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from artd.cli.status.problems import _of_the_spec
+from artd.cli.status.problems import _spec_errors
 from artd_schema.spec import RunSpec, TrainerSpec
 from artd_schema.worker import TrainerConfig, Welcome
 from artd_workers import gpus
@@ -86,7 +86,7 @@ def test_what_is_said_names_field_machine_cause_and_way_out(meet: Callable[..., 
         f"engine.device is cuda, and no GPU can be used on {os.uname().nodename}: {NONE} (CUDA_VISIBLE_DEVICES is '7'); start artd "
         "where one can, or a run with another engine.device (auto, cpu)"
     )
-    assert _of_the_spec().search(said), "artctl status knows that another start ends alike"
+    assert _spec_errors().search(said), "artctl status knows that another start ends alike"
     assert gpus.refusal("engine.device", "auto") == gpus.refusal("engine.device", "cpu") == ""
 
 

@@ -40,7 +40,7 @@ def beat(folder: Path, loop_s: float = 0.0, writer_s: float = 0.0) -> None:
 
 
 def said(folder: Path, found: Daemon) -> str:
-    problem = health.unwell(folder, found)
+    problem = health.find_problem(folder, found)
     return problem.what if problem else ""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from artd.api.job_orders import end_for_good, retry
+from artd.api.job_orders import end_job, retry
 from artd.errors import Conflict, NotFound
 from artd.runs.lifecycle import Runs, set_run_state
 from artd.store.store import Store
@@ -74,16 +74,16 @@ async def test_discard_ends_the_job_with_its_trajectories_and_the_run_goes_on(tm
         it = await bench(store, tmp_path)
         job = await it.quarantine()
         assert await it.states() == ("paused", "quarantined", "packed", "packed", "packed")
-        assert await it.do(end_for_good, job, True) is False
+        assert await it.do(end_job, job, True) is False
         assert await it.states() == ("active", "cancelled", "abandoned", "discarded", "discarded")
         reasons = await store.read("SELECT reason FROM trajectory UNION ALL SELECT reason FROM trajectory_group")
         assert {row[0] for row in reasons} == {f"its batch was discarded (artctl discard {job})"}
         assert await count(store, "trajectory", "batch_id = 1") == 2, "which batch it was can still be seen"
         events = await count(store, "event")
-        await it.do(end_for_good, job, True)
+        await it.do(end_job, job, True)
         assert await count(store, "event") == events, "asked again, it changes nothing"
         with pytest.raises(Conflict, match="is discarded already"):
-            await it.do(end_for_good, job, False)
+            await it.do(end_job, job, False)
         with pytest.raises(Conflict, match="is discarded; only a quarantined"):
             await it.do(retry, job)
         assert (await train_next(store, it.data)).step == 1
@@ -96,7 +96,7 @@ async def test_a_run_that_its_operator_paused_stays_paused(tmp_path, discard):
         order = it.orders[-1]
         await it.do(set_run_state, 1, "paused", "operator")
         await it.dispatch.failed(w.Failed(job=order.job, fence=1, failure="transient", error="x"))
-        await it.do(end_for_good, order.job, discard)
+        await it.do(end_job, order.job, discard)
         assert (await it.states())[:2] == ("paused", "cancelled")
         reasons = "operator" if discard else f"operator; job {order.job} was cancelled"
         assert await one(store, "SELECT reason FROM run") == reasons
@@ -104,7 +104,7 @@ async def test_a_run_that_its_operator_paused_stays_paused(tmp_path, discard):
 
 @pytest.mark.parametrize("first", ["operator", "quarantine"])
 @pytest.mark.parametrize(
-    "order", [lambda job: (end_for_good, job, True), lambda job: (retry, job)], ids=["discard", "retry"]
+    "order", [lambda job: (end_job, job, True), lambda job: (retry, job)], ids=["discard", "retry"]
 )
 async def test_discard_and_retry_lift_no_pause_but_the_quarantines(tmp_path, first, order):
     """The operator pauses because rewards are wrong, before or after the job fails: the run stays paused."""
@@ -140,10 +140,10 @@ async def test_a_running_job_is_discarded_when_its_worker_has_stopped(tmp_path):
     async with open_store(tmp_path) as store:
         it = await bench(store, tmp_path)
         order = it.orders[-1]
-        assert await it.do(end_for_good, order.job, True) is True
+        assert await it.do(end_job, order.job, True) is True
         assert await it.states() == ("active", "running", "packed", "packed", "packed")
         with pytest.raises(Conflict, match="is being discarded already"):
-            await it.do(end_for_good, order.job, False)
+            await it.do(end_job, order.job, False)
         assert isinstance(await it.report(order), w.Fenced), "a discarded result was committed"
         assert await it.states() == ("active", "cancelled", "abandoned", "discarded", "discarded")
 
@@ -216,9 +216,9 @@ async def test_jobs_that_cannot_be_ended_or_retried(tmp_path):
         it = await bench(store, tmp_path)
         for discard in (True, False):
             with pytest.raises(NotFound, match="no job 9"):
-                await it.do(end_for_good, 9, discard)
+                await it.do(end_job, 9, discard)
             with pytest.raises(Conflict, match="finish the run instead"):
-                await it.do(end_for_good, 1, discard)
+                await it.do(end_job, 1, discard)
         job = await it.quarantine()
         await it.do(set_run_state, 1, "finished", "")
         with pytest.raises(Conflict, match="run 'r' is finished"):

@@ -72,7 +72,7 @@ async def test_filters(tmp_path):
         assert [row["name"] for row in await read(what="runs", run="r")] == ["r"]
         assert await read(what="runs", run="s") == []
         assert len(await read(what="workers", run="other", after=9)) == 2, "they are of no run"
-        with pytest.raises(NotFound, match="nothing is listed as 'secrets'"):
+        with pytest.raises(NotFound, match="unknown listing 'secrets'"):
             await read(what="secrets")
 
 
@@ -143,7 +143,7 @@ async def test_what_no_row_can_be_is_told(tmp_path):
             with pytest.raises(NotFound, match="no run 'other'"):
                 await listed(store, what=what, run="other")
         for what in set(QUERIES) - {"events"}:
-            with pytest.raises(Invalid, match=f"none of the {what} is ever 'comitted'"):
+            with pytest.raises(Invalid, match=f"unknown state 'comitted' of {what}"):
                 await listed(store, what=what, states=("comitted",))
             states = {row["state"] for row in await listed(store, what=what)}
             assert await listed(store, what=what, states=tuple(states)), "what a row has can be asked for"

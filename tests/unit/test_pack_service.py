@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from artd.api.job_orders import end_for_good
+from artd.api.job_orders import end_job
 from artd.api.listing import read_rows
 from artd.packing.child import PackFailure, PackRequest
 from artd.packing.process import run_child
@@ -276,6 +276,6 @@ async def test_a_group_of_which_one_was_dropped_is_packed_again_after_a_cancel(t
             states = [row["state"] for row in await store.read("SELECT state FROM trajectory ORDER BY id")]
             assert states == ["packed", "packed", "discarded"]
             job = await one(store, "SELECT id FROM job WHERE state = 'queued'")
-            await store.write(lambda c, job=job: end_for_good(c, 0, job, False))
+            await store.write(lambda c, job=job: end_job(c, 0, job, False))
             await store.write(lambda c: c.execute("UPDATE run SET state = 'active'").rowcount)
             assert await pack(store, data)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from artd.api.job_orders import end_for_good
+from artd.api.job_orders import end_job
 from artd.cli import read
 from artd.cli.daemon_probe import Daemon
 from artd.cli.status.snapshot import Snapshot, _fill
 from artd.config import Retention
 from artd.retention import clock_jumps
-from artd.retention.checkpoints import Retain
+from artd.retention.checkpoints import CheckpointRetention
 from artd.retention.collector import Collector
 from artd.runs.lifecycle import Runs
 from artd.runs.rollback import rollback
@@ -165,12 +165,12 @@ async def live(store, data):
         await store.write(load_table)
         await runs.wait(api.WaitStep(run="r", step=9, timeout_s=0.0))
     await store.write(ingest._seal_due)
-    await store.write(Retain(store, data)._retire)
+    await store.write(CheckpointRetention(store, data)._retire)
     order = await claim_another(store, data, dispatch)
     await dispatch.late(w.Staged(job=order.job, fence=0, dir=order.dir, manifest_sha="0" * 64))
     await dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="x"))
     await dispatch.died(1, True, "gone")
-    await store.write(lambda c: end_for_good(c, 0, order.job, True))
+    await store.write(lambda c: end_job(c, 0, order.job, True))
     await store.write(lambda c: rollback(c, 0, api.Rollback(run="r", step=1, lineage=0)))
     await runs.wait(api.WaitStep(run="r", step=1, timeout_s=0.0))
     await pusher.engine_died("gone")

@@ -19,7 +19,7 @@ def test_the_page_is_that_of_the_source() -> None:
 def test_every_public_name_has_its_place() -> None:
     text = reference.PAGE.read_text()
     assert [name for name in artd_client.__all__ if f"\n### {name}\n" not in text] == []
-    assert "#### Run.submit" in text and "async def submit(" in text and "retry_after: seconds" in text
+    assert "#### Run.submit" in text and "async def submit(" in text and "`retry_after`:" in text
 
 
 def test_a_name_without_a_chapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

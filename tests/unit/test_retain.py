@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from artd.retention.checkpoints import Retain, sweep
+from artd.retention.checkpoints import CheckpointRetention, find_leftovers
 from artd.runs.lifecycle import set_run_state
 from artd_schema import worker as w
 from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, one, open_store
@@ -36,23 +36,23 @@ async def test_the_newest_are_kept(tmp_path):
     async with open_store(tmp_path) as store:
         data = await make(store, tmp_path, 4, keep_checkpoints=2)
         await supersede(store)
-        folders = await store.write(Retain(store, data)._retire)
+        folders = await store.write(CheckpointRetention(store, data)._retire)
         assert await steps(store) == [3, 4] and await steps(store, "retired") == [0, 1, 2]
         assert len(folders) == 3 and all(
             (data.root / folder).is_dir() for folder in folders
         )  # rows first, files second
-        assert await store.write(Retain(store, data)._retire) == []
-        swept = await store.write(lambda c: sweep(c, data))
+        assert await store.write(CheckpointRetention(store, data)._retire) == []
+        swept = await store.write(lambda c: find_leftovers(c, data))
         assert sorted(swept.gone) == sorted(folders) and not swept.unknown
 
 
 async def test_what_is_under_push_stays(tmp_path):
     async with open_store(tmp_path) as store:
         data = await make(store, tmp_path, 3, keep_checkpoints=1)
-        await store.write(Retain(store, data)._retire)
+        await store.write(CheckpointRetention(store, data)._retire)
         assert await steps(store) == [0, 1, 2, 3]
         await supersede(store)
-        await store.write(Retain(store, data)._retire)
+        await store.write(CheckpointRetention(store, data)._retire)
         assert await steps(store) == [3]
 
 
@@ -66,7 +66,7 @@ async def test_the_parent_of_unfinished_work_stays(tmp_path):
                     c.execute("UPDATE job SET state = ?, ended = NULL WHERE step = 1", (state,)).rowcount
                 )
             )
-            await store.write(Retain(store, data)._retire)
+            await store.write(CheckpointRetention(store, data)._retire)
             assert await steps(store) == [0, 2], state
 
 
@@ -83,10 +83,10 @@ async def test_an_adapter_that_the_running_engine_was_given_stays_until_it_is_go
             await pusher._send_due()
             push = pusher._sending.message
             await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
-        await store.write(Retain(store, data)._retire)
+        await store.write(CheckpointRetention(store, data)._retire)
         assert await steps(store) == [0, 1, 2, 3]
         await add_worker(store, "engine", 2, "starting")
-        await store.write(Retain(store, data)._retire)
+        await store.write(CheckpointRetention(store, data)._retire)
         assert await steps(store) == [3]
 
 
@@ -95,7 +95,7 @@ async def test_a_finished_run_keeps_its_newest(tmp_path):
         data = await make(store, tmp_path, 2, keep_checkpoints=1)
         await supersede(store)
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        await store.write(Retain(store, data)._retire)
+        await store.write(CheckpointRetention(store, data)._retire)
         assert await steps(store) == [2]
 
 
@@ -114,6 +114,6 @@ async def test_sweep_deletes_what_an_attempt_left_and_keeps_what_no_row_knows(tm
             )
         )
         (data.checkpoints / "r" / f"l0-s000001-j{job}-f77").mkdir()  # published, and its daemon died before the commit
-        swept = await store.write(lambda c: sweep(c, data))
+        swept = await store.write(lambda c: find_leftovers(c, data))
         assert swept.gone == [f"checkpoints/r/l0-s000001-j{job}-f77"]
         assert swept.unknown == ["checkpoints/r/l0-s000009-j9-f1"], "a name that is not artd's stays where it is"

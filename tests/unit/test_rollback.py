@@ -8,7 +8,7 @@ import pytest
 
 from artd.errors import Conflict, NotFound
 from artd.packing import service
-from artd.retention.checkpoints import Retain
+from artd.retention.checkpoints import CheckpointRetention
 from artd.runs.lifecycle import Runs, set_run_state
 from artd.runs.rollback import rollback
 from artd.serving.routing_table import load_table
@@ -114,7 +114,7 @@ async def test_what_is_refused(tmp_path):
             await back(store, 2)
         with pytest.raises(NotFound, match="no checkpoint r@7; it can be rolled back to @0, @1"):
             await back(store, 7)
-        await store.write(Retain(store, data)._retire)
+        await store.write(CheckpointRetention(store, data)._retire)
         with pytest.raises(Conflict, match=r"files of r@0 are deleted .* rolled back to @1"):
             await back(store, 0)
         ingest = make_ingest(store, data)
@@ -172,11 +172,11 @@ async def test_the_left_steps_files_go_at_once_when_nothing_needs_them(tmp_path)
     async with open_store(tmp_path) as store:
         data = await trained(store, tmp_path, keep_checkpoints=4)
         await back(store, 1)
-        assert await store.write(Retain(store, data)._retire) != []
+        assert await store.write(CheckpointRetention(store, data)._retire) != []
         rows = await store.read("SELECT step FROM checkpoint WHERE state = 'committed' ORDER BY step")
         assert [row["step"] for row in rows] == [0, 1, 3], "the served one stays until it is served no more"
         await serve(store)
-        await store.write(Retain(store, data)._retire)
+        await store.write(CheckpointRetention(store, data)._retire)
         rows = await store.read("SELECT step FROM checkpoint WHERE state = 'committed' ORDER BY step")
         assert [row["step"] for row in rows] == [0, 1]
 

@@ -13,7 +13,7 @@ from msgspec import inspect
 from artd.api.listing import read_rows
 from artd.errors import Conflict, Invalid, Unreadable
 from artd.recover import identify, recover
-from artd.retention.checkpoints import Retain
+from artd.retention.checkpoints import CheckpointRetention
 from artd.runs.lifecycle import Runs
 from artd.serving.routing_table import load_table
 from artd.store.migrate import SchemaMismatch, migrate
@@ -124,7 +124,7 @@ async def test_a_run_whose_spec_cannot_be_read_is_paused_and_everything_else_liv
         runs, ingest = Runs(store, lambda _: None, EVERY_STEP), make_ingest(store, data)
         assert await store.write(active_run) is None
         assert (await store.write(load_table)).engines == ()
-        assert await store.write(Retain(store, data)._retire) == []
+        assert await store.write(CheckpointRetention(store, data)._retire) == []
         assert await read_rows(store, api.List(what="jobs", run="r"))
         for asked in (
             runs.create(api.CreateRun(name="r", spec=changed("seed", 1))), runs.wait(api.WaitStep(run="r", step=1)),
@@ -189,7 +189,7 @@ async def test_another_run_is_kept_in_order_beside_a_finished_one_whose_spec_is_
             " SELECT r.id, 0, 1, 0, j.id, '', 'other', 0, 'committed', 0 FROM run r JOIN job j ON j.run_id = r.id"
             " WHERE r.name = 'other'"
         ))  # fmt: skip
-        assert await store.write(Retain(store, data)._retire) == []
+        assert await store.write(CheckpointRetention(store, data)._retire) == []
         assert await count(store, "checkpoint", "state = 'committed'") == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from artd.core.deadlines import distrust, time_left
 from artd.recover import identify
-from artd.retention.clock_jumps import STOPPED, Times, resume_retention
+from artd.retention.clock_jumps import STOPPED, ClockWatch, resume_retention
 from artd.rollouts import ingest as ingest_module
 from artd.store.store import get_meta
 from tests.awake import until
@@ -52,17 +52,17 @@ async def with_deadlines(store, root):
 async def test_a_jump_shifts_what_is_stored(tmp_path, jump):
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
-        ingest, times = await with_deadlines(store, tmp_path), Times(store)
+        ingest, times = await with_deadlines(store, tmp_path), ClockWatch(store)
         clock.advance(10)
-        await times.heed()
+        await times.correct_deadlines()
         assert not times.jumped() and await deadlines(store) == [590, 20]
         clock.ms += jump
         assert times.jumped()
         await submit(ingest, group="new", key="b")  # by the new clock, before anybody has noticed
-        await times.heed()
+        await times.correct_deadlines()
         late = 600 if abs(jump) > 600_000 else 600 + min(0, jump / 1000)  # a small jump cannot be told from waiting
         assert not times.jumped() and sorted(await deadlines(store)) == sorted([20, 590, late])
-        await times.heed()
+        await times.correct_deadlines()
         assert await count(store, "event", "kind = 'clock.jumped'") == 1
         assert bool(await store.write(lambda c: get_meta(c, STOPPED))) == (abs(jump) > HOUR)
         await store.write(lambda c: resume_retention(c, 0))
@@ -74,13 +74,13 @@ async def test_no_group_is_sealed_by_a_jump_and_each_is_at_its_time(tmp_path, ju
     monkeypatch.setattr(ingest_module, "LOOK_S", 0.01)
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
-        ingest, times = await with_deadlines(store, tmp_path), Times(store)
+        ingest, times = await with_deadlines(store, tmp_path), ClockWatch(store)
         ingest._jumped = times.jumped
         task = asyncio.ensure_future(ingest.run())
         clock.ms += jump
         await asyncio.sleep(0.05)
         assert await one(store, "SELECT state FROM trajectory_group") == "open"
-        await times.heed()
+        await times.correct_deadlines()
         await asyncio.sleep(0.05)
         assert await one(store, "SELECT state FROM trajectory_group") == "open"
         clock.advance(601)
@@ -121,7 +121,7 @@ async def test_the_service_looks_every_second(tmp_path, monkeypatch):
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
         await with_deadlines(store, tmp_path)
-        task = asyncio.ensure_future(Times(store).run())
+        task = asyncio.ensure_future(ClockWatch(store).run())
         await asyncio.sleep(0)
         clock.ms += YEAR
         await until(lambda: count(store, "event", "kind = 'clock.jumped'"))
@@ -134,25 +134,25 @@ async def test_a_kill_gives_an_open_group_no_time_back(tmp_path):
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
         await with_deadlines(store, tmp_path)
-        times, data = Times(store), data_dir(tmp_path)
+        times, data = ClockWatch(store), data_dir(tmp_path)
         for _ in range(10):
             for _ in range(9):
                 clock.advance(1)
-                await times.heed()
+                await times.correct_deadlines()
             clock.advance(300)  # nobody runs
             await store.write(lambda c: identify(c, data, clock.now_ms()))
-            times = Times(store)
+            times = ClockWatch(store)
         assert await deadlines(store) == [510, 0]
 
 
 async def test_nothing_is_written_while_nothing_has_a_deadline(tmp_path):
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
-        times = Times(store)
+        times = ClockWatch(store)
         before = store.commits
         for _ in range(5):
             clock.advance(1)
-            await times.heed()
+            await times.correct_deadlines()
         assert store.commits == before
 
 
@@ -162,11 +162,11 @@ async def test_a_clock_that_drifts_slowly_is_followed(tmp_path, drift):
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
         await with_deadlines(store, tmp_path)
-        times = Times(store)
+        times = ClockWatch(store)
         for second in range(1, 101):
             clock.advance(1)
             clock.ms += drift
-            await times.heed()
+            await times.correct_deadlines()
             left = (await deadlines(store))[0]
             assert abs(left - (600 - second)) <= 0.25
         assert await count(store, "event", "kind = 'clock.jumped'") == 0

@@ -1,1 +1,1 @@
-"""The verbs of `artctl`, one file each or one for all verbs of a kind."""
+"""The verbs of `artctl`. Each has a file; similar verbs share one."""

@@ -1,7 +1,7 @@
-"""`artctl cancel|discard|discard-group|retry|pause|resume|finish|delete|rollback`: what an operator may do.
+"""`artctl cancel|discard|discard-group|retry|pause|resume|finish|delete|rollback`: the orders of an operator.
 
-Owner of: no state. Exit codes: 0, 1 refused, 3 the daemon does not run, 5 there is no such job, run or step, 6 its state
-does not allow it, 7 the daemon did not answer in time.
+Exit codes: 0, 1 refused, 3 the daemon does not run, 5 no such job, run or step, 6 its state does not allow it, 7 the daemon did
+not answer in time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from artd.cli import daemon_probe, read, show
-from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, NOT_RUNNING, OK, TIMED_OUT, USAGE, CliError, at_least, shared
+from artd.cli.outcome import (
+    CONFLICT,
+    FAILED,
+    NOT_FOUND,
+    NOT_RUNNING,
+    OK,
+    TIMED_OUT,
+    USAGE,
+    CliError,
+    at_least,
+    shared_options,
+)
 
 from . import job as jobs
 
@@ -29,8 +40,12 @@ WAIT = "seconds that the daemon may take to answer (default: %(default)g)"
 
 @dataclass(frozen=True)
 class Act:
-    """One verb. `of`: what it acts on, a job, a run, a group (RUN GROUP) or a step (RUN@STEP); `done`: the text after it; `call`: does it, given
-    what `_target` returns; `final`: it cannot be undone, so its run is named in full; `reason`: it takes one; `confirm`: it asks first."""
+    """One verb.
+
+    `of`: what it acts on, a job, a run, a group (RUN GROUP) or a step (RUN@STEP). `done`: the text after it. `call` carries it
+    out; its last argument is what `_target` returns. `final`: it cannot be undone, so its run must be named in full. `reason`:
+    it has --reason. `confirm`: it asks first.
+    """
 
     of: Literal["job", "run", "group", "step"]
     help: str
@@ -73,7 +88,7 @@ ACTS = {
     ),
     "pause": Act(
         "run",
-        "train no further; the run is still served",
+        "stop training; the run is still served",
         "run {} is paused",
         lambda art, args, name: art.run(name).pause(args.reason),
         reason=True,
@@ -102,7 +117,7 @@ ACTS = {
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for verb, act in ACTS.items():
-        parser = sub.add_parser(verb, help=act.help, parents=[shared()])
+        parser = sub.add_parser(verb, help=act.help, parents=[shared_options()])
         if act.of == "job":
             parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
         elif act.of == "group":
@@ -136,31 +151,31 @@ def run(args: argparse.Namespace) -> int:
     finally:
         database.close()
     daemon_probe.need_running(data)
-    with asked(data, args.timeout) as art:
+    with open_client(data, args.timeout) as art:
         act.call(art, args, target)
     print(act.done.format(target), file=sys.stderr)
     return OK
 
 
 def _target(database: read.Database, args: argparse.Namespace, act: Act) -> str | int:
-    """What the verb is about: a job's number, a group's or a run's name, or RUN@STEP. Raises CliError."""
+    """Return what the verb acts on: a job's number, a group's or a run's name, or RUN@STEP. Raises CliError."""
     if act.of == "job":
         return int(jobs.find(database, args.id)["id"])
     if act.of == "group":
-        database.checked_run(args.name)
+        database.require_run(args.name)
         return str(args.group)
     if act.of == "run":
         return _run_name(database, args.name)
     name, _, step = args.checkpoint.partition("@")
     if not step.isdigit():
         raise CliError(USAGE, f"{args.checkpoint!r} is not RUN@STEP", "artctl checkpoints")
-    return f"{database.checked_run(name)}@{int(step)}"
+    return f"{database.require_run(name)}@{int(step)}"
 
 
 def _run_name(database: read.Database, name: str) -> str:
-    """The named run, or the one that is not finished. Raises CliError(NOT_FOUND)."""
+    """Return the named run, or without a name the one that is not finished. Raises CliError(NOT_FOUND)."""
     if name:
-        return database.checked_run(name)
+        return database.require_run(name)
     newest = database.rows(read.RUNS, limit=1)
     if not newest or newest[0]["state"] == "finished":
         raise CliError(NOT_FOUND, "no run is active", "artctl runs")
@@ -168,9 +183,13 @@ def _run_name(database: read.Database, name: str) -> str:
 
 
 def _confirm(database: read.Database, name: str) -> None:
-    """Ask whether a run may go. Raises CliError when nobody can be asked, or the answer is no."""
+    """Ask whether a run may be deleted. Raises CliError when stdin is not a terminal, or the answer is no."""
     if not sys.stdin.isatty():
-        raise CliError(USAGE, f"run {name} would be deleted, and nobody can be asked", f"artctl delete {name} --yes")
+        raise CliError(
+            USAGE,
+            f"run {name} would be deleted, and stdin is not a terminal that could confirm it",
+            f"artctl delete {name} --yes",
+        )
     (held,) = database.rows(read.HELD, run=name)
     print(
         f"run {name}: {held['trajectories']} trajectories, {held['checkpoints']} checkpoints"
@@ -182,8 +201,8 @@ def _confirm(database: read.Database, name: str) -> None:
 
 
 @contextmanager
-def asked(data: Path, timeout: float) -> Iterator[SyncClient]:
-    """A client whose errors leave by the documented exit codes. Raises CliError."""
+def open_client(data: Path, timeout: float) -> Iterator[SyncClient]:
+    """Open a client; turn its errors into CliError with the documented exit codes."""
     import artd_client as client
 
     codes: dict[type[client.ArtdError], int] = {
@@ -197,5 +216,5 @@ def asked(data: Path, timeout: float) -> Iterator[SyncClient]:
             yield art
     except client.ArtdError as error:
         raise CliError(
-            codes.get(type(error), FAILED), error.message, f"artctl status{daemon_probe.option(data)}"
+            codes.get(type(error), FAILED), error.message, f"artctl status{daemon_probe.data_dir_option(data)}"
         ) from None

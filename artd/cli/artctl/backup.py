@@ -1,8 +1,7 @@
-"""`artctl backup DIR`: a complete, checked copy of the data folder, with the daemon up or down.
+"""`artctl backup DIR`: makes a complete, checked copy of the data folder, with the daemon up or down.
 
-Owner of: DIR, which is a whole backup afterwards or empty. Exit codes: 0, 1 failed (what is there is damaged, or the disk
-is full), 3 no daemon ever ran there, 6 DIR holds something or lies in the data folder. Invariants: the daemon is not
-asked, and the data folder is only read.
+Afterwards DIR is a complete backup, or empty. The data folder is only read, and the daemon is not asked. Exit codes: 0, 1
+failed (the data is damaged, or the disk is full), 3 no daemon ever ran there, 6 DIR is not empty or is inside the data folder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artd.cli import daemon_probe, show
-from artd.cli.outcome import CONFLICT, FAILED, NOT_RUNNING, OK, CliError, shared
+from artd.cli.outcome import CONFLICT, FAILED, NOT_RUNNING, OK, CliError, shared_options
 from artd.cli.status import problems
 from artd_schema.paths import DATABASE
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser(
-        "backup", help="copy the data folder, whole and checked, while artd runs", parents=[shared()]
+        "backup", help="copy the data folder, whole and checked, while artd runs", parents=[shared_options()]
     )
     parser.add_argument("dir", metavar="DIR", type=Path, help="an empty folder, or one that does not exist yet")
     parser.add_argument(
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     made = _make(data, target, link=not args.copy)
     if args.json:
         info = {key: value for key, value in _plain(made).items() if key not in ("version", "created")}
-        content = {"backup": str(target)} | show.stamped({"created": made.info.created}) | info
+        content = {"backup": str(target)} | show.stamp_times({"created": made.info.created}) | info
         show.document("backup", data, **content, **asdict(made.fetched))
     else:
         _tell(target, made)
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(data: Path, target: Path, link: bool) -> BackupResult:
-    """Raises CliError."""
+    """Make the backup. Raises CliError."""
     from artd.backups.backup import BackupError, NotEmpty, backup
     from artd.store.migrate import SchemaMismatch
 
@@ -64,7 +63,9 @@ def _make(data: Path, target: Path, link: bool) -> BackupResult:
     except (BackupError, SchemaMismatch) as error:
         raise CliError(FAILED, str(error)) from None
     except sqlite3.Error as error:
-        raise CliError(FAILED, f"{data} cannot be copied to {target}: {error}", problems.of_database(error)) from None
+        raise CliError(
+            FAILED, f"{data} cannot be copied to {target}: {error}", problems.next_for_database(error)
+        ) from None
     except OSError as error:
         then = "free space, or another folder"
         raise CliError(FAILED, f"the backup to {target} failed: {error}", then) from None

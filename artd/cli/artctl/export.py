@@ -1,8 +1,8 @@
-"""`artctl export RUN[@STEP] DIR`: a committed checkpoint as a PEFT adapter folder, or whole as a Hugging Face folder.
+"""`artctl export RUN[@STEP] DIR`: writes a committed checkpoint as a PEFT adapter folder, or merged as a Hugging Face folder.
 
-A run that trains every weight has no adapter: its checkpoints are always exported whole. Owner of: DIR, which appears
-complete or not at all. Exit codes: 0, 1 failed, 3 no daemon ever ran here, 5 no such run or checkpoint, 6 DIR exists, or
-there is no adapter. Invariants: every file is hashed against the committed manifest; works with the daemon down.
+A run that trains every weight has no adapter, so its checkpoints are exported in full. DIR appears complete or not at all.
+Every file is hashed against the committed manifest. The daemon may be down. Exit codes: 0, 1 failed, 3 no daemon ever ran here,
+5 no such run or checkpoint, 6 DIR exists, or there is no adapter.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from artd.cli import daemon_probe, read
-from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, USAGE, CliError, shared
+from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, USAGE, CliError, shared_options
 from artd_schema.codec import digest
 from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
 from artd_schema.spec_defaults import spec_value
 
 ADAPTER = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
 TRAINED = {"lora": ADAPTER, "full": (MODEL_FILE,)}
-"""By the manifest's `parameters`: the files of a checkpoint that hold what was trained."""
+"""The manifest's `parameters` -> the files of a checkpoint that hold trained weights."""
 PEFT_NOTE = (
     "note: this adapter has experts, which peft 0.21 with transformers 5 loads right; other versions may leave some out. Next, for "
     "those: --format merged"
@@ -33,7 +33,9 @@ _CHUNK = 1 << 20
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("export", help="write a checkpoint as a PEFT or Hugging Face folder", parents=[shared()])
+    parser = sub.add_parser(
+        "export", help="write a checkpoint as a PEFT or Hugging Face folder", parents=[shared_options()]
+    )
     parser.add_argument("checkpoint", metavar="RUN[@STEP]", help="without STEP: the newest")
     parser.add_argument("dir", metavar="DIR", type=Path, help="a folder that does not exist yet")
     parser.add_argument(
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     name = f"{row['run']}@{row['step']}"
     try:
         manifest = _manifest(source, row["sha"])
-        whole = _whole(name, manifest.get("parameters", "lora"), args.format)
+        whole = _wants_all_weights(name, manifest.get("parameters", "lora"), args.format)
         _copy_trained(source, manifest, partial, with_weights=whole)
         if not whole and _has_experts(partial / ADAPTER_FILE):
             print(PEFT_NOTE, file=sys.stderr)
@@ -82,12 +84,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]]:
-    """(checkpoint row, run spec) of RUN[@STEP]: the step of the run's chain, else the newest that a rollback left; without
-    STEP the newest of the chain. Raises CliError."""
+    """Return (checkpoint row, run spec) of RUN[@STEP]. Raises CliError.
+
+    It is the step of the run's present chain, else the newest one of that number that a rollback left; without STEP the newest
+    step of the chain.
+    """
     name, at, number = wanted.partition("@")
     if at and not number.isdigit():
         raise CliError(USAGE, f"{wanted!r} is not RUN or RUN@STEP", "artctl checkpoints")
-    database.checked_run(name)
+    database.require_run(name)
     rows = database.page("checkpoints", run=name, limit=1_000_000)
     rows.sort(key=lambda row: row["abandoned"])  # stable: each part stays newest first
     found = next((row for row in rows if not number or row["step"] == int(number)), None)
@@ -102,7 +107,7 @@ def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]
 
 
 def _manifest(source: Path, sha: str) -> dict[str, Any]:
-    """A checkpoint's manifest, whose sha256 is the committed one. Raises CliError."""
+    """Read a checkpoint's manifest, whose sha256 must be the committed one. Raises CliError."""
     path = source / MANIFEST_FILE
     try:
         raw = path.read_bytes()
@@ -115,21 +120,21 @@ def _manifest(source: Path, sha: str) -> dict[str, Any]:
 
 
 def _has_experts(adapter: Path) -> bool:
-    """Whether a safetensors file names tensors of experts. Raises OSError."""
+    """Return whether a safetensors file names tensors of experts. Raises OSError."""
     with adapter.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
         return b".experts." in file.read(min(header, adapter.stat().st_size))
 
 
-def _whole(name: str, parameters: str, wanted: str | None) -> bool:
-    """Whether to export every weight. Raises CliError for an adapter that there is not."""
+def _wants_all_weights(name: str, parameters: str, wanted: str | None) -> bool:
+    """Return whether to export every weight. Raises CliError when an adapter is wanted and there is none."""
     if parameters == "full" and wanted == "peft":
         raise CliError(CONFLICT, f"{name} has no adapter: its run trains every weight", "leave --format out")
     return wanted == "merged" or parameters == "full"
 
 
 def _copy_trained(source: Path, manifest: dict[str, Any], out: Path, with_weights: bool) -> None:
-    """Copy the files of what was trained, each checked against the manifest. Raises CliError."""
+    """Copy the files of trained weights, each checked against the manifest. Raises CliError."""
     listed = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
     out.mkdir(parents=True)
     for name in (*TRAINED[manifest.get("parameters", "lora")], *((WEIGHTS_FILE,) if with_weights else ())):
@@ -142,7 +147,7 @@ def _copy_trained(source: Path, manifest: dict[str, Any], out: Path, with_weight
 
 
 def _copy(source: Path, target: Path) -> str:
-    """Copy a file of any size; the sha256 of what was copied."""
+    """Copy a file of any size. Returns the sha256 of what was copied. Raises CliError when it is missing."""
     sha = hashlib.sha256()
     try:
         with source.open("rb") as from_file, target.open("wb") as to_file:

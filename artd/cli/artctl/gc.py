@@ -1,7 +1,7 @@
-"""`artctl gc [--dry-run] [--resume]`: delete now what the daemon would delete in its own time.
+"""`artctl gc [--dry-run] [--resume]`: deletes now what the daemon would delete at its next pass.
 
-Owner of: no state. Exit codes: 0, 1 failed, 3 no daemon ever ran there, 6 the folder is being read or not artd's, 7 the daemon did not answer in
-time. Invariants: a running daemon does it itself; without one it is done here, under the daemon's lock.
+A running daemon does it; without one it happens here, under the daemon's lock. Exit codes: 0, 1 failed, 3 no daemon ever ran
+there, 6 another process uses the folder or it is not artd's, 7 the daemon did not answer in time.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 from artd import __version__
 from artd.cli import daemon_probe, show
-from artd.cli.outcome import CONFLICT, FAILED, NOT_RUNNING, OK, USAGE, CliError, complain, shared
+from artd.cli.outcome import CONFLICT, FAILED, NOT_RUNNING, OK, USAGE, CliError, complain, shared_options
 from artd.cli.status import problems
 from artd_schema.paths import DATABASE
 
-from .act import WAIT, asked
+from .act import WAIT, open_client
 
 if TYPE_CHECKING:
     from artd.config import Retention
 
 TIMEOUT_S = 600.0
 WORDS = {
-    "expired": "contents that have had their time",
-    "trashed": "files that nothing refers to, to the trash",
-    "freed": "files out of the trash",
+    "expired": "expired",
+    "trashed": "unused files moved to the trash",
+    "freed": "files deleted from the trash",
 }
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("gc", help="delete what has had its time and what nothing refers to", parents=[shared()])
-    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
-    parser.add_argument("--resume", action="store_true", help="the clock is right: let ages count again")
+    parser = sub.add_parser(
+        "gc", help="delete what has expired and files that nothing uses", parents=[shared_options()]
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--resume", action="store_true", help="the clock is right: delete by age again")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
@@ -48,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
             NOT_RUNNING, f"there is no database {data / DATABASE}: no daemon has run on {data} yet",
             daemon_probe.start_command(data),
         )  # fmt: skip
-    if daemon_probe.daemon(data).running:
-        with asked(data, args.timeout) as art:
+    if daemon_probe.find_daemon(data).running:
+        with open_client(data, args.timeout) as art:
             done = art.collect(args.dry_run, args.resume)
         rows, stopped = done.rows, done.stopped
     else:
-        rows, stopped = _alone(data, args)
+        rows, stopped = _collect_without_daemon(data, args)
     if args.json:
         show.document("gc", data, dry=args.dry_run, stopped=stopped, rows=rows)
     else:
@@ -61,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _alone(data: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    """Collect without a daemon. Raises CliError."""
+def _collect_without_daemon(data: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    """Collect without a daemon, under its lock. Raises CliError."""
     import sqlite3
 
     from artd import config
@@ -82,18 +84,18 @@ def _alone(data: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], 
     except lock.Owned as error:
         raise CliError(CONFLICT, str(error)) from None
     except OSError as error:
-        raise CliError(FAILED, f"{data} cannot be written: {error}", problems.of_database(error)) from None
+        raise CliError(FAILED, f"{data} cannot be written: {error}", problems.next_for_database(error)) from None
     try:
-        return _collected(data, retention, args)
+        return _collect(data, retention, args)
     except (SchemaMismatch, ForeignLog, DatabaseInUse) as error:
         raise CliError(FAILED, f"{data}: {error}") from None
     except (sqlite3.Error, OSError) as error:
-        raise CliError(FAILED, f"{data}: {error}", problems.of_database(error)) from None
+        raise CliError(FAILED, f"{data}: {error}", problems.next_for_database(error)) from None
     finally:
         held.close()
 
 
-def _collected(data: Path, retention: Retention, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+def _collect(data: Path, retention: Retention, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     import asyncio
 
     from artd.clock import Clock
@@ -106,15 +108,17 @@ def _collected(data: Path, retention: Retention, args: argparse.Namespace) -> tu
     from artd.store.store import Store
 
     with closing(open_readonly(data / DATABASE)) as c:
-        require_known(c)  # a migration is the daemon's
+        require_known(c)  # only the daemon migrates
 
     async def main() -> tuple[list[dict[str, Any]], str]:
         folder = DataDir(data, data)
-        store = Store(folder.database, Clock(), _lost)
+        store = Store(folder.database, Clock(), _end_after_failed_commit)
         store.hurry()
         await store.open()
         try:
-            await store.write(lambda c: clock_jumps.boot(c, store.clock.now_ms()))  # ages count by a right clock only
+            await store.write(
+                lambda c: clock_jumps.boot(c, store.clock.now_ms())
+            )  # before anything is judged by its age
             done = await Collector(store, Blobs(folder.blobs), retention).collect(args.dry_run, args.resume)
         finally:
             await store.close()
@@ -123,8 +127,8 @@ def _collected(data: Path, retention: Retention, args: argparse.Namespace) -> tu
     return asyncio.run(main())
 
 
-def _lost(error: BaseException) -> None:
-    """A commit failed, so nobody knows what is durable; the next reading decides."""
+def _end_after_failed_commit(error: BaseException) -> None:
+    """End the process: after a failed commit nobody knows what is durable, and the next start reads it anew."""
     complain(f"the database cannot be written: {error}", "free space, then artd check")
     os._exit(FAILED)
 
@@ -138,8 +142,8 @@ def _tell(data: Path, dry: bool, rows: list[dict[str, Any]], stopped: str) -> No
     if any(row["what"] == "trashed" for row in rows) and not dry:
         print("the trash is emptied at the next pass: within ten minutes, or by artctl gc", file=sys.stderr)
     if stopped:
-        where = daemon_probe.option(data)
+        where = daemon_probe.data_dir_option(data)
         print(
-            f"nothing goes by its age: {stopped}. Next: artctl gc --resume{where}, if the clock is right",
+            f"nothing is deleted by its age: {stopped}. Next: artctl gc --resume{where}, if the clock is right",
             file=sys.stderr,
         )

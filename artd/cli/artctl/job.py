@@ -1,6 +1,6 @@
-"""`artctl job ID`: one job with its attempts, the evidence of those that failed, and what to do about it.
+"""`artctl job ID`: shows one job with its attempts, the evidence of failed ones, and what to do about it.
 
-Owner of: no state. Exit codes: 0, 3 no daemon ever ran here, 5 there is no such job.
+Exit codes: 0, 3 no daemon ever ran here, 5 no such job.
 """
 
 from __future__ import annotations
@@ -8,20 +8,22 @@ from __future__ import annotations
 import argparse
 
 from artd.cli import daemon_probe, read, show
-from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, shared
+from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, shared_options
 from artd.cli.show import Row
 from artd.cli.status import problems
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("job", help="one job: its metrics, attempts, evidence and batch", parents=[shared()])
+    parser = sub.add_parser(
+        "job", help="one job: its metrics, attempts, evidence and batch", parents=[shared_options()]
+    )
     parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 
 
 def find(database: read.Database, number: int) -> Row:
-    """The job's row. Raises CliError(NOT_FOUND)."""
+    """Return the job's row. Raises CliError(NOT_FOUND)."""
     rows = database.rows(read.JOB, id=number)
     if not rows:
         newest = database.page("jobs", limit=1)
@@ -39,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
         members = database.rows(read.MEMBERS, batch=job["batch_id"])
     finally:
         database.close()
-    choices = problems.choices(job, daemon_probe.option(data))
+    choices = problems.choices(job, daemon_probe.data_dir_option(data))
     if args.json:
-        told = show.stamped(job) | {"next": choices[0].command if choices else ""}
-        rows = [show.stamped(row) for row in attempts]
+        told = show.stamp_times(job) | {"next": choices[0].command if choices else ""}
+        rows = [show.stamp_times(row) for row in attempts]
         show.document(
             "job", data, job=told, choices=[c._asdict() for c in choices], attempts=rows, trajectories=members
         )
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evidence(attempts: list[Row], members: list[Row]) -> None:
-    """What the failed attempts left behind, and what they were trained on."""
+    """Print what failed attempts left behind, and the trajectories that they trained on."""
     for attempt in attempts:
         if attempt["evidence"]:
             print(show.paint(f"attempt {attempt['fence']} ({attempt['outcome']}), last lines of its worker:", "dim"))

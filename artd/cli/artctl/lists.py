@@ -1,6 +1,6 @@
-"""`artctl runs|jobs|trajectories|checkpoints|workers|pushes`: rows of one table, newest first.
+"""`artctl runs|jobs|trajectories|checkpoints|workers|pushes`: lists rows of one table, newest first.
 
-Owner of: no state. Exit codes: 0 (also for no rows), 3 no daemon ever ran here, 5 there is no such run.
+Exit codes: 0 (also for no rows), 3 no daemon ever ran here, 5 no such run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from artd.cli import daemon_probe, read, show
-from artd.cli.outcome import OK, at_least, shared
+from artd.cli.outcome import OK, at_least, shared_options
 from artd.cli.show import Row
 from artd.cli.status import problems
 from artd.cli.status.snapshot import JOB_STATES, _alive
@@ -23,7 +23,7 @@ VERBS = ("runs", "jobs", "trajectories", "checkpoints", "workers", "pushes")
 
 @dataclass(frozen=True)
 class Listing:
-    """One verb. columns: heading -> cell of a row; drop: keys of the rows that only the verb's JSON detail has."""
+    """One verb. `columns`: heading -> function from a row to the cell; `states`: values of --state; `by_run`: it has --run."""
 
     help: str
     columns: dict[str, Callable[[Row], Any]]
@@ -52,13 +52,13 @@ def _metric(key: str) -> Callable[[Row], str]:
 
 
 def _coverage(row: Row) -> str:
-    """Share of the batch's tokens whose experts are replayed."""
+    """Return the share of the batch's tokens whose experts are replayed."""
     return "" if row["batch_covered"] is None else f"{row['batch_covered'] / row['batch_tokens']:.1%}"
 
 
 def _next(job: Row, data: Path) -> str:
-    """The command that helps a quarantined job."""
-    choices = problems.choices(job, daemon_probe.option(data)) if job["state"] == "quarantined" else []
+    """Return the command that helps a quarantined job, "" for other jobs."""
+    choices = problems.choices(job, daemon_probe.data_dir_option(data)) if job["state"] == "quarantined" else []
     return choices[0].command if choices else ""
 
 
@@ -148,7 +148,7 @@ LISTINGS: dict[str, Listing] = {
         by_run=False,
     ),
     "pushes": Listing(
-        "checkpoints brought into engines: from where, by which way, how long",
+        "pushes of checkpoints into engines: source, transfer, duration",
         {
             "id": _of("id"),
             "engine": _of("engine"),
@@ -170,19 +170,19 @@ LISTINGS: dict[str, Listing] = {
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for verb, listing in LISTINGS.items():
-        parser = sub.add_parser(verb, help=listing.help, parents=[shared()])
+        parser = sub.add_parser(verb, help=listing.help, parents=[shared_options()])
         parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
         parser.add_argument("-n", "--limit", type=at_least(1), default=50, help="rows at most (default 50)")
         if listing.by_run:
-            parser.add_argument("--run", dest="of_run", default="", metavar="RUN", help="of this run alone")
+            parser.add_argument("--run", dest="of_run", default="", metavar="RUN", help="only rows of this run")
             parser.add_argument("--before", type=at_least(0), metavar="ID", help="only those with a smaller id")
             parser.add_argument(
                 "--after", type=at_least(0), metavar="ID", help="only those with a larger id, oldest first"
             )
         if listing.states:
-            parser.add_argument("--state", choices=listing.states, default="", help="in this state alone")
+            parser.add_argument("--state", choices=listing.states, default="", help="only rows in this state")
         if verb == "trajectories":
-            parser.add_argument("--group", default="", help="of this group alone")
+            parser.add_argument("--group", default="", help="only rows of this group")
         parser.set_defaults(run=run)
 
 
@@ -203,18 +203,18 @@ def run(args: argparse.Namespace) -> int:
     data = daemon_probe.data_dir(args)
     database = read.Database(data)
     try:
-        wanted = database.checked_run(getattr(args, "of_run", ""))
+        wanted = database.require_run(getattr(args, "of_run", ""))
         rows = _read(database, args, wanted)
     finally:
         database.close()
-    if args.verb == "runs" and not daemon_probe.daemon(data).running:
+    if args.verb == "runs" and not daemon_probe.find_daemon(data).running:
         rows = [row | {"served": -1} for row in rows]  # nothing is served while the daemon is down
     if args.verb == "workers":
         rows = [row | {"alive": _alive(row)} for row in rows]
     if args.verb == "jobs":
         rows = [row | {"next": _next(row, data)} for row in rows]
     if args.json:
-        show.document(args.verb, data, **{args.verb: [show.stamped(row) for row in rows]})
+        show.document(args.verb, data, **{args.verb: [show.stamp_times(row) for row in rows]})
     elif not rows:
         filtered = wanted or any(getattr(args, name, None) for name in ("state", "group", "before", "after"))
         print(f"no {args.verb}" + (" that match" if filtered else " yet"))

@@ -1,7 +1,7 @@
-"""`artctl logs NAME [-f] [-n N]`: what a worker or the daemon wrote, the engine's server included.
+"""`artctl logs NAME [-f] [-n N]`: shows the log of a worker or the daemon; an engine's includes its server's.
 
-Owner of: no state. Exit codes: 0, 5 there is no such log, 130 interrupted. Reads files only. A file that is replaced or
-cut (rotation) is followed on.
+It reads files only, and -f also follows a file that is replaced or truncated by rotation. Exit codes: 0, 5 no such log, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from artd.cli import daemon_probe, show
-from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, near, shared
+from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, near, shared_options
 from artd_schema.paths import DATABASE, LOGS
 
 SERVER = "engine-server"
@@ -24,9 +24,9 @@ _BLOCK = 1 << 16
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("logs", help="what trainer, engine, gateway or daemon logged", parents=[shared()])
+    parser = sub.add_parser("logs", help="what trainer, engine, gateway or daemon logged", parents=[shared_options()])
     parser.add_argument("name", metavar="NAME", help="trainer, engine, gateway or daemon")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines as they come")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     parser.add_argument(
         "-n", "--lines", type=at_least(0), default=50, help="the last N lines of each file (default 50)"
     )
@@ -36,7 +36,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 @dataclass
 class Source:
-    """One file under DATA/logs and how far it was read."""
+    """One file under DATA/logs, and how far it has been read."""
 
     name: str
     path: Path
@@ -44,7 +44,7 @@ class Source:
     inode: int = 0
 
     def tail(self, count: int) -> list[str]:
-        """The last `count` whole lines; remembers where they end."""
+        """Return the last `count` complete lines, and remember where they end."""
         try:
             with self.path.open("rb") as file:
                 self.inode = os.fstat(file.fileno()).st_ino
@@ -56,7 +56,7 @@ class Source:
         return lines[-count:] if count > 0 else []
 
     def news(self) -> list[str]:
-        """Whole lines written since the last look."""
+        """Return the complete lines written since the last call."""
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -72,7 +72,7 @@ class Source:
 
 
 def _last(file: BinaryIO, count: int) -> bytes:
-    """Whole lines at the file's end, at least `count` where there are as many; leaves the position after them."""
+    """Return complete lines from the file's end, at least `count` if there are as many. The file's position is after them."""
     end = start = file.seek(0, os.SEEK_END)
     text = b""
     while start > 0 and text.count(b"\n") <= count:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sources(data: Path, name: str) -> list[Source]:
-    """The files of a name: an engine has its harness's log and its server's. Raises CliError(NOT_FOUND)."""
+    """Return the files of a name; an engine has the log of its worker and of its server. Raises CliError(NOT_FOUND)."""
     folder = data / LOGS
     own = [name, SERVER] if name == "engine" else [name]
     paths = [(each, folder / f"{each}.log") for each in own]

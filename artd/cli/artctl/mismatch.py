@@ -1,8 +1,8 @@
-"""`artctl mismatch RUN[@STEP]`: the same tokens scored by engine and trainer, with expert replay and without.
+"""`artctl mismatch RUN[@STEP]`: scores the same tokens with engine and trainer, with router replay and without.
 
-Owner of: a scratch folder, gone afterwards. Exit codes: 0, 1 failed, 3 the daemon does not run, 5 no such run or checkpoint,
-6 the step is not served. Invariants: nothing of the probe is trained (`split` eval); the trainer's side scores with the
-fp32 weights of the committed checkpoint, checked against the sha256 that was committed. Formulas: docs/metrics.md.
+Nothing of the probe is trained (`split` eval). The trainer scores with the fp32 weights of the committed checkpoint, whose
+sha256 is checked. docs/metrics.md has the formulas. Exit codes: 0, 1 failed, 3 the daemon does not run, 5 no such run or
+checkpoint, 6 the step is not served.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from artd.cli import daemon_probe, read, show
-from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared
+from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared_options
 from artd.cli.package_code import committed_code, copy_code
 from artd_schema.codec import UNREADABLE, digest
 from artd_schema.engines import engine_kind
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 TOKENS, MAX_TOKENS, TOP = 4096, 64, 20
 PASSES = {"replay": "replay on", "live": "replay off"}
-"""Scoring pass -> heading of its column. A dense model has the last alone, and no choice."""
+"""Scoring pass -> heading of its column. A dense model has only the last pass."""
 _ROUND = 64
-"""Samples that one round of requests gives, about."""
+"""About how many samples one round of requests gives."""
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("mismatch", help="how far trainer and engine disagree on fresh tokens", parents=[shared()])
+    parser = sub.add_parser(
+        "mismatch", help="how far trainer and engine disagree on fresh tokens", parents=[shared_options()]
+    )
     parser.add_argument("checkpoint", metavar="RUN[@STEP]", help="a step that is served; without STEP: the newest")
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help="sample at least so many (default: %(default)s)"
@@ -53,7 +55,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines, each a text or a list of token ids; "
                         "default: the checkpoint's canary prompts")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = _prompts(args.prompts) if args.prompts else _canary(data / row["dir"], row["sha"])
     try:
         floor = engine_kind(msgspec.convert(spec, RunSpec).engine.kind).floor
-    except ValueError as error:  # msgspec's and UnknownEngine
+    except ValueError as error:  # msgspec's errors and UnknownEngine are ValueErrors
         raise CliError(
             FAILED, f"the spec of run {row['run']} cannot be read: {error}", "use the artd that made it"
         ) from None
@@ -84,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _canary(folder: Path, sha: str) -> list[Prompt]:
-    """The canary prompts of a committed checkpoint. Raises CliError when its manifest is missing or another."""
+    """Return the canary prompts of a committed checkpoint. Raises CliError when its manifest is missing or not the committed
+    one."""
     path = folder / MANIFEST_FILE
     try:
         raw = path.read_bytes()
@@ -131,7 +134,7 @@ def _measure(
     args: argparse.Namespace, data: Path, row: read.Row, spec: dict[str, Any], samples: list[Sample],
     routes: RouteShape | None,
 ) -> dict[str, Mismatch]:  # fmt: skip
-    """Scoring pass -> what was measured. Raises CliError."""
+    """Score the samples with the trainer. Returns {scoring pass: its measures}. Raises CliError."""
     from artd.cli import in_trainer
     from artd.cli.mismatch import files
 
@@ -168,7 +171,7 @@ def _show(
 
 
 def rows(top: int) -> list[tuple[str, Any]]:
-    """(label, how to write it) of each line of the table."""
+    """Return (label, function that formats a Mismatch) of each line of the table."""
     return [
         ("MAE, nats", lambda m: f"{m.mae:.3e}"),
         ("max, nats", lambda m: f"{m.max:.3e}"),

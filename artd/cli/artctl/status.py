@@ -1,6 +1,6 @@
-"""`artctl status`: healthy? what is it doing? what next? and then the parts.
+"""`artctl status`: says whether artd is healthy, what it is doing and what to do next, then shows the parts.
 
-Owner of: no state. Exit codes: 0 healthy, 3 the daemon does not run, 4 something needs an operator.
+Exit codes: 0 healthy, 3 the daemon does not run, 4 something needs an operator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from artd import __version__
 from artd.cli import daemon_probe, show
-from artd.cli.outcome import DEGRADED, NOT_RUNNING, OK, shared
+from artd.cli.outcome import DEGRADED, NOT_RUNNING, OK, shared_options
 from artd.cli.show import paint
 from artd.cli.status.problems import advice
 from artd.cli.status.snapshot import Snapshot, content, doing, take
@@ -21,7 +21,7 @@ _DOTS = {"ok": ("●", "green"), "degraded": ("●", "yellow"), "down": ("○", 
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("status", help="health, what is going on, what to do next", parents=[shared()])
+    parser = sub.add_parser("status", help="health, what is going on, what to do next", parents=[shared_options()])
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines(shot: Snapshot) -> Iterator[str]:
-    """The human layout; the first three lines are the whole answer."""
+    """Yield the lines for a person; the first three are the whole answer."""
     yield _head(shot)
     yield _row("doing", doing(shot))
     yield _row("next", advice(shot))
@@ -62,7 +62,7 @@ def _head(shot: Snapshot) -> str:
     dot, colour = _DOTS[shot.health]
     told = shot.daemon.file
     if not shot.daemon.running:
-        was = f" (pid {told.pid} is gone{'' if shot.clean else ', not in order'})" if told else ""
+        was = f" (pid {told.pid} is gone{'' if shot.clean else ', not stopped cleanly'})" if told else ""
         return f"{paint(dot, colour)} artd {__version__}  not running{was}   {shot.data}   start: {advice(shot)}"
     since = f" {show.span(show.now_ms() - told.started)}" if told and told.started else ""
     verdict = {"ok": "healthy", "degraded": "degraded"}[shot.health]
@@ -97,7 +97,9 @@ def _flow(shot: Snapshot) -> str:
 def _jobs(shot: Snapshot) -> str:
     jobs = shot.jobs
     parts = [f"{jobs[s]} {s}" for s in ("running", "queued", "retrying", "quarantined", "succeeded")]
-    hint = f"  ← artctl jobs --state quarantined{daemon_probe.option(shot.data)}" if jobs["quarantined"] else ""
+    hint = (
+        f"  ← artctl jobs --state quarantined{daemon_probe.data_dir_option(shot.data)}" if jobs["quarantined"] else ""
+    )
     return " · ".join(parts) + hint
 
 
@@ -125,18 +127,19 @@ def _workers(shot: Snapshot) -> Iterator[str]:
 
 
 def event_text(event: show.Row) -> str:
-    """`step.committed  my-run  3  loss=0.12 reward_mean=0.4`; of nested data only the well-known numbers."""
+    """Return an event as one line: `step.committed my-run 3 loss=0.12 reward_mean=0.4`. Nested data gives only well-known
+    numbers."""
     told = [event["run"], event["ref"]] if event["run"] != event["ref"] else [event["ref"]]
     parts = [event["kind"], *(word for word in told if word)]
     for key, value in event["data"].items():
         if isinstance(value, dict):
-            parts += [f"{name}={value[name]:.4g}" for name in _TOLD if isinstance(value.get(name), float)]
+            parts += [f"{name}={value[name]:.4g}" for name in _NUMBERS if isinstance(value.get(name), float)]
         elif value not in ("", None):
             parts.append(f"{key}={_short(key, value)}")
     return show.one_line("  ".join(parts), 150)
 
 
-_TOLD = ("loss", "reward_mean", "train", "verify", "transfer", "load")
+_NUMBERS = ("loss", "reward_mean", "train", "verify", "transfer", "load")
 
 
 def _short(key: str, value: object) -> str:

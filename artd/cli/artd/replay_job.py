@@ -1,9 +1,9 @@
-"""`artd replay-job ID`: do a committed job again in a scratch folder, and compare all of it with what was committed.
+"""`artd replay-job ID`: does a committed job again in a scratch folder, and compares every part with the committed result.
 
-Owner of: the scratch folder (gone afterwards; with --keep its results are DIR). Exit codes: 0 equal, 1 different (or it
-could not be done), 3 no daemon ever ran here, 5 there is no such job or a part of it is gone, 6 the job did not succeed,
-its base model changed, or DIR exists, 130 interrupted. Invariants: the data folder is only read, with the daemon up or
-down; the work is the trainer's own, in its interpreter and its environment.
+The trainer does the work, in its own interpreter and environment. The data folder is only read, with the daemon up or down. The
+scratch folder is deleted; with --keep its results become DIR. Exit codes: 0 equal, 1 different (or it could not be done), 3 no
+daemon ever ran here, 5 no such job or a part of it is gone, 6 the job did not succeed, its base model changed, or DIR exists,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from artd.cli import daemon_probe, read, show
-from artd.cli.outcome import CONFLICT, FAILED, OK, CliError, at_least, shared
+from artd.cli.outcome import CONFLICT, FAILED, OK, CliError, at_least, shared_options
 from artd.cli.package_code import copy_code
 from artd.cli.replay_job import inputs
 from artd.cli.replay_job import report as replay_report
@@ -34,7 +34,9 @@ TAIL_LINES = 20
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("replay-job", help="do a committed job again and compare the results", parents=[shared()])
+    parser = sub.add_parser(
+        "replay-job", help="do a committed job again and compare the results", parents=[shared_options()]
+    )
     parser.add_argument("id", type=at_least(1), metavar="JOB", help="its number in `artctl jobs`")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoint, report and log in this new folder")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
@@ -53,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"replaying job {args.id} ({row['kind']}, step {row['step']} of {row['run']}) ...", file=sys.stderr)
             report = _replay(args, data, scratch, request)
             if report.error:
-                inputs.find(database, data, args.id)  # deleted while it ran: that is the reason, not damage
+                inputs.find(
+                    database, data, args.id
+                )  # raises if a part was deleted while it ran, which explains the error
                 raise CliError(
                     FAILED, f"job {args.id} cannot be replayed: {report.error}", "artctl jobs --state succeeded"
                 )
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _scratch(keep: Path | None, size: int) -> Iterator[Path]:
-    """A folder of its own with `out` and `tmp`, removed at the end (SIGTERM too); with `keep`, `out` becomes that."""
+    """Make a folder with `out` and `tmp`, removed at the end, after SIGTERM too. With `keep`, `out` becomes that folder."""
     parent = keep.parent if keep else Path(tempfile.gettempdir())
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +85,7 @@ def _scratch(keep: Path | None, size: int) -> Iterator[Path]:
             raise CliError(FAILED, f"the result takes {show.size(size)}, but {parent} has {show.size(free)} free", then)
         folder = Path(tempfile.mkdtemp(prefix=".artd-replay-", dir=parent))
     except OSError as error:
-        raise CliError(FAILED, f"there can be no scratch folder in {parent}: {error}", "set TMPDIR") from None
+        raise CliError(FAILED, f"cannot make a scratch folder in {parent}: {error}", "set TMPDIR") from None
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         (folder / "out").mkdir()
@@ -95,7 +99,7 @@ def _scratch(keep: Path | None, size: int) -> Iterator[Path]:
 
 
 def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: ReplayRequest) -> ReplayReport:
-    """Run the trainer's part; its words go to a log. Raises CliError when it gives no answer."""
+    """Run the trainer's part, with its output in a log. Raises CliError when it gives no report."""
     from artd.supervise.postmortem import explain, read_tail
 
     used = RunCode(request.config.loss, request.config.family).used
@@ -103,7 +107,7 @@ def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: Replay
     log, raw = scratch / "out" / "trainer.log", msgspec.json.encode(request)
     try:
         with log.open("wb") as words:
-            # "/": so that `-m` finds no stray module in the user's folder.
+            # In "/", `-m` finds no stray module of the user's folder.
             done = subprocess.run(
                 command, input=raw, stdout=subprocess.PIPE, stderr=words, env=env, cwd="/", check=False
             )
@@ -122,7 +126,7 @@ def _replay(args: argparse.Namespace, data: Path, scratch: Path, request: Replay
 
 
 def _command(args: argparse.Namespace, data: Path, scratch: Path, more: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of the trainer's part. more: folders for PYTHONPATH. Raises CliError(FAILED)."""
+    """Return command line and environment of the trainer's part. `more`: folders for PYTHONPATH. Raises CliError(FAILED)."""
     from artd.cli.in_trainer import interpreter
     from artd.supervise.code import CodeError, install_code
     from artd.supervise.environment import TRAINER_EXTRA, Tags, child_environment
@@ -132,7 +136,7 @@ def _command(args: argparse.Namespace, data: Path, scratch: Path, more: list[str
         code = install_code(scratch)
     except (CodeError, OSError) as error:
         raise CliError(FAILED, f"the trainer's code cannot be copied to {scratch}: {error}") from None
-    # No daemon's instance: whoever reaps his own children must not take this for one.
+    # This name is no daemon's instance, so no daemon reaps this process as its own.
     tags = Tags(instance="replay-job", boot=0, spawn=0, worker="replay-job", build=code.name, socket="")
     env = child_environment(
         os.environ, tags, code=code, tmpdir=scratch / "tmp", site_paths=[*folders, *more], extra=TRAINER_EXTRA

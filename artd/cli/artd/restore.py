@@ -1,7 +1,7 @@
-"""`artd restore BACKUP --data-dir NEW`: make a data folder from a backup; `artd start` goes on from there.
+"""`artd restore BACKUP --data-dir NEW`: makes a data folder from a backup; `artd start` continues from there.
 
-Owner of: NEW, which is whole afterwards or empty. Exit codes: 0, 1 the backup is damaged or it failed, 5 there is no backup,
-6 NEW holds something, or a daemon runs there. Invariants: the backup is only read.
+Afterwards NEW is complete, or empty. The backup is only read. Exit codes: 0, 1 the backup is damaged or the restore failed, 5
+no such backup, 6 NEW is not empty, or a daemon runs there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artd.cli import daemon_probe, show
-from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, CliError, shared
+from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, CliError, shared_options
 
 if TYPE_CHECKING:
     from artd.backups.restore import RestoreResult
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("restore", help="make a new data folder (--data-dir) from a backup", parents=[shared()])
+    parser = sub.add_parser(
+        "restore", help="make a new data folder (--data-dir) from a backup", parents=[shared_options()]
+    )
     parser.add_argument("backup", metavar="BACKUP", type=Path, help="what `artctl backup` wrote")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     parser.set_defaults(run=run)
@@ -33,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     made = _make(source, data)
     runs = [{"name": run.name, "state": run.state, "step": run.step} for run in made.info.runs]
     if args.json:
-        content = show.stamped({"created": made.info.created})
+        content = show.stamp_times({"created": made.info.created})
         content |= {"backup": str(source), "instance": made.instance, "original": made.info.instance, "leap": made.leap}
         show.print_document("artd.restore/1", data, content | {"runs": runs})
         return OK
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(source: Path, data: Path) -> RestoreResult:
-    """Raises CliError."""
+    """Make the data folder. Raises CliError."""
     from artd.backups.backup import BackupError, NotEmpty
     from artd.backups.restore import restore
     from artd.datadir.lock import Owned

@@ -1,6 +1,6 @@
-"""`artd runtime install|list|prune`.
+"""`artd runtime install|list|prune`: runtimes of trainer and engine.
 
-Owner: runtimes. Exit codes: 0 done, 1 failed, 130 interrupted, 143 terminated. Messages go to stderr, lists to stdout.
+Messages go to stderr, lists to stdout. Exit codes: 0 done, 1 failed, 130 interrupted, 143 terminated.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from types import FrameType
 
-from artd.cli.outcome import shared
+from artd.cli.outcome import shared_options
 from artd.runtimes import install, lockfile, prune, registry
 from artd_schema.engines import ENGINES
 
@@ -23,8 +23,8 @@ def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = sub.add_parser("runtime", help="install, list and prune the trainer's and the engine's runtimes")
     verbs = parser.add_subparsers(dest="runtime_verb", required=True, metavar="VERB")
     engines = sorted({engine.runtime for engine in ENGINES.values()})
-    add = verbs.add_parser("install", help="make a runtime from its shipped lock; re-used when unchanged")
-    add.add_argument("name", choices=["megatron", *engines], help="of the trainer, of the engine")
+    add = verbs.add_parser("install", help="make a runtime from the lock that artd ships; an unchanged one is kept")
+    add.add_argument("name", choices=["megatron", *engines], help="megatron for the trainer, another for the engine")
     device = add.add_mutually_exclusive_group()
     device.add_argument("--cpu", dest="device", action="store_const", const="cpu", default="cpu", help="(default)")
     device.add_argument(
@@ -41,15 +41,15 @@ def register(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     show.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
     show.set_defaults(run=run_list)
     old = verbs.add_parser(
-        "prune", help="delete runtimes that nothing uses: of older locks, or half made", parents=[shared()]
+        "prune", help="delete runtimes that nothing uses: of older locks, or incomplete", parents=[shared_options()]
     )
     old.add_argument("--all", action="store_true", dest="everything", help="also those of this artd (to uninstall it)")
-    old.add_argument("--dry-run", action="store_true", help="only say what would go")
+    old.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     old.set_defaults(run=run_prune)
 
 
 class _Terminated(BaseException):
-    """SIGTERM, carried to the frame that cleans up."""
+    """SIGTERM as an exception, so that the install cleans up."""
 
 
 def _on_term(_number: int, _frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ def run_install(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing half-made is left. Next: the same command again", file=sys.stderr)
+        print("interrupted; nothing incomplete is left. Next: run the same command again", file=sys.stderr)
         return 130
     except _Terminated:
         return 143
@@ -97,8 +97,10 @@ def run_prune(args: argparse.Namespace) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    # The overlay is for the project's own tests: who has not installed it does not lack it.
-    rows = [row for row in registry.listed() if row.state != "missing" or not row.name.startswith(lockfile.OVERLAY)]
+    # The overlay is for the project's own tests; a user without it lacks nothing.
+    rows = [
+        row for row in registry.list_runtimes() if row.state != "missing" or not row.name.startswith(lockfile.OVERLAY)
+    ]
     if args.json:
         print(json.dumps({"schema": SCHEMA, "runtimes": [asdict(row) for row in rows]}, indent=1))
         return 0

@@ -1,7 +1,8 @@
-"""`artd start [--detach]`: become the daemon, or start one that outlives this terminal.
+"""`artd start [--detach]`: becomes the daemon, or starts one that outlives this terminal.
 
-Owner of: DATA/logs/daemon.log. Exit codes: 0, 1 could not start (another daemon, a folder that is not artd's, a death at start: the log's end is
-shown), 2 an artd.toml that cannot be used, 6 `--restart` where a daemon or its keeper runs, 7 not ready in time, 130 interrupted or forced.
+It writes DATA/logs/daemon.log. Exit codes: 0, 1 could not start (another daemon runs, the folder is not artd's, or the daemon
+died, in which case the log's end is shown), 2 artd.toml cannot be used, 6 `--restart` while a daemon or its keeper runs, 7 not
+ready in time, 130 interrupted or forced.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 
 from artd import config
 from artd.cli import daemon_probe
-from artd.cli.keep import keep, keeper
-from artd.cli.outcome import CONFLICT, FAILED, OK, TIMED_OUT, USAGE, CliError, seconds, shared
+from artd.cli.keep import find_keeper, keep
+from artd.cli.outcome import CONFLICT, FAILED, OK, TIMED_OUT, USAGE, CliError, seconds, shared_options
 from artd.datadir import folder
 from artd.store import fs
 from artd.supervise.guardian import read_stat
@@ -28,10 +29,12 @@ TAIL = 20
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("start", help="run the daemon in the foreground, or in the background", parents=[shared()])
-    parser.add_argument("--detach", action="store_true", help="in the background; returns when it is ready")
+    parser = sub.add_parser(
+        "start", help="run the daemon in the foreground, or in the background", parents=[shared_options()]
+    )
+    parser.add_argument("--detach", action="store_true", help="run in the background; return when it is ready")
     parser.add_argument(
-        "--restart", action="store_true", help="start it again when it ended by itself, with pauses and a limit"
+        "--restart", action="store_true", help="start the daemon again when it dies, with pauses and a limit"
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
     parser.add_argument(
@@ -44,14 +47,14 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = load(args)
     if args.detach:
-        return _detached(args, settings)
+        return _start_detached(args, settings)
     if args.restart:
-        return _kept(args, settings)
+        return _run_kept(args, settings)
     return _foreground(settings)
 
 
 def load(args: argparse.Namespace) -> config.Settings:
-    """Settings from flags, environment and file. Raises CliError(USAGE)."""
+    """Load settings from flags, environment and file. Raises CliError(USAGE)."""
     try:
         return config.load(
             getattr(args, "config", None), getattr(args, "data_dir", None), getattr(args, "log_level", None)
@@ -60,13 +63,13 @@ def load(args: argparse.Namespace) -> config.Settings:
         raise CliError(USAGE, str(error)) from None
 
 
-def _kept(args: argparse.Namespace, settings: config.Settings) -> int:
-    """Raises CliError(CONFLICT) when a daemon runs or a keeper lives: a second one would write over its file."""
+def _run_kept(args: argparse.Namespace, settings: config.Settings) -> int:
+    """Run the daemon under a keeper. Raises CliError(CONFLICT) when a daemon or another keeper runs."""
     data = Path(settings.data_dir)
-    owner, kept = daemon_probe.daemon(data), keeper(data)
+    owner, kept = daemon_probe.find_daemon(data), find_keeper(data)
     if owner.running or kept:
         raise CliError(
-            CONFLICT, f"a daemon, or its keeper, runs on {data}", f"artctl status{daemon_probe.option(data)}"
+            CONFLICT, f"a daemon, or its keeper, runs on {data}", f"artctl status{daemon_probe.data_dir_option(data)}"
         )
     _log_file(data)
     return keep(_command(args, settings), data)
@@ -81,7 +84,7 @@ def _foreground(settings: config.Settings) -> int:
 
 
 def _log_file(data: Path) -> Path:
-    """DATA/logs/daemon.log, its folder made in one that is artd's. Raises CliError(FAILED)."""
+    """Return DATA/logs/daemon.log and make its folder. Raises CliError(FAILED)."""
     os.umask(0o077)
     try:
         folder.take(data)
@@ -96,7 +99,7 @@ def _log_file(data: Path) -> Path:
 
 
 def _log_to(path: Path, level: str) -> None:
-    """Log to stderr and to `path`; to stderr alone where that is the same file (a detached daemon)."""
+    """Log to stderr and to `path`, or to stderr alone when both are the same file, as in a detached daemon."""
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if not (path.exists() and os.path.samestat(os.fstat(2), path.stat())):
         handlers.append(logging.FileHandler(path, delay=True))
@@ -108,22 +111,24 @@ def _log_to(path: Path, level: str) -> None:
 
 
 def _command(args: argparse.Namespace, settings: config.Settings, *more: str) -> list[str]:
-    """A daemon in the foreground, of a process of its own."""
+    """Return the command line of a daemon in the foreground of its own process."""
     command = [sys.executable, "-m", "artd.cli.main", "start", *more, "--data-dir", settings.data_dir]
     for option, value in (("--config", getattr(args, "config", None)), ("--log-level", args.log_level)):
         command += [option, str(Path(value).absolute()) if option == "--config" else value] if value else []
     return command
 
 
-def _detached(args: argparse.Namespace, settings: config.Settings) -> int:
+def _start_detached(args: argparse.Namespace, settings: config.Settings) -> int:
     data = Path(settings.data_dir)
-    owner, kept = daemon_probe.daemon(data), keeper(data)
+    owner, kept = daemon_probe.find_daemon(data), find_keeper(data)
     if owner.state == "draining":
         pid = owner.file.pid if owner.file else "unknown"
         raise CliError(
-            CONFLICT, f"the daemon on {data} (pid {pid}) is stopping", f"artctl status{daemon_probe.option(data)}"
+            CONFLICT,
+            f"the daemon on {data} (pid {pid}) is stopping",
+            f"artctl status{daemon_probe.data_dir_option(data)}",
         )
-    if owner.running or kept:  # what the caller wants is there, or will be
+    if owner.running or kept:  # a daemon is there, or its keeper is about to start one
         return _await_ready(args, data, data / LOGS / "daemon.log", None, 0)
     log = _log_file(data)
     with log.open("ab") as out:
@@ -138,11 +143,15 @@ def _detached(args: argparse.Namespace, settings: config.Settings) -> int:
 def _await_ready(
     args: argparse.Namespace, data: Path, log: Path, child: subprocess.Popen[bytes] | None, start: int
 ) -> int:
-    """child: the daemon, or its keeper, that was just started; None: one that there was."""
+    """Wait until the daemon is ready. `child`: the daemon or keeper that was just started, None when one was running."""
     end = time.monotonic() + args.timeout
     while time.monotonic() < end:
         told = read_daemon_file(data)
-        if told is not None and told.state == "ready" and (told.alive() if child is None else _of(child, told.pid)):
+        if (
+            told is not None
+            and told.state == "ready"
+            and (told.alive() if child is None else _is_started_by(child, told.pid))
+        ):
             runs = "runs" if child else "runs already"
             print(f"artd {runs} on {data}: pid {told.pid}, gateway {told.url}, log {log}")
             return OK
@@ -152,12 +161,12 @@ def _await_ready(
         time.sleep(0.02)
     raise CliError(
         TIMED_OUT, f"artd (pid {child.pid if child else 'unknown'}) runs but is not ready after {args.timeout:g} s",
-        f"artctl logs daemon{daemon_probe.option(data)}, or artd stop{daemon_probe.option(data)}",
+        f"artctl logs daemon{daemon_probe.data_dir_option(data)}, or artd stop{daemon_probe.data_dir_option(data)}",
     )  # fmt: skip
 
 
-def _of(child: subprocess.Popen[bytes], pid: int) -> bool:
-    """Whether the daemon `pid` is the one that was started, or that its keeper has started."""
+def _is_started_by(child: subprocess.Popen[bytes], pid: int) -> bool:
+    """Return whether the daemon `pid` is `child`, or was started by it as a keeper."""
     return pid == child.pid or ((stat := read_stat(pid)) is not None and stat.ppid == child.pid)
 
 

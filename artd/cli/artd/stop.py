@@ -1,7 +1,7 @@
-"""`artd stop [--drain S]`: end the daemon and wait until it is gone. A second call while it drains forces it.
+"""`artd stop [--drain S]`: ends the daemon and waits until it is gone. A second call while it drains forces it.
 
-Owner of: no state. Exit codes: 0 it is gone, or there was none; 3 the folder is not artd's; 7 it still runs. Invariants: only the process that holds the
-lock is signalled, and only while its start time is the recorded one.
+It signals only the process that holds the lock, and only if its start time is the recorded one. Exit codes: 0 it is gone, or
+there was none, 3 the folder is not artd's, 7 it still runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from artd.cli import daemon_probe
-from artd.cli.keep import keeper
-from artd.cli.outcome import FAILED, NOT_RUNNING, OK, TIMED_OUT, CliError, shared
+from artd.cli.keep import find_keeper
+from artd.cli.outcome import FAILED, NOT_RUNNING, OK, TIMED_OUT, CliError, shared_options
 from artd.datadir import folder
 from artd_schema.paths import DaemonFile, process_ticks
 
@@ -25,7 +25,7 @@ _SEEN_S = 5.0
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("stop", help="end the daemon; a second call forces it", parents=[shared()])
+    parser = sub.add_parser("stop", help="end the daemon; a second call forces it", parents=[shared_options()])
     parser.add_argument(
         "--drain",
         type=float,
@@ -37,40 +37,40 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     data = daemon_probe.data_dir(args)
-    found, kept = daemon_probe.daemon(data), keeper(data)
+    found, kept = daemon_probe.find_daemon(data), find_keeper(data)
     if not found.running:
-        return _nothing(data, kept)
+        return _stop_keeper(data, kept)
     told = found.file
     if told is None:
         raise CliError(FAILED, f"a daemon holds {data}, but its lock file cannot be read", f"fuser {data}/artd.lock")
     forced = found.state == "draining"
-    target = kept or told  # a keeper passes the word on, and starts nothing again
+    target = kept or told  # a keeper passes the signal on, and does not start the daemon again
     _signal(target)
     if forced:
-        gone = _gone(told, FORCE_S)
+        gone = _await_end(told, FORCE_S)
     elif args.drain is None:
-        gone = _gone(told, told.drain_s + _SLACK_S)
+        gone = _await_end(told, told.drain_s + _SLACK_S)
     else:
-        _drains(told, data)
-        gone = _gone(told, args.drain)
+        _await_draining(told, data)
+        gone = _await_end(told, args.drain)
         if not gone:
             forced = True
             _signal(target)
-            gone = _gone(told, FORCE_S)
-    if gone and (kept is None or _gone(kept, _SLACK_S)):
+            gone = _await_end(told, FORCE_S)
+    if gone and (kept is None or _await_end(kept, _SLACK_S)):
         print(f"artd (pid {told.pid}) has ended", file=sys.stderr)
         return OK
     if gone and kept is not None:
         raise _keeper_runs(data, kept)
-    then = f"kill -9 {told.pid}" if forced else f"artd stop{daemon_probe.option(data)}   (forces it)"
+    then = f"kill -9 {told.pid}" if forced else f"artd stop{daemon_probe.data_dir_option(data)}   (forces it)"
     raise CliError(TIMED_OUT, f"the daemon (pid {told.pid}) still runs", then)
 
 
-def _nothing(data: Path, kept: DaemonFile | None) -> int:
-    """There is no daemon; a keeper that is about to start one must not."""
+def _stop_keeper(data: Path, kept: DaemonFile | None) -> int:
+    """Handle a folder without a daemon: end a keeper that is about to start one."""
     if kept is not None:
         _signal(kept)
-        if not _gone(kept, _SLACK_S):
+        if not _await_end(kept, _SLACK_S):
             raise _keeper_runs(data, kept)
     elif not folder.is_free(data):
         try:
@@ -86,7 +86,8 @@ def _keeper_runs(data: Path, kept: DaemonFile) -> CliError:
 
 
 def _signal(told: DaemonFile) -> None:
-    """SIGTERM to that very process: a pidfd cannot mean another one once its start time was seen through it."""
+    """Send SIGTERM to exactly that process. After its start time was read through the pidfd, the pidfd cannot mean another
+    process."""
     try:
         handle = os.pidfd_open(told.pid)
     except ProcessLookupError:
@@ -100,19 +101,19 @@ def _signal(told: DaemonFile) -> None:
         os.close(handle)
 
 
-def _drains(told: DaemonFile, data: Path) -> None:
-    """Wait until the daemon has seen the first signal: a second one before that would be merged with it."""
+def _await_draining(told: DaemonFile, data: Path) -> None:
+    """Wait until the daemon has seen the first signal; the kernel would merge an earlier second signal with it."""
     end = time.monotonic() + _SEEN_S
     while (
         process_ticks(told.pid) == told.ticks
-        and daemon_probe.daemon(data).state != "draining"
+        and daemon_probe.find_daemon(data).state != "draining"
         and time.monotonic() < end
     ):
         time.sleep(0.02)
 
 
-def _gone(told: DaemonFile, patience_s: float) -> bool:
-    """Whether the process ended in time."""
+def _await_end(told: DaemonFile, patience_s: float) -> bool:
+    """Wait for the process to end. Returns whether it did in time."""
     end = time.monotonic() + patience_s
     while process_ticks(told.pid) == told.ticks:
         if time.monotonic() > end:

@@ -1,7 +1,4 @@
-"""`artd systemd`: print a unit file for the daemon of this data folder.
-
-Owner of: no state. Invariants: what it prints starts this very installation; nothing is written or enabled.
-"""
+"""`artd systemd`: prints a unit file that starts this very installation on this data folder. It writes and enables nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import getpass
 import sys
 from pathlib import Path
 
-from artd.cli.outcome import OK, shared
+from artd.cli.outcome import OK, shared_options
 
 from .start import load
 
@@ -46,7 +43,7 @@ WantedBy={target}
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("systemd", help="print a unit file for systemd", parents=[shared()])
+    parser = sub.add_parser("systemd", help="print a unit file for systemd", parents=[shared_options()])
     parser.add_argument(
         "--system",
         action="store_true",
@@ -65,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             command="artd systemd --system" if args.system else "artd systemd",
             data=settings.data_dir,
             user=f"\nUser={getpass.getuser()}" if args.system else "",
-            start=" ".join(map(_quoted, words)),
+            start=" ".join(map(_quote, words)),
             stop=settings.drain_s + 30.0,
             target="multi-user.target" if args.system else "default.target",
         ),
@@ -74,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _quoted(word: str) -> str:
-    """As systemd reads it: `%` begins a specifier, `$` a variable."""
+def _quote(word: str) -> str:
+    """Quote a word for systemd, where `%` begins a specifier and `$` a variable."""
     plain = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{plain}"' if plain != word or any(letter.isspace() for letter in word) else word

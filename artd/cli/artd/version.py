@@ -1,4 +1,4 @@
-"""`artd version`: what to name in a bug report. Exit code: 0."""
+"""`artd version`: prints the versions to name in a bug report. Exit code: 0."""
 
 from __future__ import annotations
 

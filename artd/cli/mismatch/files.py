@@ -1,7 +1,6 @@
-"""The folder between `artctl mismatch` and the scoring process: what is asked, what comes back (`artd_schema.score`).
+"""Writes and reads the files between `artctl mismatch` and the scoring process (`artd_schema.score`).
 
-Owner of: the files of the folder it is given. Invariants: little-endian columns in the order of the samples; what comes
-back is of exactly the tokens that were asked for.
+Columns are little-endian, in the order of the samples. The scores must be of exactly the tokens that were sent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .probe import Sample
 
 
 def write(folder: Path, request: ScoreRequest, samples: Sequence[Sample]) -> None:
-    """Write request and sequences."""
+    """Write the request, and the columns that describe the samples."""
     tokens = np.concatenate([np.asarray(s.prompt + s.tokens) for s in samples])
     columns: dict[str, Array] = {
         "tokens": tokens.astype("<i4"),
@@ -37,14 +36,14 @@ def write(folder: Path, request: ScoreRequest, samples: Sequence[Sample]) -> Non
 
 
 def _rows(sample: Sample, shape: RouteShape) -> Array:
-    """Routes [P + C, layers, topk]; the last token's row is there for the count alone."""
+    """Return a sample's routes [P + C, layers, topk]. The last token's row is a filler, so that each token has one."""
     assert sample.routes is not None
     last = np.broadcast_to(np.arange(shape.topk), (1, shape.layers, shape.topk))
     return np.concatenate([sample.routes, last]).astype("u1" if shape.width == 1 else "<u2")
 
 
 def compare_all(folder: Path, samples: Sequence[Sample]) -> dict[str, Mismatch]:
-    """Pass -> what was measured, of the passes that were scored. Raises ValueError."""
+    """Return {pass: measures} of the passes that were scored. Raises ValueError."""
     try:
         scores = load_file(folder / SCORES)
     except (OSError, SafetensorError) as error:

@@ -1,7 +1,6 @@
-"""How far trainer and engine disagree about the same tokens: the formulas of docs/metrics.md.
+"""Measures how far trainer and engine disagree about the same tokens, by the formulas of docs/metrics.md.
 
-Owner of: no state; pure (numpy). Invariants: everything is summed in float64; natural logarithms; a number that is not
-finite is an error, never a row of the table.
+Sums are in float64, logarithms are natural. A number that is not finite is an error.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ Array = NDArray[np.generic]
 
 @dataclass(frozen=True)
 class Engine:
-    """What the engine said of M sampled tokens: logprobs [M] of the tokens, top_ids [M, K] and top_logprobs [M, K] of its
-    K likeliest ids, best first."""
+    """The engine's view of M sampled tokens: their `logprobs` [M], and `top_ids` and `top_logprobs` [M, K] of its K likeliest
+    ids, best first."""
 
     logprobs: Array
     top_ids: Array
@@ -26,8 +25,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What the trainer says of the same tokens. at_top [M, K]: its logprobs of the *engine's* top ids; top_ids [M, K]: its
-    own likeliest ones, best first."""
+    """The trainer's view of the same tokens. `at_top` [M, K]: its logprobs of the *engine's* top ids; `top_ids` [M, K]: its own
+    likeliest ids, best first."""
 
     logprobs: Array
     at_top: Array
@@ -36,7 +35,8 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One column of the table. top: K. mae, max, top_kl: nats; mean_abs_pct: %; top1, top_overlap: shares."""
+    """One column of the table. `top`: K; `mae`, `max`, `top_kl`: in nats; `mean_abs_pct`: in percent; `top1`, `top_overlap`:
+    shares from 0 to 1."""
 
     tokens: int
     top: int
@@ -49,7 +49,7 @@ class Mismatch:
 
 
 def compare(engine: Engine, trainer: Trainer) -> Mismatch:
-    """Raises ValueError when a logprob is not finite, or when there is no token."""
+    """Compare the two views. Raises ValueError when a logprob is not finite, or there is no token."""
     told = [np.asarray(values, np.float64) for values in (engine.logprobs, engine.top_logprobs)]
     found = [np.asarray(values, np.float64) for values in (trainer.logprobs, trainer.at_top)]
     tokens, top = engine.top_ids.shape
@@ -71,6 +71,6 @@ def compare(engine: Engine, trainer: Trainer) -> Mismatch:
 
 
 def _divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """KL(p || q) per token [M] of two lists of logprobs [M, K] over the same ids, each made to sum to 1 over them."""
+    """Return KL(p || q) of each token [M]. `p`, `q` [M, K]: logprobs of the same ids, normalised over them."""
     p, q = (values - np.logaddexp.reduce(values, axis=-1, keepdims=True) for values in (p, q))
     return (np.exp(p) * (p - q)).sum(-1)

@@ -1,7 +1,7 @@
-"""A probe of a served step: fresh samples through the gateway, each with the engine's top ids and the experts it took.
+"""Samples a served step through the gateway, with the engine's top ids and the experts of each token.
 
-Owner of: no state. Invariants: sent as `x-artd-split: eval` (the ledger marks the exchanges, nothing of them is trained);
-temperature 1 and a seed; an answer that lacks a part of what was asked for is an error, never a shorter table.
+Requests carry `x-artd-split: eval`, so nothing of them is trained. Temperature is 1, with a seed. An answer that lacks a
+requested part is an error.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for. model: RUN@STEP; samples: of a prompt in a round; tokens: rounds go on until there are as many;
-    top: likeliest ids per token; routes: their shape, None = do not ask for them; floor: what the
-    engine tells in place of -inf."""
+    """What to sample. `model`: RUN@STEP; `samples`: answers to one prompt in one round; `tokens`: rounds go on until there are
+    as many.
+
+    `top`: likeliest ids per token; `routes`: their shape, None = do not request them; `floor`: the value that the engine gives
+    for -inf.
+    """
 
     model: str
     prompts: Sequence[Prompt]
@@ -48,8 +51,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer: C sampled tokens after a prompt of P. logprobs [C]; top_ids, top_logprobs [C, K], best first; routes
-    [P + C - 1, layers, topk] or None."""
+    """One answer: C sampled tokens after a prompt of P tokens.
+
+    `logprobs` [C]; `top_ids`, `top_logprobs` [C, K], best first; `routes` [P + C - 1, layers, topk] or None.
+    """
 
     prompt: list[int]
     tokens: list[int]
@@ -60,7 +65,7 @@ class Sample:
 
 
 def generate(data: Path, plan: Plan) -> list[Sample]:
-    """Samples with at least plan.tokens tokens together. Raises CliError."""
+    """Return samples with at least `plan.tokens` tokens in total. Raises CliError."""
     gateway = _gateway(data)
     return asyncio.run(_generate(gateway["url"], gateway["token"], plan))
 
@@ -102,14 +107,14 @@ async def _ask(http: httpx.AsyncClient, plan: Plan, prompt: Prompt, number: int)
             FAILED, f"the gateway gave no answer: {error or type(error).__name__}", "artctl status"
         ) from None
     if response.status_code != 200:
-        raise _refused(plan.model, response.status_code, answer)
+        raise _refusal(plan.model, response.status_code, answer)
     try:
         return [_sample(plan, choice) for choice in answer["choices"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CliError(FAILED, f"the gateway's answer cannot be used: {error!r}", "artctl logs gateway") from None
 
 
-def _refused(model: str, status: int, answer: Any) -> CliError:
+def _refusal(model: str, status: int, answer: Any) -> CliError:
     error = answer.get("error", {}) if isinstance(answer, dict) else {}
     told = f"the gateway refused the probe of {model} ({status}): {error.get('message', answer)}"
     if error.get("code") == "model_not_found":
@@ -118,7 +123,7 @@ def _refused(model: str, status: int, answer: Any) -> CliError:
 
 
 def _sample(plan: Plan, choice: dict[str, Any]) -> Sample:
-    """Raises KeyError, TypeError or ValueError that names what is missing."""
+    """Read a choice. Raises KeyError, TypeError or ValueError that names what is missing."""
     prompt, tokens = choice["prompt_token_ids"], choice["generation_token_ids"]
     logprobs, tops = choice["generation_log_probs"], choice["generation_top_log_probs"]
     if not len(tokens) == len(logprobs) == len(tops):
@@ -136,7 +141,7 @@ def _sample(plan: Plan, choice: dict[str, Any]) -> Sample:
 
 
 def _best(told: list[tuple[int, float]], plan: Plan) -> list[tuple[int, float]]:
-    """The `plan.top` likeliest of (id, logprob) pairs; of equal ones, those that the engine named first."""
+    """Return the `plan.top` likeliest (id, logprob) pairs; of equal ones, those that the engine named first."""
     pairs = {number: value for number, value in told if value > plan.floor}
     best = sorted(pairs.items(), key=lambda pair: -pair[1])[: plan.top]
     if len(best) < plan.top:

@@ -1,1 +1,1 @@
-"""`artd replay-job`: a committed job done again and compared."""
+"""`artd replay-job`: does a committed job again and compares the results."""

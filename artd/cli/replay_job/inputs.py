@@ -1,7 +1,6 @@
-"""Which jobs `artd replay-job` can do again: what a job was made from, what it made, and what of that is still there.
+"""Finds what `artd replay-job` needs: the inputs and the result of a job, and whether they still exist.
 
-Owner of: no state. Invariants: rows and names of files only; nothing here needs a daemon, and nothing is opened but the
-database.
+It reads rows and looks for files by name; it opens only the database, and needs no daemon.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from artd_schema.spec import RunSpec
 from artd_schema.worker import CheckpointRef, Run, TrainerConfig
 
 Row = read.Row
-_TOLD = 5
+_NAMED = 5
 _LOOKED_AT = 1000
 _BLOBS = (
     ("tensors", "its batch"), ("manifest", "its batch's manifest"), ("replay", "its replay bundle"),
@@ -34,10 +33,10 @@ _BLOBS = (
 
 
 def find(database: read.Database, data: Path, number: int) -> Row:
-    """The row (of read.REPLAYABLE) of a job that can be done again.
+    """Return the row (of read.REPLAYABLE) of a job that can be done again.
 
-    Raises CliError: NOT_FOUND when there is no such job or a part of it is gone, CONFLICT when it did not succeed (yet) or
-    its base model is another one now.
+    Raises CliError: NOT_FOUND when there is no such job or a part of it is gone, CONFLICT when it did not succeed or its base
+    model has changed.
     """
     found = job.find(database, number)
     if found["state"] != "succeeded":
@@ -56,22 +55,22 @@ def find(database: read.Database, data: Path, number: int) -> Row:
 
 
 def _require(database: read.Database, data: Path, row: Row) -> None:
-    """Raises CliError(NOT_FOUND) that names what is gone and the jobs that are still whole."""
-    if missing := list(_gone(data, row)):
-        others = [r["id"] for r in database.rows(read.REPLAYABLE, id=0, limit=_LOOKED_AT) if not any(_gone(data, r))][
-            :_TOLD
-        ]
+    """Raise CliError(NOT_FOUND) when a part is gone; the text names it, and jobs that are still complete."""
+    if missing := list(_list_missing(data, row)):
+        others = [
+            r["id"] for r in database.rows(read.REPLAYABLE, id=0, limit=_LOOKED_AT) if not any(_list_missing(data, r))
+        ][:_NAMED]
         instead = f"can be replayed: {', '.join(map(str, others))}" if others else "no job can be replayed any more"
         then = f"artd replay-job {others[0]}" if others else "set keep_checkpoints higher in the next run's spec"
         raise CliError(NOT_FOUND, f"job {row['id']} cannot be replayed: {'; '.join(missing)} ({instead})", then)
 
 
-def _gone(data: Path, row: Row) -> Iterator[str]:
-    """What of a job's inputs and result is not there any more, in words."""
-    yield from _gone_checkpoint(data, "its checkpoint", row["run"], row["step"], row["state"], row["dir"])
+def _list_missing(data: Path, row: Row) -> Iterator[str]:
+    """Yield, in words, each input or result of a job that is gone."""
+    yield from _list_missing_checkpoint(data, "its checkpoint", row["run"], row["step"], row["state"], row["dir"])
     if row["kind"] == "init":
         return
-    yield from _gone_checkpoint(
+    yield from _list_missing_checkpoint(
         data, "its parent", row["run"], row["parent_step"], row["parent_state"], row["parent_dir"]
     )
     if row["payload"] == "expired":
@@ -81,7 +80,7 @@ def _gone(data: Path, row: Row) -> Iterator[str]:
             yield f"{what} ({path}) is gone"
 
 
-def _gone_checkpoint(data: Path, what: str, run: str, step: int, state: str, folder: str) -> Iterator[str]:
+def _list_missing_checkpoint(data: Path, what: str, run: str, step: int, state: str, folder: str) -> Iterator[str]:
     if state == "retired":
         yield f"{what} {run}@{step} was deleted (keep_checkpoints)"
     elif not (data / folder / MANIFEST_FILE).is_file():
@@ -100,8 +99,10 @@ def _blob(data: Path, sha: str) -> Path:
 
 
 def request(database: read.Database, data: Path, row: Row, target: Path) -> ReplayRequest:
-    """What the trainer is asked to do. target: folder of the result, not there yet. Raises CliError(FAILED) for a run spec
-    of another version."""
+    """Return what the trainer must do. `target`: folder of the result, which does not exist yet.
+
+    Raises CliError(FAILED) for a run spec of another version.
+    """
     instance = {entry["key"]: entry["value"] for entry in database.rows(read.META)}.get("instance", "")
     paths = {column: str(_blob(data, row[column])) if row[column] else "" for column, _ in _BLOBS}
     order = Run(

@@ -1,7 +1,6 @@
-"""What `artd replay-job` prints: one JSON document, or a table of what was compared and the verdict.
+"""Prints the result of `artd replay-job`: one JSON document, or a table of what was compared and the verdict.
 
-Owner of: no state. Invariants: the verdict follows from the rows alone; a table leaves out nothing that differs without
-saying how much.
+The verdict follows from the rows alone. A table that leaves out rows that differ says how many.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import msgspec
 from artd.cli import show
 from artd_schema.replay_job import ReplayReport, ReplayRow
 
-SPOKEN = ("metrics", "batch", "replay", "canary", "state.json", "files")
-"""Parts of which every row is shown; of others (tensors, settings) those that differ too much, up to SHOWN of them."""
+SHOWN_PARTS = ("metrics", "batch", "replay", "canary", "state.json", "files")
+"""Parts of which every row is shown. Of other parts (tensors, settings), rows that differ are shown, up to SHOWN."""
 FIRST = ("loss", "grad_norm")
 SHOWN = 20
-SAID = {
+VERDICTS = {
     "equal": "is bit for bit the committed one",
     "close": "is the committed one within tolerance",
     "different": "is NOT the committed one",
@@ -27,14 +26,14 @@ SAID = {
 
 
 def verdict(report: ReplayReport) -> Literal["equal", "close", "different"]:
-    """`equal`: bit for bit; `close`: another environment, and within tolerance; `different`: anything else."""
+    """Return `equal` (bit for bit), `close` (another environment, and within tolerance) or `different`."""
     if all(good(row, tolerant=False) for row in report.rows):
         return "equal"
     return "close" if report.environment and all(good(row, tolerant=True) for row in report.rows) else "different"
 
 
 def good(row: ReplayRow, tolerant: bool) -> bool:
-    """Whether a row says nothing against the replay; a clock's reading never does."""
+    """Return whether a row agrees with the replay; a measured time always does."""
     return row.equal is None or row.equal or (tolerant and row.close)
 
 
@@ -46,7 +45,7 @@ def document(data: Path, row: show.Row, report: ReplayReport, keep: Path | None)
 
 
 def tell(row: show.Row, report: ReplayReport, keep: Path | None) -> None:
-    rows, hidden = _shown(report)
+    rows, hidden = _select_rows(report)
     inside = Counter(r.part for r in report.rows)
     tolerant = bool(report.environment)
     cells = [(_name(r, inside), _cell(r.committed), _cell(r.replayed), _equal(r, tolerant)) for r in rows]
@@ -55,19 +54,19 @@ def tell(row: show.Row, report: ReplayReport, keep: Path | None) -> None:
         print(f"... and {hidden} more that differ (--json has all)")
     if tolerant:
         others = "; ".join(f"{e.name} {e.committed or '-'} -> {e.replayed or '-'}" for e in report.environment)
-        print(f"compared with tolerance, for the environment is another one: {others}")
+        print(f"compared with tolerance, because the environment differs: {others}")
     took = f"{report.seconds:.1f} s with {report.threads} thread{'s' if report.threads != 1 else ''}"
-    print(f"job {row['id']} replayed in {took}: the result {SAID[verdict(report)]}")
+    print(f"job {row['id']} replayed in {took}: the result {VERDICTS[verdict(report)]}")
     if keep:
         print(keep)
 
 
-def _shown(report: ReplayReport) -> tuple[list[ReplayRow], int]:
-    """Rows worth a line, metrics first, and how many that differ too much were left out."""
-    spoken = [row for row in report.rows if row.part in SPOKEN]
-    others = [row for row in report.rows if row.part not in SPOKEN and not good(row, bool(report.environment))]
-    spoken.sort(key=lambda row: (row.part != "metrics", row.name not in FIRST))
-    return spoken + others[:SHOWN], max(0, len(others) - SHOWN)
+def _select_rows(report: ReplayReport) -> tuple[list[ReplayRow], int]:
+    """Return the rows worth a line, metrics first, and how many rows that differ were left out."""
+    always = [row for row in report.rows if row.part in SHOWN_PARTS]
+    others = [row for row in report.rows if row.part not in SHOWN_PARTS and not good(row, bool(report.environment))]
+    always.sort(key=lambda row: (row.part != "metrics", row.name not in FIRST))
+    return always + others[:SHOWN], max(0, len(others) - SHOWN)
 
 
 def _name(row: ReplayRow, inside: Counter[str]) -> str:
@@ -77,7 +76,7 @@ def _name(row: ReplayRow, inside: Counter[str]) -> str:
 
 
 def _cell(value: str | int | float | None) -> str:
-    """Of a sha256 its first digits."""
+    """Format a value; a sha256 by its first digits."""
     if value is None:
         return "-"
     return (value[:12] if len(value) == 64 else value) if isinstance(value, str) else repr(value)

@@ -1,1 +1,1 @@
-"""`artctl status`: what the data folder says, what is wrong, what to do next."""
+"""`artctl status`: reads the data folder's state, finds problems and proposes the next command."""

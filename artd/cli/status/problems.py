@@ -1,8 +1,8 @@
-"""What keeps artd from working, and the one command that helps: every condition of docs/operations.md, `When a run stops by
+"""Finds what keeps artd from working, and the command that helps: every condition of docs/operations.md, `When a run stops by
 itself`.
 
-Owner of: no state. Invariants: `status`, `jobs` and `job` take their next command from here and from nowhere else; a
-condition that follows from another one is not told twice.
+`status`, `jobs` and `job` take their next command from here only. A condition that follows from another one is not reported
+twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 import sqlite3
 from typing import TYPE_CHECKING, NamedTuple
 
-from artd.cli.daemon_probe import option, start_command
+from artd.cli.daemon_probe import data_dir_option, start_command
 from artd.cli.health import Problem
 from artd.cli.show import Row
 from artd.store.fs import is_full
@@ -31,8 +31,8 @@ FULL_DISK = 1 << 20
 RESTORE = "artd restore BACKUP --data-dir NEW"
 
 
-def of_database(error: Exception) -> str:
-    """What to do about a database that cannot be read or written."""
+def next_for_database(error: Exception) -> str:
+    """Return what to do about a database that cannot be read or written."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return RESTORE
@@ -54,15 +54,17 @@ class Choice(NamedTuple):
     does: str
 
 
-def problems(shot: Snapshot) -> list[Problem]:
-    """Everything that needs an operator, the most urgent first."""
+def find_problems(shot: Snapshot) -> list[Problem]:
+    """Return everything that needs an operator, the most urgent first."""
     if not shot.daemon.running:
         return [Problem("the daemon does not run", start_command(shot.data))]
-    where = option(shot.data)
+    where = data_dir_option(shot.data)
     quarantined = [job for job in shot.active if job["state"] == "quarantined"]
     found: list[Problem | None] = [shot.unwell]
     found += [_job(job, where) for job in quarantined]
-    waiting = [worker for worker in shot.workers if worker["state"] == "backoff"]  # starts again by itself: told last
+    waiting = [
+        worker for worker in shot.workers if worker["state"] == "backoff"
+    ]  # they start again by themselves, so they come last
     found += [_worker(worker, shot.run, where) for worker in shot.workers if worker not in waiting]
     found += [
         _run(shot.run, bool(quarantined), where),
@@ -70,7 +72,7 @@ def problems(shot: Snapshot) -> list[Problem]:
         _push(shot.pushes, shot.run, where),
         _disk(shot),
     ]
-    found += _blamed(shot, where)
+    found += _report_blamed(shot, where)
     found.append(_retention(shot))
     found += [_worker(worker, shot.run, where) for worker in waiting]
     return [problem for problem in found if problem is not None]
@@ -91,9 +93,9 @@ def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
 
 
 def _again(run: Row, error: str, look: str, where: str) -> str:
-    """What to do about a worker that nothing starts any more."""
+    """Return what to do about a worker that the daemon has stopped restarting."""
     resume = f"artctl resume {run['name']}{where}"
-    if not _of_the_spec().search(error):
+    if not _spec_errors().search(error):
         return f"{look}, then {resume}"
     finish = f"artctl finish {run['name']}{where}"
     return (
@@ -102,9 +104,9 @@ def _again(run: Row, error: str, look: str, where: str) -> str:
 
 
 @functools.cache
-def _of_the_spec() -> re.Pattern[str]:
-    """A death for which the run's spec asks: its text names a field of the spec, or a GPU that is not there."""
-    from msgspec.structs import fields  # here: a status that finds nothing of the sort is quick without it
+def _spec_errors() -> re.Pattern[str]:
+    """Match errors for which the run's spec is responsible: they name a field of the spec, or a missing GPU."""
+    from msgspec.structs import fields  # imported here, because most calls of `status` do not need it
 
     from artd_schema.spec import EngineSpec, TrainerSpec
 
@@ -122,7 +124,10 @@ def _job(job: Row, where: str) -> Problem:
 
 
 def choices(job: Row, where: str) -> list[Choice]:
-    """What an operator can do about a job, the best first; none when it needs nothing. where: `option(data)`."""
+    """Return what an operator can do about a job, the best first; none when it needs nothing.
+
+    `where`: the result of `data_dir_option`.
+    """
     number = job["id"]
     if job["state"] in ("queued", "running") and job["attempts"]:
         return [Choice(f"artctl logs trainer{where}", "why it failed before")]
@@ -134,7 +139,7 @@ def choices(job: Row, where: str) -> list[Choice]:
         return [finish, retry] if job["failure"] == "permanent" else [retry, finish]
     drop = Choice(f"artctl discard {number}{where}", "never train this batch; the run goes on without it")
     free = Choice(f"artctl cancel {number}{where}", "pack its trajectories again, after artctl resume")
-    # What the trainer says of the numbers themselves is the same at the next try.
+    # A permanent failure, such as a loss that is not finite, comes again at the next try.
     return [drop, retry, free] if job["failure"] == "permanent" else [retry, drop, free]
 
 
@@ -157,7 +162,7 @@ def _run(run: Row | None, quarantined: bool, where: str) -> Problem | None:
 
 
 def _pack(shot: Snapshot, where: str) -> Problem | None:
-    """A batch that is tried again and again."""
+    """Report a batch whose packing fails again and again."""
     told = json.loads(shot.meta.get("packing") or "null")
     if not told or told["tries"] < 2 or shot.run is None or told["run"] != shot.run["name"]:
         return None
@@ -165,14 +170,14 @@ def _pack(shot: Snapshot, where: str) -> Problem | None:
     return Problem(f"step {told['step']} cannot be packed: {error}", f"artctl logs daemon{where}")
 
 
-def _blamed(shot: Snapshot, where: str) -> list[Problem]:
-    """Groups that were discarded because the packing code fails on them, until somebody has taken note."""
+def _report_blamed(shot: Snapshot, where: str) -> list[Problem]:
+    """Report groups that were discarded because the packing code fails on them, until an operator takes note."""
     run = shot.run
     if run is None or run["state"] == "finished":
         return []
     return [
         Problem(
-            f"group {one['group']!r} was discarded, for the packer fails on it: {one['error']}",
+            f"group {one['group']!r} was discarded, because the packer fails on it: {one['error']}",
             f"report it, then artctl discard-group {run['name']} {shlex.quote(one['group'])}{where} takes note of it",
         )
         for one in json.loads(shot.meta.get("packer.blamed") or "[]")
@@ -181,11 +186,11 @@ def _blamed(shot: Snapshot, where: str) -> list[Problem]:
 
 
 def _push(pushes: list[Row], run: Row | None, where: str) -> Problem | None:
-    """The failure of the newest push; where it paused its run, the pause says so."""
+    """Report the failure of the newest push, unless the pause of its run reports it."""
     push = next((one for one in pushes if one["error"] and one["state"] != "superseded"), None)
     if push is None:
         return None
-    if push["state"] != "failed":  # at the engine's next start
+    if push["state"] != "failed":  # it is tried again at the engine's next start
         what = f"push {push['id']} of step {push['step']} failed {push['attempts']} times and is tried again: {push['error']}"
         return Problem(what, f"artctl logs engine{where}")
     if run is not None and run["state"] == "paused" and run["reason"].startswith(f"push {push['id']} "):
@@ -195,31 +200,33 @@ def _push(pushes: list[Row], run: Row | None, where: str) -> Problem | None:
 
 
 def _disk(shot: Snapshot) -> Problem | None:
-    """Nothing is admitted, or nothing is trained, for want of space; or so little is left that the daemon cannot say it."""
+    """Report that space is lacking for intake or training, or that too little is left for the daemon to write anything."""
     why = shot.meta.get("disk") or shot.waiting
     if not why and (not shot.database or shot.disk_free >= FULL_DISK):
         return None
     said = f"{why}; " if why else ""
     free = f"{shot.disk_free >> 20} MiB are free under {shot.data}"
-    return Problem(f"{said}{free}", f"free disk space there, then artd goes on by itself; artctl gc{option(shot.data)}")
+    return Problem(
+        f"{said}{free}", f"free disk space there, then artd goes on by itself; artctl gc{data_dir_option(shot.data)}"
+    )
 
 
 def _retention(shot: Snapshot) -> Problem | None:
     if not (why := shot.meta.get("retention")):
         return None
-    where = option(shot.data)
+    where = data_dir_option(shot.data)
     then = f"artctl gc --dry-run{where}, then artctl gc --resume{where} if the clock is right"
     return Problem(f"nothing is deleted by its age: {why}", then)
 
 
 def advice(shot: Snapshot) -> str:
-    """The next command, or that none is needed."""
+    """Return the next command, or that none is needed."""
     if shot.problems:
         return shot.problems[0].next
     if shot.run is None or shot.run["state"] == "finished":
         return "create a run with artd.Client().run(NAME, model=FOLDER)"
     if shot.run["state"] == "paused":
-        return f"artctl resume {shot.run['name']}{option(shot.data)}"
+        return f"artctl resume {shot.run['name']}{data_dir_option(shot.data)}"
     if shot.lacking:
         return f"submit {shot.lacking} more group{'s' if shot.lacking > 1 else ''} whose rewards differ"
     return "nothing to do"

@@ -1,7 +1,7 @@
-"""The state of a data folder in one document: what `artctl status` prints and `artctl status --json` gives.
+"""Collects the state of a data folder: what `artctl status` prints, as text or JSON.
 
-Owner of: no state. Invariants: everything is taken from the database, the lock and /proc; what only a live daemon can
-make true (served steps, ready workers) is never claimed of a dead one.
+Everything comes from the database, the lock and /proc. Only a live daemon serves steps and has ready workers, so a dead one
+shows none.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from artd.cli import read, show
-from artd.cli.daemon_probe import Daemon, daemon, option
-from artd.cli.health import unwell
-from artd.cli.show import Row, iso, span, stamped
+from artd.cli.daemon_probe import Daemon, data_dir_option, find_daemon
+from artd.cli.health import find_problem
+from artd.cli.show import Row, iso, span, stamp_times
 from artd.store.version import BUG, REMEDY, wal_reset_bug
 from artd_schema.paths import boot_id, process_ticks
 from artd_schema.spec_defaults import spec_value
 
-from .problems import Problem, advice, problems
+from .problems import Problem, advice, find_problems
 
 GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
 JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
 
 
 UNPACKED_OF = 2000
-"""So many of the newest trajectories are looked at: status stays quick, and what was mended is forgotten."""
+"""How many of the newest trajectories are counted. So status stays quick, and problems that were solved disappear."""
 
 
-class Warned(NamedTuple):
-    """What is not as it should be, and needs nobody now. text: all of it; brief: for a line of the terminal."""
+class StatusWarning(NamedTuple):
+    """Something that is not as it should be, but needs nobody now. `text`: all of it; `brief`: a line for the terminal."""
 
     text: str
     brief: str
 
 
 class Snapshot:
-    """health: ok, degraded or down; run: the run that is not finished, else the newest one."""
+    """The state of a data folder. `health`: ok, degraded or down; `run`: the run that is not finished, else the newest one."""
 
     def __init__(self, data: Path, found: Daemon) -> None:
         self.data = data
@@ -59,23 +59,23 @@ class Snapshot:
 
     @property
     def clean(self) -> bool:
-        """Whether the last daemon ended in order."""
+        """Whether the last daemon stopped in order."""
         return self.meta.get("clean") == "1"
 
     @property
     def waiting(self) -> str:
-        """Why a job that is due is not sent to the trainer; "" when none is held back."""
+        """Why a due job is not sent to the trainer, "" when no job is held back."""
         told = json.loads(self.meta.get("waiting") or "{}")
         held = any(job["id"] == told.get("job") and job["state"] == "queued" for job in self.active)
         return str(told["why"]) if held and self.daemon.running else ""
 
     @property
-    def warnings(self) -> list[Warned]:
+    def warnings(self) -> list[StatusWarning]:
         found = [_too_long(self)] if self.unpacked else []
         version = self.meta.get("sqlite", "")
         if version and wal_reset_bug(version):
             said = f"SQLite {version} {BUG}"
-            found.append(Warned(f"{said}. Next: {REMEDY}", f"{said.partition(' (')[0]}; artd doctor says more"))
+            found.append(StatusWarning(f"{said}. Next: {REMEDY}", f"{said.partition(' (')[0]}; artd doctor says more"))
         return found
 
     @property
@@ -84,8 +84,8 @@ class Snapshot:
 
 
 def take(data: Path) -> Snapshot:
-    """Look at a data folder. A folder without a database gives an empty snapshot."""
-    shot = Snapshot(data, daemon(data))
+    """Read a data folder. A folder without a database gives an empty snapshot."""
+    shot = Snapshot(data, find_daemon(data))
     if (data / read.DATABASE).exists():
         database = read.Database(data)
         try:
@@ -94,8 +94,8 @@ def take(data: Path) -> Snapshot:
             database.close()
         disk = os.statvfs(data)
         shot.disk_free = disk.f_bavail * disk.f_frsize
-    shot.unwell = unwell(data, shot.daemon)
-    shot.problems = problems(shot)
+    shot.unwell = find_problem(data, shot.daemon)
+    shot.problems = find_problems(shot)
     shot.lacking = lacking(shot)
     return shot
 
@@ -126,7 +126,7 @@ def _fill(shot: Snapshot, database: read.Database) -> None:
         worker["serving"] = [
             row["name"] for row in serving if row["engine"] == worker["name"] and row["state"] == "live"
         ]
-    shot.events = database.rows(read.EVENTS_TOLD, limit=5)
+    shot.events = database.rows(read.RECENT_EVENTS, limit=5)
 
 
 def _group_counts(rows: list[Row], split: str) -> dict[str, dict[str, int]]:
@@ -141,8 +141,8 @@ def _alive(worker: Row) -> bool:
     return process_ticks(worker["pid"]) == worker["ticks"]
 
 
-def _too_long(shot: Snapshot) -> Warned:
-    """Rows shorter than the engine's longest answers are nobody's mistake until something does not fit: nothing is cut."""
+def _too_long(shot: Snapshot) -> StatusWarning:
+    """Warn of sequences longer than row_length. Short rows are fine until a sequence does not fit, because nothing is cut."""
     run = shot.run
     assert run is not None
     longest = spec_value(run["spec"], "engine", "max_model_len")
@@ -152,8 +152,8 @@ def _too_long(shot: Snapshot) -> Warned:
         f"of the newest {UNPACKED_OF} trajectories {shot.unpacked} of run {run['name']} were not trained, or not as a whole: a"
         f" sequence of theirs does not fit row_length {rows}"
     )
-    return Warned(
-        f"{what}. Next: artctl trajectories --state discarded{option(shot.data)}; shorter answers (max_tokens), or another run"
+    return StatusWarning(
+        f"{what}. Next: artctl trajectories --state discarded{data_dir_option(shot.data)}; shorter answers (max_tokens), or another run"
         f" with a row_length{wanted}: a spec never changes",
         f"{shot.unpacked} trajectories do not fit row_length {rows} and were not trained as a whole: shorter answers, or another run with"
         f" a row_length{wanted or ' that they fit'}",
@@ -161,7 +161,7 @@ def _too_long(shot: Snapshot) -> Warned:
 
 
 def doing(shot: Snapshot) -> str:
-    """One clause: what is going on now, or what is waited for."""
+    """Return one clause: what is going on now, or what artd waits for."""
     if shot.daemon.state in ("starting", "draining"):
         return f"the daemon is {shot.daemon.state}"
     run = shot.run
@@ -197,7 +197,7 @@ def doing(shot: Snapshot) -> str:
 
 
 def lacking(shot: Snapshot) -> int:
-    """How many more groups the next step waits for; 0 where it waits for something else."""
+    """Return how many more groups the next step needs, 0 when it waits for something else."""
     run = shot.run
     if run is None or not doing(shot).startswith("waiting for rollouts"):
         return 0
@@ -205,9 +205,9 @@ def lacking(shot: Snapshot) -> int:
 
 
 def content(shot: Snapshot) -> dict[str, Any]:
-    """Everything of the JSON document but its head (docs/cli-json.md)."""
+    """Return the JSON document without its head (docs/cli-json.md)."""
     told = shot.daemon.file
-    run = shot.run and stamped({k: v for k, v in shot.run.items() if k != "spec"}) | {
+    run = shot.run and stamp_times({k: v for k, v in shot.run.items() if k != "spec"}) | {
         "lag": max(0, shot.run["step"] - shot.run["served"]) if shot.run["served"] >= 0 else None
     }
     return {
@@ -230,9 +230,9 @@ def content(shot: Snapshot) -> dict[str, Any]:
         "run": run,
         "groups": shot.groups,
         "jobs": shot.jobs,
-        "active_jobs": [stamped({k: job[k] for k in _JOB}) for job in shot.active],
-        "workers": [stamped({k: worker[k] for k in _WORKER}) for worker in shot.workers],
-        "events": [stamped(event) for event in shot.events],
+        "active_jobs": [stamp_times({k: job[k] for k in _JOB}) for job in shot.active],
+        "workers": [stamp_times({k: worker[k] for k in _WORKER}) for worker in shot.workers],
+        "events": [stamp_times(event) for event in shot.events],
     }
 
 
