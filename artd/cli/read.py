@@ -24,7 +24,11 @@ from .outcome import FAILED, NOT_FOUND, NOT_RUNNING, CliError, near
 Row = dict[str, Any]
 
 META = "SELECT key, value FROM meta"
-RUNS = f"{selects.RUNS} ORDER BY r.state = 'finished', r.id DESC LIMIT :limit"
+RUNS = f"""
+SELECT * FROM (
+  SELECT * FROM ({selects.RUNS} AND r.{selects.UNFINISHED} ORDER BY r.id DESC LIMIT :limit)
+  UNION ALL SELECT * FROM ({selects.RUNS} AND r.state = 'finished' ORDER BY r.id DESC LIMIT :limit)
+) ORDER BY state = 'finished', id DESC LIMIT :limit"""
 MODEL = """
 SELECT vocab_size, routes FROM run WHERE name = :run"""
 HELD = """

@@ -1,7 +1,7 @@
 """What becomes of a batch that cannot be packed: who is to blame, and who is told.
 
-Owner of: the meta rows `packing` (what the packer fails at now) and `packer.blamed` (groups that were discarded because the packing code
-fails on them, until somebody takes note). Invariants: a failed read is never the data's fault: what cannot be read is tried
+It owns `run.packing` (the batch of a run that the packer fails at now) and the meta row `packer.blamed` (groups that were discarded because
+the packing code fails on them, until somebody takes note). Invariants: a failed read is never the data's fault: what cannot be read is tried
 again, and what has other bytes than were acknowledged pauses the run; a group is discarded for what the packing code cannot do only where
 that code packs another group.
 """
@@ -17,11 +17,11 @@ import msgspec
 from artd.store.store import emit, get_meta, set_meta
 from artd.tables import pauses
 from artd.tables.groups import mark_discarded
+from artd.tables.runs import note_packing
 from artd.tables.trajectories import discard_queued, note_drops
 
 from .child import PackFailure, PackRequest
 
-PACKING = "packing"
 BLAMED = "packer.blamed"
 KEPT = 20
 """Blamed groups that the status knows."""
@@ -80,7 +80,7 @@ def blame(c: sqlite3.Connection, now: int, group: int, error: str) -> bool:
     """Discard the group on which the packing code fails, and have the status say so until somebody takes note; False when the group is
     not sealed any more."""
     row = c.execute(
-        "SELECT g.name, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id"
+        "SELECT g.name, g.run_id, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id"
         " WHERE g.id = ? AND g.state = 'sealed'",
         (group,),
     ).fetchone()
@@ -90,7 +90,7 @@ def blame(c: sqlite3.Connection, now: int, group: int, error: str) -> bool:
     told.append({"run": row["run"], "group": row["name"], "error": error})
     set_meta(c, BLAMED, msgspec.json.encode(told[-KEPT:]).decode())
     discard(c, now, group, f"the packer fails on it: {error}")
-    clear(c)
+    clear(c, row["run_id"])
     return True
 
 
@@ -113,24 +113,25 @@ def take_note(c: sqlite3.Connection, run: str, group: str = "") -> None:
 
 def note(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFailure) -> None:
     """The batch is tried again: the status says why. An event tells of each new error, not of each try."""
-    known = failing(c)
-    tries = known["tries"] if known and (known["run"], known["step"]) == (request.run, request.step) else 0
+    run = c.execute("SELECT id FROM run WHERE name = ?", (request.run,)).fetchone()["id"]
+    known = failing(c, run)
+    tries = known["tries"] if known and known["step"] == request.step else 0
     if not tries or not known or known["error"] != answer.error:
         _told(c, now, request, answer)
-    told = {"run": request.run, "step": request.step, "error": answer.error, "tries": tries + 1, "at": now}
-    set_meta(c, PACKING, msgspec.json.encode(told).decode())
+    told = {"step": request.step, "error": answer.error, "tries": tries + 1, "at": now}
+    note_packing(c, run, msgspec.json.encode(told).decode())
 
 
-def failing(c: sqlite3.Connection) -> dict[str, Any] | None:
-    """{run, step, error, tries, at} of the batch that the packer fails at."""
-    told = get_meta(c, PACKING)
+def failing(c: sqlite3.Connection, run: int) -> dict[str, Any] | None:
+    """Return {step, error, tries, at} of the run's batch that the packer fails at, None when there is none."""
+    (told,) = c.execute("SELECT packing FROM run WHERE id = ?", (run,)).fetchone()
     return msgspec.json.decode(told) if told else None
 
 
-def clear(c: sqlite3.Connection) -> None:
-    """Nothing fails now."""
-    if get_meta(c, PACKING):
-        set_meta(c, PACKING, "")
+def clear(c: sqlite3.Connection, run: int) -> None:
+    """Forget the failure of a run's batch."""
+    if failing(c, run):
+        note_packing(c, run, None)
 
 
 def _told(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFailure) -> None:

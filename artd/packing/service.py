@@ -7,10 +7,12 @@ groups packed, train job, event}; the replay bundle belongs to its batch from th
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+import math
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from artd.datadir.layout import DataDir
 from artd.store import fs
 from artd.store.blobs import Blobs, add_row
 from artd.store.store import Store, emit
-from artd.store.views import active_run, load_run, route_shape, stored_spec
+from artd.store.views import active_runs, load_run, route_shape, stored_spec
 from artd.tables.batches import insert_batch
 from artd.tables.groups import mark_discarded, mark_packed
 from artd.tables.jobs import insert_train_job
@@ -65,54 +67,79 @@ class Equal:
         return self._count
 
 
+class Failing:
+    """What the packer remembers of a run whose batch fails: how often in a row, and when it tries again (anyio's clock)."""
+
+    def __init__(self) -> None:
+        self.equal = Equal()
+        self.times = 0
+        self.due = 0.0
+
+    def again(self) -> None:
+        """Count a failure, and put the next try off."""
+        self.times += 1
+        self.due = anyio.current_time() + failures.delay_s(self.times)
+
+
 class Packer:
-    """One batch at a time, in an exec'ed child, so that packing never holds the event loop. lacks(bytes): why there is no
-    room to write so much; "" when there is. stall_s: a child that does nothing for so long is ended."""
+    """Packs one batch at a time, of any run, in an exec'ed child, so that packing never holds the event loop.
+
+    `lacks(bytes)` returns why there is no room to write so much, "" when there is. The packer ends a child that does nothing for
+    `stall_s` seconds. A run whose batch fails waits for its next try; the other runs do not wait for it.
+    """
 
     def __init__(
         self, store: Store, blobs: Blobs, data: DataDir, lacks: Callable[[int], str], stall_s: float = STALL_S
     ) -> None:
         self._lacks = lacks
         self._stall_s = stall_s
-        self._equal = Equal()
+        self._failing: dict[str, Failing] = {}
         self._store = store
         self._blobs = blobs
         self._data = data
 
     async def run(self) -> None:
         """Pack whatever is due, until cancelled."""
-        failed = 0
         while True:
             changed = self._store.change()
-            request, groups = await self._store.write(self._due)
+            waiting = {run for run, failing in self._failing.items() if failing.due > anyio.current_time()}
+            request, groups = await self._store.write(lambda c: self._due(c, waiting))  # noqa: B023
             if request is None:
-                await changed.wait()
+                self._failing = {run: self._failing[run] for run in waiting}
+                await self._rest(changed)
             elif self._lacks(0):
                 await anyio.sleep(RETRY_S)
             elif await self._pack(request, groups):
-                failed = 0
+                self._failing.pop(request.run, None)
             else:
-                failed += 1
-                await anyio.sleep(failures.delay_s(failed))
+                self._failing.setdefault(request.run, Failing()).again()
 
-    def _due(self, c: sqlite3.Connection) -> tuple[PackRequest | None, tuple[Group, ...]]:
-        row = active_run(c)
-        groups = batch_to_pack(load_run(c, row["id"])) if row else ()
-        if not groups:
-            failures.clear(c)
-        if row is None:
-            return None, ()
-        if not groups:
-            if row["flush"] and row["state"] == "active" and not load_run(c, row["id"]).job:
-                end_flush(c, row["id"])
-            return None, ()
+    async def _rest(self, changed: asyncio.Event) -> None:
+        """Wait for a change, or for the next try of a run that fails."""
+        with anyio.CancelScope(deadline=min((failing.due for failing in self._failing.values()), default=math.inf)):
+            await changed.wait()
+
+    def _due(
+        self, c: sqlite3.Connection, waiting: Collection[str] = ()
+    ) -> tuple[PackRequest | None, tuple[Group, ...]]:
+        """Return the request for the first run with a batch to pack, and the groups of that batch. `waiting` names the runs that
+        wait for their next try."""
+        for row in active_runs(c):
+            groups = batch_to_pack(load_run(c, row["id"]))
+            if not groups:
+                _note_idle(c, row)
+            elif row["name"] not in waiting:
+                return self._request(c, row, groups), groups
+        return None, ()
+
+    def _request(self, c: sqlite3.Connection, row: sqlite3.Row, groups: tuple[Group, ...]) -> PackRequest:
         spec = stored_spec(row)
         ids: list[int] = []
         for group in groups:
             members = c.execute("SELECT id FROM trajectory WHERE group_id = ? ORDER BY id", (group.id,))
             ids.extend(member["id"] for member in members)
         step = row["step"] + 1
-        request = PackRequest(
+        return PackRequest(
             run=row["name"],
             step=step,
             seed=spec.seed + step,
@@ -126,7 +153,6 @@ class Packer:
             # A packer that outlived its daemon, or does not die, must not write into the next one's folder.
             out_dir=str(self._data.packing(step, next(_serial))),
         )
-        return request, groups
 
     async def _pack(self, request: PackRequest, groups: tuple[Group, ...]) -> bool:
         started = self._store.clock.monotonic()
@@ -152,7 +178,9 @@ class Packer:
         """True when trying again at once makes sense."""
         log.warning("packing step %d failed: %s", request.step, answer.error)
         ids = [group.id for group in groups]
-        times = self._equal.seen(request.step, ids, answer.kind, answer.error)
+        times = self._failing.setdefault(request.run, Failing()).equal.seen(
+            request.step, ids, answer.kind, answer.error
+        )
         if answer.kind == "code" and times % EQUAL == 0:
             if len(ids) == 1:
                 now = self._store.clock.now_ms()
@@ -235,7 +263,7 @@ class Packer:
         run = c.execute("SELECT * FROM run WHERE name = ?", (manifest.run,)).fetchone()
         if run["step"] + 1 != manifest.step or run["state"] != "active" or not _all_sealed(c, groups):
             return  # the run moved on meanwhile, or a group was discarded; the next look at the rows decides again
-        failures.clear(c)
+        failures.clear(c, run["id"])
         if self._blobs.missing(blob.sha for blob in blobs.values()):
             return  # collected before its row came: packed again
         for blob in blobs.values():
@@ -266,6 +294,13 @@ class Packer:
             physical_tokens=result.physical_tokens, trainable_tokens=result.trainable_tokens, seconds=seconds,
             **({"covered": result.covered, "unshared_tokens": result.unshared_tokens} if result.replay else {}),
         )  # fmt: skip
+
+
+def _note_idle(c: sqlite3.Connection, row: sqlite3.Row) -> None:
+    """Note that a run has no batch to pack: nothing of it fails now, and a flush has nothing left to do."""
+    failures.clear(c, row["id"])
+    if row["flush"] and row["state"] == "active" and not load_run(c, row["id"]).job:
+        end_flush(c, row["id"])
 
 
 def _works(answer: PackResult | PackFailure) -> bool:

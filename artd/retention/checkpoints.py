@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from artd.datadir.layout import CHECKPOINT, STAGED, DataDir
 from artd.store import fs
-from artd.store.selects import NOT_DELETED
+from artd.store.selects import NOT_DELETED, UNFINISHED
 from artd.store.store import Store, emit
 from artd.store.views import stored_spec, unreadable
 from artd.tables.checkpoints import retire_checkpoint
@@ -28,8 +28,8 @@ PERIOD_S = 5.0
 NEEDED = """
 SELECT parent_id FROM job WHERE state IN ('queued', 'running', 'quarantined') AND parent_id IS NOT NULL
 UNION SELECT checkpoint_id FROM push WHERE state IN ('prepared', 'sending', 'live')
-UNION SELECT s.checkpoint_id FROM run r CROSS JOIN process p CROSS JOIN serving s
-  ON s.engine = p.name AND s.spawn = p.spawn AND s.run_id = r.id
+UNION SELECT s.checkpoint_id FROM process p CROSS JOIN serving s ON s.engine = p.name AND s.spawn = p.spawn
+  JOIN run r ON r.id = s.run_id
   WHERE CASE WHEN json_valid(CAST(r.spec AS TEXT))
     THEN json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') = 'lora' ELSE 1 END
 UNION SELECT checkpoint_id FROM run WHERE checkpoint_id IS NOT NULL
@@ -42,6 +42,12 @@ SELECT id, step, dir FROM checkpoint WHERE run_id = :run AND state = 'committed'
 """
 
 
+HELD = f"""
+SELECT 1 FROM checkpoint k JOIN run r ON r.id = k.run_id WHERE k.run_id = :run AND k.state = 'committed'
+  AND k.id IS NOT r.checkpoint_id AND k.id IN ({NEEDED}) LIMIT 1"""
+"""Whether something that passes keeps a checkpoint of a run from being retired."""
+
+
 class CheckpointRetention:
     """Retires checkpoints beyond `keep_checkpoints` and those that a rollback abandoned.
 
@@ -52,6 +58,7 @@ class CheckpointRetention:
     def __init__(self, store: Store, data: DataDir) -> None:
         self._store = store
         self._data = data
+        self._settled: set[int] = set()  # finished runs with nothing left to retire
 
     async def run(self) -> None:
         """Retire what is due after each change of the database, until cancelled."""
@@ -66,17 +73,28 @@ class CheckpointRetention:
             await anyio.sleep(PERIOD_S)
 
     def _retire(self, c: sqlite3.Connection) -> list[str]:
-        now = self._store.clock.now_ms()
+        finished = {row["id"] for row in c.execute("SELECT id FROM run WHERE state = 'finished'")}
         folders = []
-        for run in c.execute(f"SELECT id, name, spec FROM run WHERE {NOT_DELETED}").fetchall():
-            if unreadable(run):
-                continue  # nobody knows how many it keeps
-            keep = stored_spec(run).keep_checkpoints
-            for row in c.execute(DUE, {"run": run["id"], "keep": keep}).fetchall():
-                retire_checkpoint(c, row["id"])
-                emit(c, now, run["name"], "checkpoint.retired", row["step"])
-                folders.append(row["dir"])
+        for run in [row["id"] for row in c.execute(f"SELECT id FROM run WHERE {UNFINISHED}")]:
+            folders += self._retire_of(c, run)
+        for run in finished - self._settled:
+            found = self._retire_of(c, run)
+            if not found and c.execute(HELD, {"run": run}).fetchone() is None:
+                self._settled.add(run)
+            folders += found
         return folders
+
+    def _retire_of(self, c: sqlite3.Connection, run_id: int) -> list[str]:
+        """Retire what is due of one run. Returns the folders to remove."""
+        run = c.execute(f"SELECT id, name, spec FROM run WHERE id = ? AND {NOT_DELETED}", (run_id,)).fetchone()
+        if run is None or unreadable(run):
+            return []  # nobody knows how many an unreadable one keeps
+        keep = stored_spec(run).keep_checkpoints
+        due = c.execute(DUE, {"run": run_id, "keep": keep}).fetchall()
+        for row in due:
+            retire_checkpoint(c, row["id"])
+            emit(c, self._store.clock.now_ms(), run["name"], "checkpoint.retired", row["step"])
+        return [row["dir"] for row in due]
 
 
 @dataclass

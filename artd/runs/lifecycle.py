@@ -1,6 +1,6 @@
 """Runs: created, attached to, paused, resumed, finished; and what a client waits for.
 
-Invariants: a spec never changes; one run is active (or paused) at a time; creating a run
+Invariants: a spec never changes; `core.fleet` says whether a run may be created beside others; creating a run
 queues its init job in the same transaction, and finishing it gives up what it has not done.
 """
 
@@ -16,13 +16,14 @@ import anyio.to_thread
 import msgspec
 
 from artd.core.decide import RunView, is_stalled
+from artd.core.fleet import Unfinished, admission_error
 from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.models import names
 from artd.models.base_model import check_family, pin, read_config
 from artd.models.fetcher import Fetched, Fetcher
 from artd.packing import failures
 from artd.rollouts import slices
-from artd.store.selects import NOT_DELETED
+from artd.store.selects import NOT_DELETED, UNFINISHED
 from artd.store.store import Store, emit, get_meta
 from artd.store.views import load_run, push_failed, stored_spec, unreadable
 from artd.supervise.packages import NO_PACKAGES, Offers, Packages
@@ -229,13 +230,9 @@ def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: Bas
     if known is not None:
         _check_same(name, stored_spec(known), spec)
         return False
-    other = c.execute("SELECT name, state, step FROM run WHERE state <> 'finished'").fetchone()
-    if other is not None:
-        raise Conflict(
-            f"artd trains one run at a time, and run {other['name']!r} is {other['state']} at step {other['step']}: attach to"
-            " it, or create this one when it is finished. `artctl status` shows what it does",
-            field="name",
-        )
+    others = c.execute(f"SELECT name, state, step FROM run WHERE {UNFINISHED} ORDER BY id")
+    if error := admission_error([Unfinished(*row) for row in others]):
+        raise Conflict(error, field="name")
     stored = _stored(spec)
     routes = to_json(base.routes) if base.routes and spec.expert_replay else b""
     insert_init_job(c, now, insert_run(c, now, name, stored, base, routes))
@@ -259,7 +256,7 @@ def pause_unreadable(c: sqlite3.Connection, now: int) -> list[str]:
     """Pause every run whose spec cannot be read: no service does anything for it, and the rest goes on. Lifts that pause
     where the spec can be read again. Returns what is wrong."""
     told = []
-    for row in c.execute("SELECT id, name, spec FROM run WHERE state <> 'finished'").fetchall():
+    for row in c.execute(f"SELECT id, name, spec FROM run WHERE {UNFINISHED}").fetchall():
         if why := unreadable(row):
             pauses.hold(c, now, row["id"], pauses.SPEC, why)
             told.append(why)
@@ -329,7 +326,7 @@ def _progress(c: sqlite3.Connection, name: str, step: int, routed: frozenset[str
     return api.Pending(
         step=run.step,
         phase=phase,
-        problem=_broken(c) or _unpacked(c, name),
+        problem=_broken(c) or _unpacked(c, row["id"]),
         doing=_doing(c, now, row["id"], phase, step),
     )
 
@@ -351,10 +348,10 @@ def _broken(c: sqlite3.Connection) -> str:
     return f"{row['name']} is broken: {telling(row['error'])}" if row else ""
 
 
-def _unpacked(c: sqlite3.Connection, run: str) -> str:
-    """Why the next batch cannot be packed, though it is tried again and again."""
-    told = failures.failing(c)
-    if told is None or told["run"] != run or told["tries"] < 2:
+def _unpacked(c: sqlite3.Connection, run: int) -> str:
+    """Return why the run's next batch cannot be packed although the packer tries it again and again, "" when it can."""
+    told = failures.failing(c, run)
+    if told is None or told["tries"] < 2:
         return ""
     return f"step {told['step']} cannot be packed: {telling(told['error'])}"
 

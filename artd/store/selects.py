@@ -6,13 +6,16 @@ that a column of a joined table starts with that table's name. No SELECT returns
 
 from __future__ import annotations
 
-JSON_COLUMNS = frozenset({"metrics", "seconds", "data", "spec"})
+JSON_COLUMNS = frozenset({"metrics", "seconds", "data", "spec", "packing"})
 
 NOT_DELETED = "name NOT GLOB '.*'"
 """The SQL condition for a row of `run` that is not being deleted (`deletion`)."""
 
+UNFINISHED = "state IN ('active', 'paused')"
+"""The SQL condition for a row of `run` that is not finished, as the index `run_state` answers it."""
+
 RUNS = f"""
-SELECT r.id, r.name, r.state, r.reason, r.step, r.lineage, r.created, r.base_digest, r.spec,
+SELECT r.id, r.name, r.state, r.reason, r.step, r.lineage, r.created, r.base_digest, r.spec, r.packing,
   coalesce((SELECT max(k.step) FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id
             WHERE s.run_id = r.id AND s.state = 'live'), -1) AS served
 FROM run r WHERE r.{NOT_DELETED}"""
@@ -20,7 +23,7 @@ JOBS = """
 SELECT j.id, r.name AS run, j.kind, j.step, j.epoch, j.state, j.fence, j.attempts, j.deaths, j.worker, j.spawn, j.cancel,
   j.discard, (SELECT a.outcome FROM attempt a WHERE a.job_id = j.id ORDER BY a.fence DESC LIMIT 1) AS failure, j.error,
   j.batch_id, b.tokens AS batch_tokens, b.covered AS batch_covered, p.step AS parent_step, j.metrics, j.seconds, j.created,
-  j.started, j.ended, j.not_before
+  j.started, j.ended, j.not_before, j.waiting
 FROM job j JOIN run r ON r.id = j.run_id LEFT JOIN checkpoint p ON p.id = j.parent_id LEFT JOIN batch b ON b.id = j.batch_id"""
 TRAJECTORIES = """
 SELECT t.id, r.name AS run, g.name AS "group", t.key, t.split, t.state, t.reason, t.reward, t.tokens, t.epoch_min,

@@ -13,6 +13,8 @@ from artd_schema.codec import UNREADABLE
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 
+from .selects import UNFINISHED
+
 REMEDY = "start the artd that wrote it, or artctl finish {} and make another run"
 """Of a run whose spec cannot be read."""
 
@@ -38,10 +40,14 @@ def unreadable(run: sqlite3.Row) -> str:
     return ""
 
 
+def active_runs(c: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return the runs for which services work, in order of their ids: those that are not finished and whose spec can be read."""
+    rows = c.execute(f"SELECT * FROM run WHERE {UNFINISHED} ORDER BY id").fetchall()
+    return [row for row in rows if not unreadable(row)]
+
+
 def active_run(c: sqlite3.Connection) -> sqlite3.Row | None:
-    """The one run that is not finished; None also when its spec cannot be read: for that one no service does anything."""
-    row: sqlite3.Row | None = c.execute("SELECT * FROM run WHERE state <> 'finished'").fetchone()
-    return None if row is None or unreadable(row) else row
+    return next(iter(active_runs(c)), None)
 
 
 def route_shape(run: sqlite3.Row) -> RouteShape | None:

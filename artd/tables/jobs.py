@@ -87,7 +87,12 @@ def insert_train_job(
 
 
 def start_job(c: sqlite3.Connection, now: int, job: int, fence: int, worker: str, spawn: int) -> None:
-    move(c, "job", job, "running", start="queued", fence=fence, worker=worker, spawn=spawn, started=now)
+    move(c, "job", job, "running", start="queued", fence=fence, worker=worker, spawn=spawn, started=now, waiting="")
+
+
+def note_waiting(c: sqlite3.Connection, job: int, why: str) -> None:
+    """Set why a queued job that is due is not sent to its trainer, "" when nothing holds it back."""
+    c.execute("UPDATE job SET waiting = ? WHERE id = ?", (why, job))
 
 
 def insert_attempt(c: sqlite3.Connection, now: int, job: int, fence: int, worker: str, spawn: int) -> None:

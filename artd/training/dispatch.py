@@ -20,13 +20,12 @@ from artd.core.decide import job_to_claim
 from artd.datadir.layout import DataDir
 from artd.net.router import WorkerWire
 from artd.store import fs
-from artd.store.store import Store, emit, get_meta, set_meta
+from artd.store.store import Store, emit
 from artd.store.views import active_run, load_worker, queued_jobs
 from artd.supervise.lease import Holder
-from artd.tables.jobs import end_attempt, insert_attempt, start_job
+from artd.tables.jobs import end_attempt, insert_attempt, note_waiting, start_job
 from artd.tables.processes import mark_busy, mark_free
 from artd_schema import worker as w
-from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
 
 from . import commit as result
@@ -34,7 +33,6 @@ from .commit import BadResult, Stale
 
 log = logging.getLogger(__name__)
 TRAINER = "trainer"
-WAITING = "waiting"
 LOST_RUN_S = 5.0
 
 
@@ -109,12 +107,11 @@ class Dispatch:
         return self._order(c, run, job, fence)
 
     def _must_wait(self, c: sqlite3.Connection, now: int, run: str, job: sqlite3.Row) -> bool:
-        """Whether the disk lacks room for the result, staged beside the last one and not smaller; the row `waiting` says why."""
+        """Whether the disk lacks room for the result, staged beside the last one and not smaller; the job's row says why."""
         last = c.execute("SELECT bytes FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
         why = self._lacks(2 * last["bytes"] if last else 0)
-        told = to_json({"job": job["id"], "why": why}).decode() if why else ""
-        if told != get_meta(c, WAITING):
-            set_meta(c, WAITING, told)
+        if why != job["waiting"]:
+            note_waiting(c, job["id"], why)
             if why:
                 emit(c, now, run, "job.waiting", job["id"], why=why)
         return bool(why)

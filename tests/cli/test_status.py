@@ -120,14 +120,16 @@ def test_a_batch_that_cannot_be_packed_is_told(made: Made, daemon: FakeDaemon, a
 
     def failing(**told: object) -> None:
         value = json.dumps({"step": 4, "error": "the packer ended with status -9: \nmore", "at": 0} | told)
-        made.connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('packing', ?)", (value,))
+        made.connection.execute("UPDATE run SET packing = ? WHERE name = ?", (value, told["run"]))
 
-    name = json.loads(artctl("status", "--json")[1])["run"]["name"]
+    status = json.loads(artctl("status", "--json")[1])
+    name, other = status["run"]["name"], next(n for n in ("toy", "old") if n != status["run"]["name"])
     failing(run=name, tries=1)
     assert problems() == []
     failing(run=name, tries=2)
     assert problems() == ["step 4 cannot be packed: the packer ended with status -9: "]
-    failing(run="another", tries=2)
+    made.connection.execute("UPDATE run SET packing = NULL")
+    failing(run=other, tries=2)
     assert problems() == []
 
 
@@ -284,9 +286,11 @@ def test_what_the_daemon_says_of_disk_clock_and_sqlite(made: Made, daemon: FakeD
     assert shown["health"] == "degraded" and "artctl gc --resume" in shown["next"]
     meta("retention", "")
     made.connection.execute("UPDATE job SET state = 'queued', worker = NULL WHERE id = 4")
-    shown = meta("waiting", '{"job": 4, "why": "50 MiB must be free under X"}')
+    made.connection.execute("UPDATE job SET waiting = '50 MiB must be free under X' WHERE id = 4")
+    shown = dict(json.loads(artctl("status", "--json")[1]))
     assert shown["doing"] == "waiting for disk space: 50 MiB must be free under X" and shown["health"] == "degraded"
-    assert meta("waiting", '{"job": 3, "why": "long ago"}')["health"] == "ok"
+    made.connection.execute("UPDATE job SET waiting = iif(id = 3, 'long ago', '')")
+    assert json.loads(artctl("status", "--json")[1])["health"] == "ok"
     shown = meta("sqlite", "3.40.1")
     assert shown["daemon"]["sqlite"] == "3.40.1" and shown["health"] == "ok"
     assert "WAL-reset" in shown["warnings"][0] and "warning  SQLite 3.40.1 has the WAL-reset bug" in artctl("status")[1]

@@ -142,10 +142,10 @@ async def test_a_train_job_waits_for_room_for_two_checkpoints(tmp_path: Path, mo
             with pytest.raises(AssertionError, match="no job is due"):
                 await claim(store, data, dispatch)
         assert await count(store, "event", "kind = 'job.waiting'") == 1
-        assert "50 MiB must be free" in await one(store, "SELECT value FROM meta WHERE key = 'waiting'")
+        assert "50 MiB must be free" in await one(store, "SELECT waiting FROM job WHERE kind = 'train'")
         space.now(50)
         assert (await claim(store, data, dispatch)).step == 1
-        assert await one(store, "SELECT value FROM meta WHERE key = 'waiting'") == ""
+        assert await one(store, "SELECT waiting FROM job WHERE kind = 'train'") == ""
 
 
 async def test_nothing_is_packed_while_there_is_no_room(tmp_path: Path, monkeypatch) -> None:

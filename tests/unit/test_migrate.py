@@ -91,13 +91,16 @@ def test_checks_refuse_what_the_core_never_writes(connection, sql):
         connection.execute(sql)
 
 
-def test_one_run_is_active_at_a_time(connection):
+def test_each_run_has_a_trainer_of_its_own_and_a_trainer_has_one_job(connection):
     migrate(connection)
-    sql = "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, state, created) VALUES (?, x'', '', x'', 1, ?, 0)"
-    connection.execute(sql, ("a", "finished"))
-    connection.execute(sql, ("b", "active"))
+    run = "INSERT INTO run (name, spec, base_digest, base_manifest, vocab_size, state, created) VALUES (?, x'', '', x'', 1, 'active', 0)"
+    connection.executemany(run, [("a",), ("b",)])
+    job = (
+        "INSERT INTO job (run_id, kind, step, epoch, state, worker, created) VALUES (?, 'init', 0, 0, 'running', ?, 0)"
+    )
+    connection.executemany(job, [(1, "trainer-1"), (2, "trainer-2")])
     with pytest.raises(sqlite3.IntegrityError):
-        connection.execute(sql, ("c", "paused"))
+        connection.execute(job, (2, "trainer-1"))
 
 
 # ---- an older schema ------------------------------------------------------------------------------------------------

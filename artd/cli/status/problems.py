@@ -163,8 +163,8 @@ def _run(run: Row | None, quarantined: bool, where: str) -> Problem | None:
 
 def _pack(shot: Snapshot, where: str) -> Problem | None:
     """Report a batch whose packing fails again and again."""
-    told = json.loads(shot.meta.get("packing") or "null")
-    if not told or told["tries"] < 2 or shot.run is None or told["run"] != shot.run["name"]:
+    told = shot.run["packing"] if shot.run else None
+    if not told or told["tries"] < 2:
         return None
     error = (told["error"].splitlines() or ["no reason given"])[0]
     return Problem(f"step {told['step']} cannot be packed: {error}", f"artctl logs daemon{where}")

@@ -6,7 +6,6 @@ shows none.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,9 +64,8 @@ class Snapshot:
     @property
     def waiting(self) -> str:
         """Why a due job is not sent to the trainer, "" when no job is held back."""
-        told = json.loads(self.meta.get("waiting") or "{}")
-        held = any(job["id"] == told.get("job") and job["state"] == "queued" for job in self.active)
-        return str(told["why"]) if held and self.daemon.running else ""
+        held = [str(job["waiting"]) for job in self.active if job["state"] == "queued" and job["waiting"]]
+        return held[0] if held and self.daemon.running else ""
 
     @property
     def warnings(self) -> list[StatusWarning]:
@@ -236,5 +234,5 @@ def content(shot: Snapshot) -> dict[str, Any]:
     }
 
 
-_JOB = ("id", "kind", "step", "state", "fence", "attempts", "worker", "error", "created", "started")
+_JOB = ("id", "kind", "step", "state", "fence", "attempts", "worker", "waiting", "error", "created", "started")
 _WORKER = ("name", "kind", "state", "alive", "pid", "spawn", "restarts", "serving", "error", "since")

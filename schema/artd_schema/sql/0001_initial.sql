@@ -28,9 +28,10 @@ CREATE TABLE run (
   flush INTEGER NOT NULL DEFAULT 0 CHECK (flush IN (0, 1)),
   told INTEGER NOT NULL DEFAULT 0,           -- the newest trajectory whose evaluation a step's metrics have counted
   flush_to INTEGER NOT NULL DEFAULT 0,       -- groups up to this id are being sealed for a flush; 0: none are
+  packing TEXT,                              -- JSON {step, error, tries, at} of a batch that cannot be packed now
   created INTEGER NOT NULL
 ) STRICT;
-CREATE UNIQUE INDEX run_one_active ON run ((1)) WHERE state <> 'finished';
+CREATE INDEX run_state ON run (state);       -- how many are unfinished at once is the rule of artd/core/fleet.py
 
 CREATE TABLE pause (                         -- a run is paused exactly while it has a row here
   id INTEGER PRIMARY KEY,
@@ -180,6 +181,7 @@ CREATE TABLE job (
   spawn INTEGER,
   cancel INTEGER NOT NULL DEFAULT 0 CHECK (cancel IN (0, 1)),    -- an operator ended it, or told it to stop
   discard INTEGER NOT NULL DEFAULT 0 CHECK (discard IN (0, 1)),  -- and its trajectories go with it
+  waiting TEXT NOT NULL DEFAULT '',          -- why a queued job that is due is not sent to its trainer
   error TEXT NOT NULL DEFAULT '',
   metrics BLOB NOT NULL DEFAULT x'7b7d',     -- JSON
   seconds BLOB NOT NULL DEFAULT x'7b7d',     -- JSON {phase: seconds}
@@ -193,6 +195,7 @@ CREATE TABLE job (
 ) STRICT;
 CREATE INDEX job_batch ON job (batch_id) WHERE batch_id IS NOT NULL;
 CREATE INDEX job_parent ON job (parent_id) WHERE parent_id IS NOT NULL;
+CREATE UNIQUE INDEX job_worker ON job (worker) WHERE worker IS NOT NULL;  -- a trainer has one job
 CREATE INDEX job_state ON job (state, run_id);  -- not partial: SQLite takes no IN (...) for a narrower condition
 
 CREATE TABLE attempt (
@@ -208,6 +211,7 @@ CREATE TABLE attempt (
   evidence TEXT NOT NULL DEFAULT '',         -- end of the worker's log at its death, or the failure's stack
   PRIMARY KEY (job_id, fence)
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX attempt_worker ON attempt (worker, job_id, fence);
 
 CREATE TABLE checkpoint (
   id INTEGER PRIMARY KEY,
@@ -271,6 +275,7 @@ CREATE UNIQUE INDEX serving_live ON serving (engine, name) WHERE state <> 'gone'
 CREATE INDEX serving_state ON serving (state, engine);
 CREATE INDEX serving_spawn ON serving (spawn, engine);
 CREATE INDEX serving_checkpoint ON serving (checkpoint_id);
+CREATE INDEX serving_of ON serving (run_id, state);  -- live and draining are few
 
 CREATE TABLE process (
   name TEXT PRIMARY KEY,                     -- trainer, engine, gateway
