@@ -243,9 +243,19 @@ BUGS = (
     ),
     Bug(
         "one-run-that-cannot-be-read-ends-all", "artd/store/views.py",
-        "    return None if row is None or unreadable(row) else row\n", "    return row\n",
+        "    return [row for row in rows if not unreadable(row)]\n", "    return list(rows)\n",
         "tests/unit/test_spec_values.py::test_a_run_whose_spec_cannot_be_read_is_paused_and_everything_else_lives",
         "assert",
+    ),
+    Bug(
+        "one-run-that-fails-holds-up-the-packer", "artd/packing/service.py",
+        "            elif row[\"name\"] not in waiting:\n", "            elif not waiting:\n",
+        "tests/unit/test_fleet.py::test_a_run_whose_batch_fails_does_not_hold_up_another", "TimeoutError",
+    ),
+    Bug(
+        "a-finished-run-is-settled-too-early", "artd/retention/checkpoints.py",
+        "            if not found and c.execute(HELD, {\"run\": run}).fetchone() is None:\n", "            if not found:\n",
+        "tests/unit/test_fleet.py::test_a_finished_run_is_looked_at_until_nothing_holds_its_checkpoints", "assert",
     ),
     Bug(
         "rows-of-any-structs-are-read", "artd/store/migrate.py",
