@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from artd.packing import child, service
-from artd.retention.checkpoints import Retain
+from artd.retention.checkpoints import CheckpointRetention
 from artd.runs import lifecycle
 from artd.runs.lifecycle import set_run_state
 from artd.store.blobs import Blobs
@@ -67,7 +67,8 @@ async def test_a_finished_run_is_looked_at_until_nothing_holds_its_checkpoints(t
         await serve(store, 1, data)
         await train_next(store, data)
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        retain, kept = Retain(store, data), "SELECT group_concat(step) FROM checkpoint WHERE state = 'committed'"
+        retain = CheckpointRetention(store, data)
+        kept = "SELECT group_concat(step) FROM checkpoint WHERE state = 'committed'"
         for _ in range(2):
             await store.write(retain._retire)
             assert await one(store, kept) == "0,1", "step 0 is served"
