@@ -13,11 +13,14 @@ from pathlib import Path
 from artd.store import fs
 from artd.store.blobs import place
 from artd_schema import paths
+from artd_schema.packages import DIGITS
 
 STAGED = re.compile(r"job-\d+-f\d+|pack-s\d+-\d+-\d+")
 """Names below `tmp` that only artd makes."""
 CHECKPOINT = re.compile(r"checkpoints/(?P<run>[^/]+)/l\d+-s\d+-j(?P<job>\d+)-f(?P<fence>\d+)")
 """The paths that `DataDir.checkpoint` returns."""
+CODE_COPY = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
+"""Names below `code` that only artd makes: `digest_files` returns them."""
 
 
 @dataclass

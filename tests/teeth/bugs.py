@@ -939,6 +939,11 @@ BUGS = (
         "tests/unit/test_packages.py::test_copies_that_no_checkpoint_names_are_deleted_after_a_day", "assert ",
     ),
     Bug(
+        "strange-folder-deleted-as-code", "artd/retention/code_copies.py",
+        "CODE_COPY.fullmatch(path.name) is not None and ", "",
+        "tests/unit/test_packages.py::test_copies_that_no_checkpoint_names_are_deleted_after_a_day", "assert ",
+    ),
+    Bug(
         "changed-loss-not-told", "artd/training/run_code.py",
         "            if old != new:\n", "            if old is None:\n",
         "tests/unit/test_workforce.py::test_a_run_that_goes_on_with_other_code_is_told", "assert ",

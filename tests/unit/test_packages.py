@@ -173,15 +173,19 @@ def test_copies_that_no_checkpoint_names_are_deleted_after_a_day(site: Path, tmp
         (site / "toy_gspo" / "__init__.py").write_text(f"# {text}\n")
         digests.append(install_packages(data.root).losses.codes["gspo"])
     named, unnamed, recent, present = digests
-    for code in (named, unnamed, present):
-        os.utime(data.code / code.digest, (0, 0))
+    theirs = data.code / "my-notes", data.code / ("a" * 12)
+    theirs[0].mkdir()
+    theirs[1].symlink_to(theirs[0])
+    for path in (data.code / named.digest, data.code / unnamed.digest, data.code / present.digest, theirs[0]):
+        os.utime(path, (0, 0))
     manifest = data.checkpoints / "r" / "step" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_bytes(b"{")
     assert delete_copies(data, {present.digest}) == []  # a manifest that cannot be read may name any
     manifest.write_bytes(to_json(MANIFEST | {"loss": named}))
     assert delete_copies(data, {present.digest}) == [unnamed.digest]
-    assert {path.name for path in data.code.iterdir()} == {code.digest for code in (named, recent, present)}
+    left = {code.digest for code in (named, recent, present)} | {path.name for path in theirs}
+    assert {path.name for path in data.code.iterdir()} == left
 
 
 def test_two_packages_of_one_name_are_refused(site: Path, tmp_path: Path) -> None:
