@@ -6,6 +6,7 @@ An author of another engine writes a `FakeEngine` that speaks the dialect, with 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 from artd_schema import worker as w
@@ -34,6 +35,34 @@ async def a_chat_is_rendered_generated_and_derendered(rig: Rig, engine: FakeEngi
         assert floats(turn.logprobs) == [logprob(ord(char), index) for char in text]
         assert (turn.sampling.temperature, turn.finish_reason) == (0.7, "stop")
         assert body["choices"][index]["message"]["generation_token_ids"] == ints(turn.token_ids)
+
+
+async def a_chat_streams_what_the_whole_reply_says(rig: Rig, engine: FakeEngine) -> None:
+    for texts in (["Paris$", "Lyon$"], ["Paris. And$"]):
+        engine.texts = texts
+        asked = {"n": len(texts), "stop": [". A"], "logprobs": True}
+        whole = (await rig.chat(**asked)).json()
+        lines = (await rig.chat(**asked, stream=True)).text.splitlines()
+        assert lines[-2] == "data: [DONE]"
+        chunks = [json.loads(line[6:])["choices"][0] for line in lines[:-2] if line]
+        for index, choice in enumerate(whole["choices"]):
+            mine = [chunk for chunk in chunks if chunk["index"] == index]
+            assert len(mine) > 3
+            assert "".join(chunk["delta"].get("content", "") for chunk in mine) == choice["message"]["content"]
+            spelt = [one for chunk in mine if chunk["logprobs"] for one in chunk["logprobs"]["content"]]
+            assert len(spelt) == len(ints(turns(rig)[index].token_ids))
+            assert spelt == (choice["logprobs"] or {"content": spelt})["content"]
+            assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        (_, first), (_, second) = rig.daemon.ledger[-2:]
+        assert [turn.token_ids + turn.logprobs for turn in first] == [turn.token_ids + turn.logprobs for turn in second]
+
+
+async def a_stream_that_fails_before_its_first_token_is_an_error_reply(rig: Rig, engine: FakeEngine) -> None:
+    engine.stream_error = {"message": "maximum context length", "code": 400}
+    assert (await rig.chat(stream=True)).json()["error"]["code"] == "context_length_exceeded"
+    engine.stream_error = {"message": "it fell", "code": 500}
+    failed = await rig.chat(stream=True)
+    assert failed.status_code == 502 and "it fell" in failed.text and rig.daemon.ledger == []
 
 
 async def every_prompt_of_a_completion_has_its_choices(rig: Rig, engine: FakeEngine) -> None:
@@ -127,7 +156,8 @@ async def an_engine_that_fails_anywhere_is_a_502_without_an_entry(rig: Rig, engi
 
 
 CASES: tuple[Case, ...] = (
-    a_chat_is_rendered_generated_and_derendered, every_prompt_of_a_completion_has_its_choices,
+    a_chat_is_rendered_generated_and_derendered, a_chat_streams_what_the_whole_reply_says,
+    a_stream_that_fails_before_its_first_token_is_an_error_reply, every_prompt_of_a_completion_has_its_choices,
     a_stop_string_is_no_text_and_stays_a_token, alternatives_come_with_their_ids,
     what_does_not_fit_and_what_cannot_be_trained_is_the_clients_error, another_epoch_has_another_cache,
     the_experts_of_every_token_reach_the_ledger, what_was_captured_for_a_failed_request_is_dropped,

@@ -118,6 +118,13 @@ class Engine:
             assert time.monotonic() < end, f"it never worked on {requests} requests at once"
             time.sleep(0.01)
 
+    def runs_none(self) -> None:
+        """Return when it works on no request."""
+        end = time.monotonic() + SOON_S
+        while self._running():
+            assert time.monotonic() < end, "it still works"
+            time.sleep(0.01)
+
     def _running(self) -> float:
         page = str(call(self.socket, "GET", "/metrics", deadline=Deadline(SOON_S))).splitlines()
         return sum(float(line.split()[-1]) for line in page if line.startswith("vllm:num_requests_running{"))

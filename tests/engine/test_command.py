@@ -24,7 +24,7 @@ EVERYWHERE = {
     "--max-num-seqs": "32", "--kv-cache-memory-bytes": str(256 << 20), "--generation-config": "vllm",
     "--logprobs-mode": "processed_logprobs", "--max-logprobs": "21", "--uvicorn-log-level": "warning",
     "--worker-extension-cls": "artd_workers.engines.vllm.extension.Extension",
-    "--middleware": "artd_workers.engines.vllm.guard.Guard",
+    "--middleware": "artd_workers.engines.vllm.guard.Guard artd_workers.engines.vllm.text.middleware.Text",
 }  # fmt: skip
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
 LORA = ["--enable-lora", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -56,9 +56,12 @@ def config(**changes: Any) -> EngineConfig:
 
 
 def parts(line: list[str]) -> tuple[list[str], dict[str, str]]:
-    """(flags, options) of a command line."""
+    """(flags, options) of a command line; values of an option given twice in one."""
     start = line.index("--model")
-    return line[3:start], dict(zip(line[start::2], line[start + 1 :: 2], strict=True))
+    options: dict[str, str] = {}
+    for name, value in zip(line[start::2], line[start + 1 :: 2], strict=True):
+        options[name] = f"{options[name]} {value}" if name in options else value
+    return line[3:start], options
 
 
 def test_vllm_032_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from artd_schema.trajectory import RouteShape
@@ -96,6 +97,10 @@ class FakeEngine:
         self.damage: Any = None
         self.sampled: list[Json | None] = []
         self.says: Any = None
+        self.chunk = 2
+        self.step: Any = None
+        self.open_streams = 0
+        self.stream_error: Json | None = None
         self.server = QuietServer(uvicorn.Config(self._app(), uds=socket, log_level="critical", lifespan="off"))
 
     def bodies(self, suffix: str) -> list[Any]:
@@ -117,6 +122,7 @@ class FakeEngine:
             "/v1/chat/completions/derender": self._derender_chat,
             "/v1/completions/derender": self._derender_completions,
             "/collective_rpc": self._rpc,
+            "/artd/stream": self._stream,
         }
         return Starlette(routes=[Route(path, self._endpoint(path), methods=["POST"]) for path in self._answers])
 
@@ -127,8 +133,9 @@ class FakeEngine:
             for suffix, (status, content) in self.fail.items():
                 if path.endswith(suffix):
                     return content if isinstance(content, Response) else JSONResponse(content, status_code=status)
-            if body.get("model") not in self.models and path not in self.without_model:
-                return _error(404, f"The model `{body['model']}` does not exist.")
+            asked = body.get("generate") or body
+            if asked.get("model") not in self.models and path not in self.without_model:
+                return _error(404, f"The model `{asked['model']}` does not exist.")
             result = await self._answers[path](request, body)
             return result if isinstance(result, Response) else JSONResponse(result)
 
@@ -196,6 +203,38 @@ class FakeEngine:
         if self.edit is not None:
             self.edit(reply)
         return reply
+
+    async def _stream(self, request: Request, body: Json) -> Response:
+        """As the middleware in vLLM's API server does, `chunk` tokens an event, choices in turn. step: waited for before each event."""
+        events = self._events(body)
+        return StreamingResponse(self._paced(request, events), media_type="text/event-stream")
+
+    async def _paced(self, request: Request, events: AsyncIterator[Json]) -> AsyncIterator[str]:
+        self.open_streams += 1
+        try:
+            async for event in events:
+                yield f"data: {json.dumps(event)}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            self.open_streams -= 1
+
+    async def _events(self, body: Json) -> AsyncIterator[Json]:
+        generate = body["generate"]
+        asked = body.get("chat") or body.get("completion") or {}
+        self._capture(generate, [len(generate["token_ids"])] * generate["sampling_params"]["n"])
+        self.entered.set()
+        await self.gate.wait()
+        if self.stream_error is not None:
+            yield {"error": self.stream_error}
+            return
+        choices = [self._choice(generate, index) for index in range(generate["sampling_params"]["n"])]
+        self._capture(generate, [len(generate["token_ids"]) + len(choice["token_ids"]) - 1 for choice in choices])
+        for event in stream_events(choices, self.chunk, asked, generate["sampling_params"], body["logprobs"]):
+            if self.step is not None:
+                await self.step()
+            if self.edit is not None:
+                self.edit(event)
+            yield event
 
     async def _wait(self, request: Request) -> None:
         """Until the gate opens; when the client goes first, the request counts as cancelled, as vLLM would abort it."""
@@ -294,6 +333,37 @@ def logprob(token: int, index: int) -> float:
 def _logprob(token: int, index: int) -> Json:
     entry = {"token_id": token, "logprob": logprob(token, index), "rank": 1}
     return entry | {"top_logprobs": [entry]}
+
+
+def stream_events(choices: list[Json], chunk: int, asked: Json, params: Json, logprobs: bool) -> Iterator[Json]:
+    """The events of these choices, an event of each in turn. Markup: `(x)` is reasoning x, `[f:a]` a call of f with arguments a."""
+    hold = max((len(stop) for stop in params["stop"]), default=1) - 1
+    for start in range(0, max(len(choice["token_ids"]) for choice in choices) or 1, chunk):
+        for choice in choices:
+            tokens, end = choice["token_ids"], start + chunk
+            if start >= max(len(tokens), 1):
+                continue
+            last = end >= len(tokens)
+            ended = {} if last else {"finish_reason": None, "stop_reason": None, "weight_versions": None}
+            part = (
+                choice
+                | {"token_ids": tokens[start:end], "logprobs": {"content": choice["logprobs"]["content"][start:end]}}
+                | ended
+            )
+            before, now = (_said(tokens[:at], last and at == end, choice, asked, hold) for at in (start, end))
+            part["shown"] = {"content": now[len(before) :]} if len(now) > len(before) else {}
+            if logprobs:
+                part["shown"]["logprobs"] = [_shown(entry) for entry in part["logprobs"]["content"]]
+            yield {"request_id": "generate-tokens-x", "usage": None, "output_mode": "tokens", "choices": [part]}
+
+
+def _said(tokens: list[int], last: bool, choice: Json, asked: Json, hold: int) -> str:
+    text = "".join(map(chr, tokens))
+    if not last:
+        return text[: len(text) - hold] if hold else text
+    if isinstance(choice["stop_reason"], str):
+        return text[: text.find(choice["stop_reason"])]
+    return text[:-1] if choice["finish_reason"] == "stop" else text
 
 
 def _shown(entry: Json) -> Json:

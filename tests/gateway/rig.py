@@ -75,7 +75,6 @@ class Rig:
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.http = await self._stack.enter_async_context(self.client())
-        self._stack.push_async_callback(self.gateway.engines.keep, set())
 
     @property
     def bearer(self) -> str:

@@ -38,12 +38,6 @@ async def test_every_path_needs_the_token(rig: Rig, engine: FakeEngine, headers:
     assert engine.calls == []
 
 
-async def test_streaming_is_not_yet_there(rig: Rig, engine: FakeEngine) -> None:
-    message = error(await rig.chat(stream=True), 400, "stream_unsupported")
-    assert "not supported yet" in message
-    assert (await rig.chat(stream=False)).status_code == 200
-
-
 async def test_a_missing_model_is_named(rig: Rig, engine: FakeEngine) -> None:
     assert "`model`" in error(await rig.chat(model=None), 400, "model_missing")
 

@@ -54,8 +54,18 @@ async def test_errors_are_the_packages_own_types(client: openai.AsyncOpenAI, rig
     with pytest.raises(openai.BadRequestError, match="context length") as caught:
         await client.completions.create(model="pol", prompt="x" * 200)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="not supported yet"):
-        await client.completions.create(model="pol", prompt="x", stream=True)
+
+
+async def test_streams(client: openai.AsyncOpenAI, engine: FakeEngine) -> None:
+    stream = await client.chat.completions.create(model="pol", messages=[{"role": "user", "content": "x"}], stream=True)
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Paris"
+    of_text = await client.completions.create(model="pol", prompt="x", stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in of_text]) == "Paris"
+    engine.abort = [2]
+    stream = await client.chat.completions.create(model="pol", messages=[{"role": "user", "content": "x"}], stream=True)
+    with pytest.raises(openai.APIError, match="send it again"):
+        async for _ in stream:
+            pass
 
 
 async def test_the_package_sends_an_aborted_request_again(client: openai.AsyncOpenAI, engine: FakeEngine) -> None:

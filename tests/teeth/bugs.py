@@ -525,9 +525,25 @@ BUGS = (
     ),
     Bug(
         "answered-before-the-ledger", "workers/artd_workers/gateway/request/deliver.py",
-        "    await ledger.record(exchange, columns)\n", "    asyncio.ensure_future(ledger.record(exchange, columns))\n",
+        "    await ledger.record(entry.exchange, entry.columns)\n",
+        "    asyncio.ensure_future(ledger.record(entry.exchange, entry.columns))\n",
         "tests/gateway/test_ledger.py::test_the_response_waits_for_the_acknowledgement",
         "assert not True",
+    ),
+    Bug(
+        "a-stream-closes-before-the-ledger", "workers/artd_workers/gateway/request/flow.py",
+        "        await asyncio.shield(asyncio.ensure_future(", "        asyncio.ensure_future(asyncio.ensure_future(",
+        "tests/gateway/test_stream.py::test_nothing_that_closes_the_stream_comes_before_the_acknowledgement", "DONE",
+    ),
+    Bug(
+        "a-broken-stream-is-trained", "workers/artd_workers/gateway/request/parts.py",
+        'replace(made, job=replace(made.job, split="eval"))', "made",
+        "tests/gateway/test_stream.py::test_a_client_that_goes_frees_its_engine_and_leaves_what_it_saw", "'train'",
+    ),
+    Bug(
+        "half-a-stop-string-is-shown", "workers/artd_workers/engines/vllm/text/cut.py",
+        "        if self._hold:\n", "        if self._hold > 9:\n",
+        "tests/engine/test_text.py::test_no_part_of_a_stop_string_is_ever_shown", "assert",
     ),
     Bug(
         "reap-by-pid-alone", "artd/supervise/guardian.py",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from artd_schema.trajectory import Sampling
-from artd_workers.gateway.dialect import Client, Dialect, Json, Origin, Scored, Span, Taken
+from artd_workers.gateway.dialect import Client, Dialect, Json, Origin, Piece, Scored, Span, Taken
 from artd_workers.gateway.engine.npy import Ids
 from artd_workers.gateway.errors import EngineFailure
 from artd_workers.gateway.request.kinds import Kind
@@ -48,6 +48,24 @@ class AbacusDialect:
 
     def _choice(self, one: Json) -> Json:
         return {"index": one.pop("at"), "token_ids": one.pop("ids"), "finish_reason": one.pop("why"), "bead": one}
+
+    async def stream(
+        self, client: Client, kind: Kind, body: Json, request: Json, *, logprobs: bool
+    ) -> AsyncGenerator[Piece, None]:
+        asked = {"model": request["model"], "name": request["request_id"], "salt": request["salt"], "ids": request["token_ids"],
+                 "draw": request["sampling_params"], "body": body, "scores": logprobs}  # fmt: skip
+        async for data in client.events("/abacus/watch", asked):
+            told = msgspec.json.decode(data)
+            if "fault" in told:
+                raise client.error("/abacus/watch", told["status"], told["fault"])
+            said = {"content": told.pop("said"), "logprobs": told.pop("spelt")}
+            choice = self._choice(told)
+            yield Piece(choice["index"], choice, {name: value for name, value in said.items() if value})
+
+    def join(self, fragments: Sequence[Json]) -> Json:
+        ids = [token for one in fragments for token in one["token_ids"]]
+        scores = [score for one in fragments for score in one["bead"]["scores"]]
+        return fragments[-1] | {"token_ids": ids, "bead": fragments[-1]["bead"] | {"scores": scores}}
 
     async def derender(
         self, client: Client, kind: Kind, body: Json, requests: Sequence[Json], replies: Sequence[Json],

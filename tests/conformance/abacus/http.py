@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from artd_workers.gateway.engine import npy
@@ -21,7 +22,7 @@ class FakeAbacus(FakeEngine):
     def _app(self) -> Starlette:
         self._answers = {
             "/abacus/tokens": self._tokens, "/abacus/draw": self._draw, "/abacus/text": self._text,
-            "/abacus/who": self._who, "/abacus/rods": self._rods, "/abacus/forget": self._forget,
+            "/abacus/watch": self._watch, "/abacus/who": self._who, "/abacus/rods": self._rods, "/abacus/forget": self._forget,
         }  # fmt: skip
         return Starlette(routes=[Route(path, self._endpoint(path), methods=["POST"]) for path in self._answers])
 
@@ -40,6 +41,26 @@ class FakeAbacus(FakeEngine):
                  "sampling_params": body["draw"]}  # fmt: skip
         told = await self._generate(request, asked)
         return {"beads": [self._bead(one) for one in told["choices"]]}
+
+    async def _watch(self, request: Request, body: Json) -> Response:
+        generate = {
+            "model": body["model"],
+            "request_id": body["name"],
+            "token_ids": body["ids"],
+            "sampling_params": body["draw"],
+        }
+        events = self._events({"generate": generate, "chat": body["body"], "logprobs": body["scores"]})
+        return StreamingResponse(self._paced(request, self._beads(events)), media_type="text/event-stream")
+
+    async def _beads(self, events: AsyncIterator[Json]) -> AsyncIterator[Json]:
+        async for event in events:
+            if "error" in event:
+                yield {"fault": event["error"]["message"], "status": event["error"]["code"]}
+                return
+            one = event["choices"][0]
+            shown = one.pop("shown")
+            one["weight_versions"] = one["weight_versions"] or []
+            yield self._bead(one) | {"said": shown.get("content", ""), "spelt": shown.get("logprobs", [])}
 
     def _bead(self, one: Json) -> Json:
         scores = [

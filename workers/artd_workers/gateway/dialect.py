@@ -10,7 +10,7 @@ with `token_ids`, `sampling_params` and, once made by `to_generate`, `request_id
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from artd_schema.engines import engine_kind
 from artd_schema.trajectory import Sampling
 from artd_workers.gateway.engine.npy import Ids
 from artd_workers.gateway.request.kinds import Kind
+
+from .errors import ApiError, EngineFailure
 
 Json = dict[str, Any]
 Labels = tuple[tuple[int, str], ...]
@@ -36,6 +38,12 @@ class Client(Protocol):
         self, path: str, body: Json, *, unbounded: bool = False, read: Callable[[bytes], Any] = msgspec.json.decode
     ) -> Any:
         """Return what `read` makes of the reply. Raises EngineFailure, ApiError."""
+
+    def events(self, path: str, body: Json) -> AsyncGenerator[bytes, None]:
+        """Yield the data of the reply's server-sent events. Raises EngineFailure, ApiError."""
+
+    def error(self, path: str, status: int, message: str, param: str | None = None) -> ApiError | EngineFailure:
+        """Return what an error of the engine is to the gateway."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,15 @@ class Taken(msgspec.Struct):
     routes: bytes
     start: int
     rows: int
+
+
+class Piece(msgspec.Struct):
+    """An event of a stream. choice: a fragment of the choice `index` of this request, in the form that `Dialect.join` takes; shown: what
+    the client sees of it: deltas `content`, `reasoning`, `tool_calls` (OpenAI's form, absent when empty), `logprobs` (OpenAI's chat form)."""
+
+    index: int
+    choice: Json
+    shown: Json
 
 
 class Dialect(Protocol):
@@ -87,6 +104,15 @@ class Dialect(Protocol):
 
     async def generate(self, client: Client, request: Json) -> Any:
         """Return the engine's reply, whose form is checked by who asks. Raises EngineFailure, ApiError."""
+
+    def stream(
+        self, client: Client, kind: Kind, body: Json, request: Json, *, logprobs: bool
+    ) -> AsyncGenerator[Piece, None]:
+        """Generate, and yield the answer as it comes. body: the client's, as the engine sees it. Closing the iterator ends the request.
+        Raises EngineFailure, ApiError."""
+
+    def join(self, fragments: Sequence[Json]) -> Json:
+        """Return the choice that these fragments make, as `generate` would have answered it. At least one."""
 
     async def derender(
         self, client: Client, kind: Kind, body: Json, requests: Sequence[Json], replies: Sequence[Json],

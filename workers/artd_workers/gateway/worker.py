@@ -52,7 +52,7 @@ class Gateway:
         match message:
             case w.Route():
                 seq = self.table.take(message)
-                await self.engines.keep(self.table.sockets)
+                self.engines.keep(self.table.sockets)
                 self._send(w.RouteTaken(seq=seq), ())
             case w.Hold(push=push, fence=fence, engine=engine):
                 in_flight = self.table.hold(engine)
@@ -150,7 +150,6 @@ async def serve(link: Link, mailbox: Mailbox, welcome: w.Welcome, listener: sock
     delivering.cancel()
     watching.cancel()
     ended = await asyncio.gather(serving, delivering, watching, return_exceptions=True)
-    await gateway.engines.keep(set())
     for error in ended:
         if isinstance(error, Exception):
             raise error
@@ -167,7 +166,6 @@ async def _watch(link: Link) -> None:
 def main() -> int:
     """Run the gateway as a child of the daemon. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     link = Link.from_env("gateway", {"uvicorn": uvicorn.__version__})
     mailbox = Mailbox()
     link.on_message = mailbox.put

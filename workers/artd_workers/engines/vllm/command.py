@@ -24,6 +24,7 @@ from artd_schema.spec import EngineSpec
 from artd_schema.worker import EngineConfig
 from artd_workers.engines.adapter import EngineError, Routes, model_name
 from artd_workers.engines.registry import Device
+from artd_workers.engines.vllm.text.middleware import MIDDLEWARE as TEXT
 from artd_workers.transfer.stock import ENVIRONMENT
 
 from .guard import MIDDLEWARE
@@ -107,7 +108,9 @@ def command(config: EngineConfig, socket: Path) -> list[str]:
     else:
         flags += ["--enable-lora", "--lora-target-modules", *LORA_TARGETS]
         options |= {"--max-loras": MAX_LORAS, "--max-lora-rank": lora_rank(config.spec.lora.rank)}
-    return [config.python, "-m", MODULE, *flags, *(str(word) for pair in options.items() for word in pair)]
+    # The last middleware is the outermost: a stream passes the guard under the name of the server's own route.
+    words = [str(word) for pair in options.items() for word in pair]
+    return [config.python, "-m", MODULE, *flags, *words, "--middleware", TEXT]
 
 
 def _of_cpu(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from artd_schema.codec import UNREADABLE
 from artd_schema.engines import VLLM
 from artd_schema.trajectory import Sampling
-from artd_workers.gateway.dialect import Client, Dialect, Json, Origin, Scored, Span, Taken
+from artd_workers.gateway.dialect import Client, Dialect, Json, Origin, Piece, Scored, Span, Taken
 from artd_workers.gateway.engine import npy
 from artd_workers.gateway.errors import EngineFailure, invalid
 from artd_workers.gateway.request.kinds import Kind
 
 from . import stops
+from .text import STREAM
 
 _GENERATE, _RPC = "/inference/v1/generate", "/collective_rpc"
 _FIELD = "routed_experts"
@@ -76,6 +79,22 @@ class VllmDialect:
 
     async def generate(self, client: Client, request: Json) -> Any:
         return await client.post(_GENERATE, request, unbounded=True)
+
+    async def stream(
+        self, client: Client, kind: Kind, body: Json, request: Json, *, logprobs: bool
+    ) -> AsyncGenerator[Piece, None]:
+        asked = {"generate": request, "chat" if kind.chat else "completion": body, "logprobs": logprobs}
+        async with aclosing(client.events(STREAM, asked)) as events:
+            async for data in events:
+                event = _decode_event(client, data)
+                for choice in event.get("choices") or ():
+                    yield Piece(choice["index"], choice, choice.pop("shown", {}))
+
+    def join(self, fragments: Sequence[Json]) -> Json:
+        whole = dict(fragments[-1])  # only the last has what is of the whole choice: versions, routes, how it ended
+        whole["token_ids"] = [token for one in fragments for token in one.get("token_ids") or ()]
+        content = [entry for one in fragments for entry in (one.get("logprobs") or {}).get("content") or ()]
+        return whole | {"logprobs": {"content": content}}
 
     async def derender(
         self, client: Client, kind: Kind, body: Json, requests: Sequence[Json], replies: Sequence[Json],
@@ -142,6 +161,22 @@ class VllmDialect:
 
 
 DIALECT: Dialect = VllmDialect()
+
+
+def _decode_event(client: Client, data: bytes) -> Json:
+    """Raises EngineFailure, ApiError: a stream that fails has told 200 before."""
+    try:
+        event = msgspec.json.decode(data)
+    except UNREADABLE as error:
+        raise EngineFailure(client.name, f"{STREAM} sent an event that is no JSON: {error}") from error
+    if not isinstance(event, dict):
+        raise EngineFailure(client.name, f"{STREAM} sent an event that is no object")
+    if told := event.get("error"):
+        status = told.get("code")
+        raise client.error(
+            STREAM, status if isinstance(status, int) else 500, str(told.get("message")), told.get("param")
+        )
+    return event
 
 
 def _score(entry: Json) -> Scored:

@@ -17,7 +17,7 @@ def for_derender(reply: Json, params: Json, response_id: str, *, logprobs: bool)
     choices = []
     for choice in reply["choices"]:
         tokens = choice["token_ids"]
-        seen = tokens[:-1] if _ends_in_stop_token(choice, params) and len(tokens) > 1 else tokens
+        seen = tokens[:-1] if ends_in_stop_token(choice, params) and len(tokens) > 1 else tokens
         choices.append(choice | {"token_ids": seen, "logprobs": choice.get("logprobs") if logprobs else None})
     return reply | {"request_id": response_id, "choices": choices}
 
@@ -27,18 +27,27 @@ def cut_text(text: str, choice: Json, params: Json) -> str:
 
     Generation ends at the first match, so the first occurrence is the one, unless min_tokens made the engine pass some.
     """
+    if ended_by_string(text, choice, params):
+        return cut_string(text, choice, params)
+    return "" if ends_in_stop_token(choice, params) and len(choice["token_ids"]) == 1 else text
+
+
+def ended_by_string(text: str, choice: Json, params: Json) -> str:
+    """Return the stop string that ended a choice and is no text; "" if none did."""
     if params.get("include_stop_str_in_output") or choice.get("finish_reason") != "stop":
-        return text
-    stop = choice["stop_reason"] if "stop_reason" in choice else _found_stop(text, params)
-    if isinstance(stop, str):
-        at = text.rfind(stop) if params.get("min_tokens") else text.find(stop)
-        return text if at < 0 else text[:at]
-    if _ends_in_stop_token(choice, params) and len(choice["token_ids"]) == 1:
         return ""
-    return text
+    stop = choice["stop_reason"] if "stop_reason" in choice else _found_stop(text, params)
+    return stop if isinstance(stop, str) else ""
 
 
-def _ends_in_stop_token(choice: Json, params: Json) -> bool:
+def cut_string(text: str, choice: Json, params: Json) -> str:
+    """Return a text without the stop string that ended it, and without what is behind it."""
+    stop = ended_by_string(text, choice, params)
+    at = (text.rfind(stop) if params.get("min_tokens") else text.find(stop)) if stop else -1
+    return text if at < 0 else text[:at]
+
+
+def ends_in_stop_token(choice: Json, params: Json) -> bool:
     if choice.get("finish_reason") != "stop" or params.get("include_stop_str_in_output"):
         return False
     if "stop_reason" not in choice:

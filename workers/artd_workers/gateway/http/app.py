@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -14,15 +15,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from artd_schema.trajectory import Split
+from artd_workers.gateway.apis.openai import ChatWriter, CompletionWriter
 from artd_workers.gateway.errors import ApiError, invalid
 from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.request.flow import Flow
 from artd_workers.gateway.request.kinds import CHAT, COMPLETION, Kind
+from artd_workers.gateway.request.live import Sink
 from artd_workers.gateway.routing import Table
 
 from .auth import check_bearer
 from .body import json_object, while_connected
 from .patience import REFUSED
+from .streamed import Channel, Streamed
 
 SPLIT_HEADER = "x-artd-split"
 _CLIENT_GONE = 499
@@ -62,18 +66,20 @@ def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
             raise ApiError(404, "model_not_found", f"model {name!r} is not live; known names: {known}", param="model")
         return _json(_model(table, name, started))
 
-    def generates(kind: Kind) -> Route:
+    def generates(kind: Kind, writer: Callable[[Channel, dict[str, Any]], Sink]) -> Route:
         async def endpoint(request: Request) -> Response:
             split = _split(request)
             body = await json_object(request, min(limits.body, limits.max_message), limits.body_s)
+            if body.get("stream"):
+                return Streamed(request, lambda channel: flow.stream(kind, body, split, writer(channel, body)))
             answer = await while_connected(request, flow.answer(kind, body, split))
             return Response(answer, media_type="application/json")
 
         return Route(kind.path, endpoint, methods=["POST"])
 
     routes = [
-        generates(CHAT),
-        generates(COMPLETION),
+        generates(CHAT, ChatWriter),
+        generates(COMPLETION, CompletionWriter),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]

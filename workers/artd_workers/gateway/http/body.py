@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from artd_schema.codec import UNREADABLE
 from artd_workers.gateway.errors import ApiError, invalid
+
+Result = TypeVar("Result")
 
 
 async def json_object(request: Request, limit: int, pause_s: float) -> dict[str, Any]:
@@ -43,7 +45,7 @@ async def _next(parts: AsyncIterator[bytes], pause_s: float) -> bytes | None:
         raise ApiError(408, "body_timeout", message) from None
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, bytes]) -> bytes:
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Run `work` and return its result; when the client goes first, cancel it (which closes its call to the engine, and
     the engine aborts the request) and raise ClientDisconnect. The body must have been read."""
     task = asyncio.create_task(work)

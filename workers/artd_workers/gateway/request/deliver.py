@@ -1,7 +1,6 @@
 """The second half of a request: what an engine generated becomes ledger entry and reply.
 
-Owner of no state. Invariants: the reply is returned only after the ledger has its entry; every choice is traced to the
-weights it came from, or the request fails.
+Every choice is traced to the weights it came from, or the request fails.
 """
 
 from __future__ import annotations
@@ -45,8 +44,35 @@ class _Sample:
         return self.request["sampling_params"]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A response as the ledger gets it, and as the client does: `head` is the reply without `choices`."""
+
+    exchange: Exchange
+    columns: list[Turn]
+    head: Json
+    choices: list[Json]
+    bulky: bool
+
+
 async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits) -> bytes:
-    """Write the exchange to the ledger, then return the JSON reply. Errors: EngineFailure, ApiError."""
+    """Write the exchange to the ledger, then return the JSON reply. Raises EngineFailure, ApiError."""
+    entry = await describe(made, table, limits)
+    await record(entry, ledger)
+    if not entry.bulky:
+        return encode_reply(entry.head, entry.choices)
+    return await asyncio.to_thread(encode_reply, entry.head, entry.choices)
+
+
+async def record(entry: Entry, ledger: Ledger) -> None:
+    """Return once the ledger has the entry. Raises ApiError."""
+    reach("gateway.generated")
+    await ledger.record(entry.exchange, entry.columns)
+    reach("gateway.recorded")
+
+
+async def describe(made: Generated, table: Table, limits: Limits) -> Entry:
+    """Trace every choice to its weights, and return the response's entry. Raises EngineFailure, ApiError."""
     job, engine = made.job, made.place.engine.engine
     samples = [await _sample(made, table, limits, *source) for source in _choices(made)]
     used = max((sample.served for sample in samples), key=lambda served: served.epoch)
@@ -56,7 +82,7 @@ async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits)
     choices: list[Json] = []
     for sample in samples:
         shown = made.shown["choices"][sample.index]
-        shown = reply.finish_choice(made.dialect, job.kind, shown, sample.choice, sample.params, sample.index)
+        shown = reply.finish_choice(job.kind, shown, sample.index)
         columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
         if with_ids:
             logprobs = turns.logprobs_of(engine, made.dialect, sample.choice)
@@ -69,13 +95,8 @@ async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits)
         choices=len(columns), prompt_tokens=head["usage"]["prompt_tokens"],
         completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds,
     )  # fmt: skip
-    reach("gateway.generated")
-    await ledger.record(exchange, columns)
-    reach("gateway.recorded")
     shown_bytes = sum(len(sample.capture.routes) for sample in samples if sample.capture) if with_ids else 0
-    if shown_bytes <= IN_THREAD:
-        return encode_reply(head, choices)
-    return await asyncio.to_thread(encode_reply, head, choices)
+    return Entry(exchange, columns, head, choices, shown_bytes > IN_THREAD)
 
 
 def encode_reply(head: Json, choices: list[Json]) -> bytes:

@@ -1,17 +1,21 @@
 """One request from body to reply: place → render → generate → ask who sampled it, take routed experts → derender → ledger.
 
-Owner of no state. Invariants: an engine is entered only between `Table.enter` and `Table.leave`; a request whose
-tokens have come out of an engine is never generated again; the reply exists for the client only once the ledger has it.
+A request whose tokens have come out of an engine is never generated again; what ends the reply exists for the client only once the ledger
+has it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from artd_schema.trajectory import Split
 from artd_workers.gateway.dialect import Origin
 from artd_workers.gateway.engine import origins
+from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import EngineClient, Engines
 from artd_workers.gateway.engine.experts import Experts
 from artd_workers.gateway.errors import ApiError, EngineFailure, aborted
@@ -20,10 +24,16 @@ from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
 
 from . import turns
-from .deliver import deliver
+from .deliver import deliver, describe, record
 from .kinds import Kind
-from .request import Generated, Job, Json
+from .live import Live, Sink
+from .parts import Parts
+from .reply import cut_choice
+from .request import Entered, Generated, Job, Json
 from .sense import refuse_senseless
+
+Result = TypeVar("Result")
+Attempt = Callable[[Job, Place], Awaitable[Result]]
 
 
 class Flow:
@@ -33,51 +43,91 @@ class Flow:
         self._ledger = ledger
         self._limits = limits
         self._experts = Experts(limits)
+        self._parts = Parts(table, ledger, limits)
 
     async def answer(self, kind: Kind, body: Json, split: Split) -> bytes:
-        """The JSON reply to one request, already in the ledger. Errors: ApiError."""
+        """Return the JSON reply to one request, already in the ledger. Raises ApiError."""
         kind.check(body)
-        try:
-            return await self._attempt(kind, body, split)
-        except _Retry:
-            try:
-                return await self._attempt(kind, body, split)
-            except _Retry as again:
-                raise _bad_gateway(again.failure) from again
 
-    async def _attempt(self, kind: Kind, body: Json, split: Split) -> bytes:
-        job = Job(kind, body, split, kind.response_id())
-        place = await self._table.place(body["model"])
-        try:
+        async def attempt(job: Job, place: Place) -> bytes:
             return await deliver(await self._generate(job, place), self._table, self._ledger, self._limits)
-        except EngineFailure as failure:
-            if failure.retriable and await self._table.newer(place, self._limits.retry_s):
-                raise _Retry(failure) from failure
-            raise _bad_gateway(failure) from failure
+
+        return await self._attempts(attempt, kind, body, split)
+
+    async def stream(self, kind: Kind, body: Json, split: Split, sink: Sink) -> None:
+        """Show `sink` one request's answer as it comes; it closes once the ledger has the entry. Raises ApiError, also after the
+        sink was opened."""
+        kind.check(body)
+
+        async def attempt(job: Job, place: Place) -> None:
+            await self._stream(job, place, sink)
+
+        await self._attempts(attempt, kind, body, split)
+
+    async def _attempts(self, attempt: Attempt[Result], kind: Kind, body: Json, split: Split) -> Result:
+        """Make an attempt, and another one if the first engine failed before its first token and the daemon has changed the routes."""
+        for last in (False, True):
+            place = await self._table.place(body["model"])
+            try:
+                return await attempt(Job(kind, body, split, kind.response_id()), place)
+            except EngineFailure as failure:
+                if last or not failure.retriable or not await self._table.newer(place, self._limits.retry_s):
+                    raise _bad_gateway(failure) from failure
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _stream(self, job: Job, place: Place, sink: Sink) -> None:
+        live: Live | None = None
+        try:
+            async with self._enter(job, place) as at:
+                live = Live(at, sink)
+                with self._experts.dropped_on_error(at.client, at.place.engine.routes, at.requests):
+                    replies = await live.run()
+                    captures, told = await self._ask_engine(at, replies)
+            made = live.collect(replies, captures, told)
+            entry = await describe(made, self._table, self._limits)
+        except BaseException as error:
+            if live is not None and live.shown_any:
+                if isinstance(error, EngineFailure):
+                    error.retriable = False
+                self._parts.keep(live)
+            raise
+        # The client may go while this waits: the entry is written all the same.
+        await asyncio.shield(asyncio.ensure_future(record(entry, self._ledger)))
+        await sink.close(entry.head, entry.choices)
 
     # ---- the engine's part ------------------------------------------------------------------------------------------
 
     async def _generate(self, job: Job, place: Place) -> Generated:
+        async with self._enter(job, place) as at:
+            start = time.monotonic()
+            with self._experts.dropped_on_error(at.client, at.place.engine.routes, at.requests):
+                replies = await self._gather(at.client, at.requests)
+                seconds = time.monotonic() - start
+                captures, told = await self._ask_engine(at, replies)
+            shown = await self._derender(at, replies)
+        return Generated(job, at.place, at.client.dialect, at.requests, replies, captures, told, shown, seconds)
+
+    async def _ask_engine(self, at: Entered, replies: list[Json]) -> tuple[list[Capture | None], list[Origin | None]]:
+        """Check the replies, and ask the engine which experts and which weights made them. Raises EngineFailure, ApiError."""
+        self._check(at.place, at.requests, replies)
+        needed = at.job.split == "train"
+        told = await self._origins(at, replies, needed)
+        return await self._experts.take(at.client, at.place.engine.routes, at.requests, replies, needed), told
+
+    @asynccontextmanager
+    async def _enter(self, job: Job, place: Place) -> AsyncIterator[Entered]:
+        """Render a request and have it inside an engine for the block."""
         upstream, requests = await self._render(job, place)
         while not self._table.enter(place):
             before, place = place, await self._table.place(job.body["model"])
             if place.engine.socket != before.engine.socket:
                 upstream, requests = await self._render(job, place)
-        start = time.monotonic()
         try:
             client = self._client(place)
             requests = [self._request(client, job, place, request, i) for i, request in enumerate(requests)]
-            with self._experts.dropped_on_error(client, place.engine.routes, requests):
-                replies = await self._gather(client, requests)
-                seconds = time.monotonic() - start
-                self._check(place, requests, replies)
-                needed = job.split == "train"
-                told = await self._origins(client, place, requests, replies, needed)
-                captures = await self._experts.take(client, place.engine.routes, requests, replies, needed)
-            shown = await self._derender(job, client, upstream, requests, replies)
+            yield Entered(job, place, client, upstream, requests)
         finally:
             self._table.leave(place)
-        return Generated(job, place, client.dialect, requests, replies, captures, told, shown, seconds)
 
     async def _render(self, job: Job, place: Place) -> tuple[Json, list[Json]]:
         # By the base model's name: an adapter may be unloaded as soon as its last token is out.
@@ -133,20 +183,17 @@ class Flow:
         if not all(choice.get("token_ids") for choice in choices):
             raise EngineFailure(engine, "generate answered with a choice without tokens", retriable=False)
 
-    async def _origins(
-        self, client: EngineClient, place: Place, requests: list[Json], replies: list[Json], needed: bool
-    ) -> list[Origin | None]:
-        if place.engine.mode == "lora":
+    async def _origins(self, at: Entered, replies: list[Json], needed: bool) -> list[Origin | None]:
+        if at.place.engine.mode == "lora":
             return [None] * sum(len(answer["choices"]) for answer in replies)
         # Looked at when the replies are there: if nothing was held until then, no push came across them.
-        return await origins.ask(client, requests, replies, self._table.moved(place), needed)
+        return await origins.ask(at.client, at.requests, replies, self._table.moved(at.place), needed)
 
-    async def _derender(
-        self, job: Job, client: EngineClient, upstream: Json, requests: list[Json], replies: list[Json]
-    ) -> Json:
+    async def _derender(self, at: Entered, replies: list[Json]) -> Json:
+        job, client = at.job, at.client
         try:
             shown = await client.dialect.derender(
-                client, job.kind, upstream, requests, replies,
+                client, job.kind, at.upstream, at.requests, replies,
                 response_id=job.response_id, logprobs=job.kind.wants_logprobs(job.body),
             )  # fmt: skip
         except EngineFailure as failure:
@@ -157,18 +204,13 @@ class Flow:
         wanted = sum(len(answer["choices"]) for answer in replies)
         if not isinstance(shown, dict) or len(shown.get("choices") or ()) != wanted:
             raise EngineFailure(client.name, f"derender did not answer with {wanted} choices", retriable=False)
+        sources = [(q["sampling_params"], c) for q, a in zip(at.requests, replies, strict=True) for c in a["choices"]]
+        for choice, (params, source) in zip(shown["choices"], sources, strict=True):
+            cut_choice(client.dialect, job.kind, choice, source, params)
         return shown
 
     def _client(self, place: Place) -> EngineClient:
         return self._engines.client(place.engine.engine, place.engine.socket, place.engine.kind)
-
-
-class _Retry(Exception):
-    """A failed attempt that may be made once more, as the daemon has changed the routes since."""
-
-    def __init__(self, failure: EngineFailure) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
 
 
 def _bad_gateway(failure: EngineFailure) -> ApiError:

@@ -18,6 +18,7 @@ class Kind:
 
     path: str
     prefix: str
+    object: str
     chat: bool
 
     def response_id(self) -> str:
@@ -27,9 +28,6 @@ class Kind:
         """Raises ApiError 400 for what no part of the gateway supports."""
         if not isinstance(body.get("model"), str) or not body["model"]:
             raise invalid("`model` is missing: give a run's name, or RUN@STEP", param="model", code="model_missing")
-        if body.get("stream"):
-            message = "`stream: true` is not supported yet: leave it out and read the whole response"
-            raise invalid(message, param="stream", code="stream_unsupported")
         if body.get("echo"):
             raise invalid("`echo` is not supported: the prompt's ids come back with return_token_ids", param="echo")
 
@@ -40,6 +38,19 @@ class Kind:
     def upstream_body(self, body: dict[str, Any], model: str) -> dict[str, Any]:
         """The client's body as the engine shall see it."""
         return {name: value for name, value in body.items() if name not in _OURS} | {"model": model}
+
+    def scores(self, shown: list[dict[str, Any]], offset: int = 0) -> dict[str, Any] | None:
+        """Return logprobs as this endpoint has them, from those of chat; None when there are none. offset: characters before the first."""
+        if not shown:
+            return None
+        if self.chat:
+            return {"content": shown}
+        offsets = [offset]
+        for one in shown[:-1]:
+            offsets.append(offsets[-1] + len(one["token"]))
+        best = [{top["token"]: top["logprob"] for top in one.get("top_logprobs") or ()} or None for one in shown]
+        return {"text_offset": offsets, "tokens": [one["token"] for one in shown],
+                "token_logprobs": [one["logprob"] for one in shown], "top_logprobs": best}  # fmt: skip
 
     def text(self, choice: dict[str, Any]) -> str | None:
         return choice["message"].get("content") if self.chat else choice.get("text")
@@ -55,5 +66,5 @@ class Kind:
         return choice["message"] if self.chat else choice
 
 
-CHAT = Kind(path="/v1/chat/completions", prefix="chatcmpl", chat=True)
-COMPLETION = Kind(path="/v1/completions", prefix="cmpl", chat=False)
+CHAT = Kind(path="/v1/chat/completions", prefix="chatcmpl", object="chat.completion", chat=True)
+COMPLETION = Kind(path="/v1/completions", prefix="cmpl", object="text_completion", chat=False)

@@ -14,11 +14,14 @@ from .kinds import Kind
 Json = dict[str, Any]
 
 
-def finish_choice(dialect: Dialect, kind: Kind, shown: Json, choice: Json, params: Json, index: int) -> Json:
-    """The choice that derender made from `choice`, corrected: text, index, finish reason."""
-    text = kind.text(shown)
-    if text:
+def cut_choice(dialect: Dialect, kind: Kind, shown: Json, choice: Json, params: Json) -> None:
+    """Cut what ended the choice off the text that derender made of it."""
+    if text := kind.text(shown):
         kind.set_text(shown, dialect.cut_text(text, choice, params))
+
+
+def finish_choice(kind: Kind, shown: Json, index: int) -> Json:
+    """Return a choice as the client sees it, corrected: index, finish reason."""
     shown["index"] = index
     if kind.chat and shown["message"].get("tool_calls") and shown.get("finish_reason") == "stop":
         shown["finish_reason"] = "tool_calls"

@@ -8,6 +8,7 @@ from typing import Any
 from artd_schema.trajectory import Split
 from artd_workers.gateway.dialect import Dialect, Origin
 from artd_workers.gateway.engine.capture import Capture
+from artd_workers.gateway.engine.client import EngineClient
 from artd_workers.gateway.routing import Place
 
 from .kinds import Kind
@@ -23,6 +24,17 @@ class Job:
     body: Json
     split: Split
     response_id: str
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A request inside an engine. upstream: the client's body as the engine sees it; requests: to generate, one for each prompt."""
+
+    job: Job
+    place: Place
+    client: EngineClient
+    upstream: Json
+    requests: list[Json]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,117 @@
+"""The gateway before the real vLLM: the openai package streams, and the ledger has what it was shown. One start of the server."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from artd_schema import worker as w
+from tests.engine.daemon import ROOT
+from tests.engine.real import HERE, Engine, start, tool
+from tests.gateway.rig import TOKEN, Rig, floats, ints, served
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+SAID: list[Any] = [{"role": "user", "content": "Say ten words. Zehn Wörter: 日本"}]
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Engine]:
+    with tempfile.TemporaryDirectory(prefix="artd-g-") as name:
+        folder = Path(name)
+        tool(str(ROOT / "tests" / "toys.py"), str(folder / "toy"), "--family", "qwen3")
+        tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), f"{folder}/m0:merged:1:0")
+        for engine in start(folder, "merged"):
+            engine.live(engine.push("m0"))
+            yield engine
+
+
+@pytest_asyncio.fixture
+async def gateway(real: Engine, tmp_path: Path) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        rig = Rig(stack, tmp_path)
+        await rig.start()
+        route = w.EngineRoute(engine="e0", socket=real.socket, mode="merged", base_model="toy", max_model_len=512,
+                              served=(served(0, 4, "toy"),))  # fmt: skip
+        await rig.daemon.route(route, runs=("toy",))
+        yield rig
+
+
+@pytest_asyncio.fixture
+async def client(gateway: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        yield openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=TOKEN, http_client=http, max_retries=0)
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "toy", "messages": SAID, "max_tokens": 40, "seed": 3} | more
+
+
+@pytest.mark.asyncio
+async def test_a_stream_says_what_the_whole_reply_says(client: openai.AsyncOpenAI, gateway: Rig) -> None:
+    """The same seed; text, logprobs, their tokens' text and ids."""
+    for logprobs in (False, True):
+        whole = await client.chat.completions.create(**asked(logprobs=logprobs))
+        stream = await client.chat.completions.create(
+            **asked(logprobs=logprobs, stream=True, stream_options={"include_usage": True})
+        )
+        chunks = [chunk async for chunk in stream]
+        said = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert len(said) > 20, "it came token by token"
+        assert "".join(one.delta.content or "" for one in said) == whole.choices[0].message.content
+        assert said[-1].finish_reason == whole.choices[0].finish_reason
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        (_, (first,)), (_, (second,)) = gateway.daemon.ledger[-2:]
+        assert (first.token_ids, first.prompt_ids) == (second.token_ids, second.prompt_ids)
+        assert floats(first.logprobs) == pytest.approx(floats(second.logprobs), abs=1e-4)
+        if logprobs:
+            entries = [entry for one in said if one.logprobs for entry in one.logprobs.content or ()]
+            assert [entry.token for entry in entries] == [entry.token for entry in whole.choices[0].logprobs.content]
+
+
+@pytest.mark.asyncio
+async def test_choices_prompts_and_stop_strings(client: openai.AsyncOpenAI, gateway: Rig) -> None:
+    whole = await client.completions.create(model="toy", prompt=["One two", "three"], n=2, seed=5, max_tokens=30)
+    stream = await client.completions.create(
+        model="toy", prompt=["One two", "three"], n=2, seed=5, max_tokens=30, stream=True
+    )
+    said = ["", "", "", ""]
+    async for chunk in stream:
+        said[chunk.choices[0].index] += chunk.choices[0].text
+    assert said == [choice.text for choice in whole.choices]
+    stop = said[0][10:13]
+    cut = await client.completions.create(model="toy", prompt="One two", n=2, seed=5, max_tokens=30, stop=[stop])
+    stream = await client.completions.create(
+        model="toy", prompt="One two", n=2, seed=5, max_tokens=30, stop=[stop], stream=True
+    )
+    shown = ["", ""]
+    async for chunk in stream:
+        shown[chunk.choices[0].index] += chunk.choices[0].text
+    assert shown == [choice.text for choice in cut.choices] and stop not in shown[0] and len(shown[0]) < 13
+    assert len(ints(gateway.daemon.ledger[-1][1][0].token_ids)) > 0
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_goes_ends_the_request_in_the_engine(
+    client: openai.AsyncOpenAI, gateway: Rig, real: Engine
+) -> None:
+    stream = await client.chat.completions.create(**asked(max_tokens=400, stream=True, extra_body={"ignore_eos": True}))
+    await anext(aiter(stream))
+    real.runs()
+    await stream.close()
+    real.runs_none()
+
+
+@pytest.mark.asyncio
+async def test_an_overflow_is_the_clients_error(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        await client.chat.completions.create(
+            **asked(messages=[{"role": "user", "content": "x y " * 2000}], stream=True)
+        )
