@@ -318,7 +318,9 @@ class Workforce:
 
         await self.store.write(write)
         if message.obstacle:
-            log.warning("no direct push to this engine, its own transfer calls are taken instead: %s", message.obstacle)
+            log.warning(
+                "this engine is pushed to %s: %s", " or ".join(message.transfers) or "from disk", message.obstacle
+            )
         if name == "gateway":
             await anyio.to_thread.run_sync(write_gateway_file, self.data.root, message.url, self.boot.token)
             self.announce(message.url)

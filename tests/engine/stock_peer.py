@@ -1,17 +1,16 @@
 """Run by vLLM's interpreter: vLLM's own side of a push over its transfer calls, as far as it goes without a GPU.
 
-The id goes through a real `StatelessProcessGroup`, the JSON into vLLM's dataclasses, tensors through vLLM's packer.
+The id goes through a real `StatelessProcessGroup`, tensors through vLLM's packer.
 """
 
 from __future__ import annotations
 
 import torch
 from vllm.distributed.utils import StatelessProcessGroup
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
 
 from artd_schema.manifest import WeightEntry
-from artd_workers.engines.vllm.weights import stock_dialects
+from artd_workers.engines.vllm.weights import stock_calls
 from artd_workers.transfer import stock as wire
 
 ID = bytes(range(1, 129))
@@ -20,17 +19,11 @@ LIMIT = 10_000
 
 
 def main() -> None:
-    with stock_dialects.meet(stock_dialects.dialect("0.28.0"), ID, 20.0) as meeting:
+    with stock_calls.meet(ID, 20.0) as meeting:
         group = StatelessProcessGroup.create(meeting["master_address"], meeting["master_port"], wire.ENGINE, wire.WORLD)
         assert bytes(group.broadcast_obj(None, src=wire.TRAINER)) == ID
-    row = stock_dialects.dialect("0.32.0")
-    with stock_dialects.meet(row, ID, 20.0) as meeting:
-        info = NCCLWeightTransferInitInfo(**stock_dialects.init_body(row, meeting)["init_info"])
-    assert info.nccl_unique_id_bytes == ID and info.packed and info.packed_buffer_size_bytes == wire.CHUNK_BYTES
     tensors = [(str(number), torch.full((size,), float(number))) for number, size in enumerate(SIZES)]
     table = [WeightEntry(name, "float32", tuple(tensor.shape)) for name, tensor in tensors]
-    update = NCCLWeightTransferUpdateInfo(**stock_dialects.update_body(row, table)["update_info"])
-    assert update.shapes == [[size] for size in SIZES]
     source, packed = iter(tensors), []
     while chunk := pack_tensors(source, lambda item: item[1], LIMIT):
         packed.append(chunk.names)

@@ -15,7 +15,6 @@ from artd_workers.deadline import Deadline
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
-from artd_workers.engines.vllm.versions import VERSIONS
 from tests.awake import SOON_S
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN
@@ -61,8 +60,7 @@ def pauses(bench: Bench) -> list[tuple[str, ...]]:
     ("version", "in_flight", "asked"),
     [
         ("0.25.1", "keep", KEPT), ("0.25.1", "recompute", DROPPED), ("0.25.1", "drain", DRAINED),
-        ("0.32.0", "keep", KEPT), ("0.32.0", "recompute", DROPPED), ("0.22.1", "keep", DRAINED),
-        ("0.22.1", "recompute", DRAINED),
+        ("0.32.0", "keep", KEPT), ("0.32.0", "recompute", DROPPED),
     ],
 )  # fmt: skip
 def test_a_pause_does_to_requests_what_the_run_wants(
@@ -71,7 +69,6 @@ def test_a_pause_does_to_requests_what_the_run_wants(
     bench.script = {"version": version}
     with bench.serve():
         adapter = VllmAdapter(bench.root / "s", Deadline(SOON_S), guard.owner(INSTANCE, SPAWN))
-        assert adapter.capabilities.keeps is (version != "0.22.1")
         with request(bench, adapter, MANY if asked is DRAINED else TOKENS) as ended:
             assert adapter.pause(0.05, Deadline(SOON_S), in_flight) is (asked is DRAINED)
             assert pauses(bench) == asked
@@ -100,7 +97,3 @@ def test_only_the_last_pause_counts(bench: Bench, adapter: VllmAdapter) -> None:
         adapter.resume(Deadline(SOON_S))
         assert bench.calls()[-2 if not cleared else -3]["body"]["kwargs"]["cleared"] is cleared
     assert bench.routes().count("/reset_prefix_cache") == 1
-
-
-def test_versions_that_keep_requests_were_read_or_run() -> None:
-    assert [row.series for row in VERSIONS if row.keeps] == ["0.32", "0.25"]

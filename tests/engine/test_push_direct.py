@@ -77,7 +77,7 @@ def test_calls_and_phases_in_order(bench: Bench, transfer: str, room: bool, call
 
 @pytest.mark.parametrize(
     ("version", "way", "kept"),
-    [("0.25.1", "direct", True), ("0.25.1", "nccl", True), ("0.25.1", "disk", False), ("0.22.1", "direct", False)],
+    [("0.25.1", "direct", True), ("0.25.1", "nccl", True), ("0.25.1", "disk", False)],
 )
 def test_a_canary_does_not_wait_beside_requests_that_went_on(bench: Bench, version: str, way: str, kept: bool) -> None:
     """Their push is verified by its checksums; the gateway would wait with the canary."""
@@ -202,22 +202,25 @@ ODD = msgspec.structs.replace(PLAIN, obstacles=(Obstacle("model.layers.3", "MLA"
 
 
 @pytest.mark.parametrize(
-    ("device", "transfer", "table", "ways", "obstacle"),
+    ("device", "transfer", "table", "own", "ways", "obstacle"),
     [
-        ("cuda", "auto", PLAIN, ("direct", "nccl", "stock"), ""),
-        ("cuda", "in_place", PLAIN, ("direct", "nccl", "stock"), ""),
-        ("cuda", "nccl", PLAIN, ("nccl", "stock"), ""),
-        ("cuda", "stock", PLAIN, ("stock",), ""),
-        ("cuda", "auto", ODD, ("stock",), "model.layers.3: MLA (and 1 more)"),
-        ("cpu", "auto", PLAIN, ("gloo",), ""),
+        ("cuda", "auto", PLAIN, True, ("direct", "nccl", "stock"), ""),
+        ("cuda", "in_place", PLAIN, True, ("direct", "nccl", "stock"), ""),
+        ("cuda", "auto", PLAIN, False, ("direct", "nccl"), ""),
+        ("cuda", "nccl", PLAIN, True, ("nccl", "stock"), ""),
+        ("cuda", "stock", PLAIN, True, ("stock",), ""),
+        ("cuda", "stock", PLAIN, False, (), "vllm 0.25.1 takes no push by its own calls from artd"),
+        ("cuda", "auto", ODD, True, ("stock",), "model.layers.3: MLA (and 1 more)"),
+        ("cuda", "auto", ODD, False, (), "model.layers.3: MLA (and 1 more)"),
+        ("cpu", "auto", PLAIN, True, ("gloo",), ""),
     ],
 )
 def test_the_ways_of_an_engine(
-    tmp_path: Path, device: Any, transfer: Any, table: EngineTable, ways: tuple[str, ...], obstacle: str
+    tmp_path: Path, device: Any, transfer: Any, table: EngineTable, own: bool, ways: tuple[str, ...], obstacle: str
 ) -> None:
     adapter: Any = SimpleNamespace(direct_table=lambda deadline: table)
     spec = RunSpec(model="/m", engine=EngineSpec(transfer=transfer))
-    assert transfers_of(spec, table_of(adapter, spec, device, tmp_path)) == (ways, obstacle)
+    assert transfers_of(spec, table_of(adapter, spec, device, tmp_path), own) == (ways, obstacle)
     if device == "cpu":
         assert list(tmp_path.iterdir()) == []
     else:

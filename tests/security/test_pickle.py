@@ -13,8 +13,8 @@ CALLS = {"torch.load", "torch.save", "numpy.load", "np.load", "pickle.loads", "p
 SAFE = {("artd/cli/mismatch/probe.py", "np.load")}
 """Calls that are told not to unpickle (`allow_pickle=False`)."""
 
-SENDERS = {"workers/artd_workers/engines/vllm/weights/stock_dialects.py"}
-"""Files that build pickled bytes for a reader that is not ours: vLLM before 0.30 takes its communicator's id in no other form."""
+SENDERS = {"workers/artd_workers/engines/vllm/weights/stock_calls.py"}
+"""Files that build pickled bytes for a reader that is not ours: vLLM 0.25 takes its communicator's id in no other form."""
 PROTOCOLS = tuple(bytes([0x80, number]) for number in range(2, 6))
 """How pickled bytes begin."""
 

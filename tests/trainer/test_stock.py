@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from artd_schema import worker as w
 from artd_schema.manifest import WeightEntry
-from artd_workers.engines.vllm.weights import stock_dialects as vllm
+from artd_workers.engines.vllm.weights import stock_calls
 from artd_workers.trainer.push import stock
 from artd_workers.trainer.push.pusher import Pusher
 from artd_workers.trainer.push.snapshot import Snapshot
@@ -312,7 +312,7 @@ def test_the_engine_waits_for_the_id(tmp_path: Path) -> None:
         wire.await_id(path, 0.0)
 
 
-def test_early_versions_unpickle_the_id_from_a_store_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_unpickles_the_id_from_a_store_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer does what vLLM's `StatelessProcessGroup.broadcast_obj` does."""
 
     class UniqueId(ctypes.Structure):
@@ -322,7 +322,7 @@ def test_early_versions_unpickle_the_id_from_a_store_on_loopback(monkeypatch: py
     for part in ("vllm", "distributed", "device_communicators", "pynccl_wrapper"):
         name = f"{name}.{part}".removeprefix(".")
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(__path__=[], ncclUniqueId=UniqueId))
-    with vllm.meet(vllm.dialect("0.25.1"), ID, PATIENCE_S) as meeting:
+    with stock_calls.meet(ID, PATIENCE_S) as meeting:
         port = meeting["master_port"]
         assert of_port(port) == [("tcp", "127.0.0.1", port)]
         client = dist.TCPStore(
@@ -336,10 +336,3 @@ def test_early_versions_unpickle_the_id_from_a_store_on_loopback(monkeypatch: py
 def of_port(port: int) -> list[tuple[str, str, int]]:
     """This process's listeners at a port; libraries loaded by other tests open and close theirs."""
     return [entry for entry in listening([os.getpid()]) if entry[2] == port]
-
-
-def test_later_versions_are_given_the_id_and_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(vllm, "_store")
-    with vllm.meet(vllm.dialect("0.32.0+cpu"), ID, 5.0) as meeting:
-        pass
-    assert list(meeting) == ["nccl_unique_id_b64"] and len(meeting["nccl_unique_id_b64"]) == 172

@@ -26,7 +26,7 @@ from artd_workers.engines.adapter import Fence
 from artd_workers.engines.vllm import command, guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.server import Server
-from artd_workers.engines.vllm.weights import stock_dialects
+from artd_workers.engines.vllm.weights import stock_calls
 from artd_workers.trainer.push.stock import Sender
 from tools.gpu.push_server import ROOT, model_folder, visible
 
@@ -83,9 +83,8 @@ class Engine(VllmAdapter):
         if not plain:
             self.receive(self._opened_update, table, deadline, "stock")
             return
-        row = stock_dialects.dialect(self.version)
-        self._call("POST", "/start_weight_update", stock_dialects.start_body(row), deadline=deadline)
-        self._call("POST", "/update_weights", stock_dialects.update_body(row, table), deadline=deadline)
+        self._call("POST", "/start_weight_update", deadline=deadline)
+        self._call("POST", "/update_weights", stock_calls.update_body(table), deadline=deadline)
         self._call("POST", "/finish_weight_update", deadline=deadline)
 
     def open(self, deadline: Deadline) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 from artd_schema.spec import EngineSpec
@@ -13,10 +14,10 @@ from artd_workers.engines.registry import Device, Engine
 from artd_workers.engines.vllm import work
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.server import Server
-from artd_workers.engines.vllm.weights import stock_dialects
+from artd_workers.transfer.stock import await_id
 
 VERSIONS = (
-    Capabilities("7.1", "run", weight_version=True, abort_route=True, scale_out_flag=False, keeps=True, routes="hooks"),
+    Capabilities("7.1", weight_version=True, abort_route=True, scale_out_flag=False, routes="hooks", own_transfer=True),
 )
 VERSION = "7.1.4"
 
@@ -30,8 +31,10 @@ class AbacusServer(Server):
 class AbacusAdapter(VllmAdapter):
     versions = VERSIONS
 
-    def transfer_calls(self) -> stock_dialects.Dialect:
-        return stock_dialects.dialect("0.32")
+    def _join_stock(self, rendezvous: Path, deadline: Deadline) -> None:
+        unique_id = base64.b64encode(await_id(rendezvous, deadline.left)).decode()
+        body = {"init_info": {"nccl_unique_id_b64": unique_id}}
+        self._call("POST", "/init_weight_transfer_engine", body, deadline=deadline)
 
 
 class Abacus:

@@ -34,20 +34,20 @@ class EngineTimeout(EngineError):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one engine version can do. evidence: `run` = seen running under artd, `read` = read in its source only.
+    """What one engine version can do, as it was seen running under artd.
 
     weight_version: replies are stamped with a label that `/update_weight_version` sets. abort_route: `/abort_requests` ends
     everything in flight. scale_out_flag: rendering and generating by tokens must be asked for by `--enable-scale-out` (else
-    they are always there). routes: how it tells the experts of a mixture of experts.
+    they are always there). routes: how it tells the experts of a mixture of experts. own_transfer: artd can push by the calls that
+    the engine itself has for that (`stock`).
     """
 
     series: str
-    evidence: Literal["run", "read"]
     weight_version: bool
     abort_route: bool
     scale_out_flag: bool
-    keeps: bool
     routes: Routes
+    own_transfer: bool
 
 
 def capabilities(table: Sequence[Capabilities], version: str) -> Capabilities:
@@ -109,8 +109,8 @@ class Adapter(Protocol):
 
     def pause(self, drain_s: float, deadline: Deadline, in_flight: InFlight = "drain") -> bool:
         """Stop generating, and begin nothing. in_flight, of requests: `drain` waits drain_s for them, then aborts them; `keep`
-        and `recompute` stop them where they are until `resume`, the second dropping the KV cache, theirs included. An engine
-        that cannot (`Capabilities.keeps`) drains. Returns whether any were aborted."""
+        and `recompute` stop them where they are until `resume`, the second dropping the KV cache, theirs included.
+        Returns whether any were aborted."""
 
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""

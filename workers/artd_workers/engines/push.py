@@ -152,7 +152,7 @@ class Pusher:
         committed = self._open(push)
         fence = Fence(self._instance, self._spawn, push.push, push.fence)
         direct = push.source == "live" and push.transfer in DIRECT
-        in_flight = self._spec.engine.in_flight if direct and self._adapter.capabilities.keeps else "drain"
+        in_flight = self._spec.engine.in_flight if direct else "drain"
         ahead = Deadline(push.deadline_s)
         staged = direct and self._prepare(push, fence, committed, seconds, ahead)
         with self._timed("hold", seconds):

@@ -19,8 +19,7 @@ from artd_workers.transfer.atomic_file import write_whole
 from .adapter import Adapter
 
 _ASK_S = 60.0
-_WAYS: dict[str, tuple[Transfer, ...]] = {"nccl": ("nccl", "stock"), "stock": ("stock",)}
-"""What `engine.transfer` leaves of the ways; every other value leaves all."""
+_STOCK: dict[bool, tuple[Transfer, ...]] = {True: ("stock",), False: ()}
 
 
 def table_of(adapter: Adapter, spec: RunSpec, device: Literal["cpu", "cuda"], folder: Path) -> EngineTable | None:
@@ -32,11 +31,17 @@ def table_of(adapter: Adapter, spec: RunSpec, device: Literal["cpu", "cuda"], fo
     return table
 
 
-def transfers_of(spec: RunSpec, table: EngineTable | None) -> tuple[tuple[Transfer, ...], str]:
-    """(ways of a live push, best first; what stands against the direct one, "" = nothing, or nobody asks)."""
+def transfers_of(spec: RunSpec, table: EngineTable | None, own: bool) -> tuple[tuple[Transfer, ...], str]:
+    """Return the ways of a live push, best first, and what stands against the wanted one ("": nothing, or nobody asks).
+
+    `own` says whether artd can push by the engine's own calls (`Capabilities.own_transfer`). Without any way, pushes come from disk.
+    """
     if table is None:
         return ("gloo",), ""
     if table.obstacles:
         first, others = table.obstacles[0], len(table.obstacles) - 1
-        return ("stock",), f"{first.where}: {first.why}" + (f" (and {others} more)" if others else "")
-    return _WAYS.get(spec.engine.transfer, ("direct", "nccl", "stock")), ""
+        return _STOCK[own], f"{first.where}: {first.why}" + (f" (and {others} more)" if others else "")
+    if spec.engine.transfer == "stock":
+        return _STOCK[own], "" if own else f"{table.engine} {table.version} takes no push by its own calls from artd"
+    ways: tuple[Transfer, ...] = ("nccl",) if spec.engine.transfer == "nccl" else ("direct", "nccl")
+    return ways + _STOCK[own], ""

@@ -95,7 +95,7 @@ class EngineWorker:
                               self._link.identity.instance, self._link.identity.spawn, self._hold.wait, log,
                               lambda: marks.found(self._server.scratch))  # fmt: skip
         table = table_of(adapter, spec, self._engine.device(spec.engine), self._server.folder)
-        ways, obstacle = transfers_of(spec, table)
+        ways, obstacle = transfers_of(spec, table, adapter.capabilities.own_transfer)
         if obstacle:
             log(f"no direct push: {obstacle}")
         if pays(table) and not self._warm(adapter, Deadline(min(WARM_S, deadline.left / 2))):

@@ -25,7 +25,7 @@ from artd_schema.worker import Transfer
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import DiskLoad, EngineError, EngineTimeout, Fence, capabilities
 from artd_workers.engines.http import call
-from artd_workers.engines.vllm.weights import stock_dialects
+from artd_workers.engines.vllm.weights import stock_calls
 from artd_workers.transfer.stock import await_id
 
 from . import guard
@@ -59,10 +59,6 @@ class VllmAdapter:
         self.version = str(reply["version"])
         self.capabilities = capabilities(self.versions, self.version)
 
-    def transfer_calls(self) -> stock_dialects.Dialect:
-        """Return how this version's own transfer calls are made. Raises EngineError for one that was not read."""
-        return stock_dialects.dialect(self.version)
-
     def healthy(self, deadline: Deadline) -> bool:
         try:
             self._call("GET", "/health", deadline=deadline)
@@ -71,9 +67,8 @@ class VllmAdapter:
         return True
 
     def pause(self, drain_s: float, deadline: Deadline, in_flight: InFlight = "drain") -> bool:
-        stays = in_flight != "drain" and self.capabilities.keeps
-        self._kept = stays and in_flight == "keep"
-        if stays:
+        self._kept = in_flight == "keep"
+        if in_flight != "drain":
             # vLLM's own text says that clear_cache has no effect here; its code takes the cache from running requests.
             self._stop("keep", deadline, clear=not self._kept)
             return False
@@ -105,13 +100,12 @@ class VllmAdapter:
     def receive(
         self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline, transfer: Transfer = "gloo"
     ) -> dict[str, float]:
-        dialect = self.transfer_calls()
         if transfer == "stock":
             self._rpc("artd_expect", {"fence": fence.as_json(), "table": rows(table)}, deadline)
-            body = stock_dialects.update_body(dialect, table)
+            body = stock_calls.update_body(table)
         else:
             body = {"update_info": {"fence": fence.as_json(), "table": rows(table), "timeout_s": deadline.left}}
-        self._call("POST", "/start_weight_update", stock_dialects.start_body(dialect), deadline=deadline)
+        self._call("POST", "/start_weight_update", deadline=deadline)
         self._call("POST", "/update_weights", body, deadline=deadline)
         self._call("POST", "/finish_weight_update", deadline=deadline)
         return self._close(fence, deadline)
@@ -239,14 +233,12 @@ class VllmAdapter:
         self._call("POST", "/pause", query=query, deadline=deadline)
 
     def _join_stock(self, rendezvous: Path, deadline: Deadline) -> None:
-        dialect = self.transfer_calls()
         try:
             unique_id = await_id(rendezvous, deadline.left)
         except (TimeoutError, ValueError) as error:
             raise EngineError(str(error)) from None
-        with stock_dialects.meet(dialect, unique_id, deadline.left) as meeting:
-            body = stock_dialects.init_body(dialect, meeting)
-            self._call("POST", "/init_weight_transfer_engine", body, deadline=deadline)
+        with stock_calls.meet(unique_id, deadline.left) as meeting:
+            self._call("POST", "/init_weight_transfer_engine", stock_calls.init_body(meeting), deadline=deadline)
 
     def _close(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
         return self._figures("artd_finish", {"fence": fence.as_json()}, deadline)

@@ -12,13 +12,10 @@ from artd_workers.engines.adapter import Capabilities, capabilities
 
 VERSIONS: tuple[Capabilities, ...] = (
     Capabilities(
-        "0.32", "run", weight_version=True, abort_route=True, scale_out_flag=True, keeps=True, routes="hooks",
+        "0.32", weight_version=True, abort_route=True, scale_out_flag=True, routes="hooks", own_transfer=False,
     ),
     Capabilities(
-        "0.25", "run", weight_version=False, abort_route=False, scale_out_flag=False, keeps=True, routes="field",
-    ),
-    Capabilities(
-        "0.22", "read", weight_version=False, abort_route=False, scale_out_flag=False, keeps=False, routes="field",
+        "0.25", weight_version=False, abort_route=False, scale_out_flag=False, routes="field", own_transfer=True,
     ),
 )  # fmt: skip
 
