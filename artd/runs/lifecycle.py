@@ -38,6 +38,7 @@ from artd_schema.codec import UNREADABLE, to_json
 from artd_schema.crashpoint import reach
 from artd_schema.engines import UnknownEngine, engine_kind
 from artd_schema.families import SEEDED
+from artd_schema.loss_rules import loss_finding
 from artd_schema.losses import LOSSES
 from artd_schema.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
 
@@ -186,6 +187,8 @@ def _check_spec(spec: RunSpec) -> None:
         raise Invalid(error, field="spec.trainer")
     if error := in_flight_error(spec):
         raise Invalid(error, field="spec.engine.in_flight")
+    if found := loss_finding(spec):
+        raise Invalid(found[1], field=f"spec.{found[0]}")
 
 
 def _check_loss(spec: LossSpec, losses: Offers) -> None:

@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import force_setattr
 
 from .codec import prepare
 from .engines import DEFAULT
+from .losses import Normalise, defaults_of
 from .spec_defaults import (
     ENGINE_DTYPE,
     GROUP_SIZE,
@@ -58,17 +60,37 @@ class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     clip_grad_norm: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
 
 
+BY_LOSS: Any = UNSET
+"""Default of a field that `__post_init__` fills in by the loss, so that a stored spec says what its run is trained with."""
+
+
+def _fill(spec: Struct, **defaults: Any) -> None:
+    """Set each field that is unset, unless its default is None."""
+    for name, value in defaults.items():
+        if getattr(spec, name) is UNSET and value is not None:
+            force_setattr(spec, name, value)
+
+
 class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy loss. cispo: arXiv:2506.13585, weight sg(min(ratio, clip_high)); the loss is summed over trainable
-    tokens and divided by their number in the whole batch (`token`) or averaged per sequence first (`sequence`).
-    kind: a loss of artd (`artd_schema.losses`), or of a package that the daemon's owner installed; the daemon refuses others. params:
-    numbers by name for a loss that has parameters of its own."""
+    """Policy loss: docs/losses.md has each formula, its source and its defaults.
+
+    kind: a loss of artd (`artd_schema.losses`), or of a package that the daemon's owner installed; the daemon refuses others. clip_low,
+    clip_high: bounds of the importance ratio, as the loss defines them; unset for a loss without them. normalise: the losses of
+    trained tokens are added up and divided by their number in the whole batch (`token`); or added up for each trajectory, divided by
+    the trajectory's trained tokens (`sequence`) or by `divisor` (`constant`), and averaged over trajectories. params: numbers by name
+    for a loss that has parameters of its own."""
 
     kind: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,63}$")] = "cispo"
-    clip_high: Clip = 5.0
-    normalise: Literal["token", "sequence"] = "token"
+    clip_high: Clip | UnsetType = UNSET
+    normalise: Normalise = BY_LOSS
     # Unset and not empty: a spec without it keeps the bytes and the digest that it had before there were parameters.
     params: Params | UnsetType = UNSET
+    clip_low: Clip | UnsetType = UNSET
+    divisor: Tokens | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        own = defaults_of(self.kind)
+        _fill(self, clip_high=own.clip_high, normalise=own.normalise, clip_low=own.clip_low)
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +160,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_size: trajectories per group, at least 2; groups_per_step: trainable groups per batch; group_timeout_s: an open
     group seals after this many seconds (at most a year). row_length: tokens per packed row, 0 = engine.max_model_len (`row_tokens` says which);
     a longer sequence is never trained, so less than that is refused unless drop_longer is true. scale_rewards: divide advantages by the population
-    standard deviation (+1e-6). trainer: where the trainer computes, and in what numbers. push_drain_s: how long a merged
+    standard deviation (+1e-6); by default all losses but dr_grpo do. trainer: where the trainer computes, and in what numbers. push_drain_s: how long a merged
     push waits for requests in flight. threads: OpenMP threads of the CPU trainer (0 = all cores of the machine).
     keep_checkpoints: newest ones kept.
     """
@@ -153,7 +175,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_timeout_s: Annotated[float, Meta(ge=0.001, le=YEAR_S)] = 600.0
     row_length: Annotated[int, Meta(ge=0, le=1 << 24)] = ROW_LENGTH
     drop_longer: bool = False
-    scale_rewards: bool = True
+    scale_rewards: bool = BY_LOSS
     lora: LoraSpec = LoraSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
@@ -162,6 +184,11 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     push_drain_s: Seconds = 30.0
     threads: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
     keep_checkpoints: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 3
+
+    def __post_init__(self) -> None:
+        _fill(self, scale_rewards=defaults_of(self.loss.kind).scale_rewards)
+        if self.loss.normalise == "constant" and self.loss.divisor is UNSET:
+            force_setattr(self, "loss", msgspec.structs.replace(self.loss, divisor=self.engine.max_model_len))
 
     @property
     def row_tokens(self) -> int:

@@ -57,7 +57,7 @@ name = "toy-gspo"
 version = "{version}"
 
 [project.entry-points."artd.losses"]
-gspo = "toy_gspo:gspo"
+toy = "toy_gspo:gspo"
 
 [project.entry-points."artd.models"]
 ToyForCausalLM = "toy_gspo.family:plan"
@@ -129,13 +129,13 @@ def test_a_wheel_brings_a_loss(rig: Rig, tmp_path: Path) -> None:
     spec = feed.COMMON | feed.SPECS["dense"] | {"model": str(make_toy(tmp_path / "toy", "llama"))}
     install(tmp_path, site, "1.0", 1.0)
     rig.start()
-    said = asyncio.run(refuse(rig.data, **spec, loss={"kind": "ppo"}))
-    assert "loss.kind='ppo'" in said and "gspo (toy-gspo 1.0)" in said
-    asyncio.run(train(rig.data, 1, **spec, loss={"kind": "gspo", "params": {"clip": 0.25}}))
+    said = asyncio.run(refuse(rig.data, **spec, loss={"kind": "none"}))
+    assert "loss.kind='none'" in said and "toy (toy-gspo 1.0)" in said
+    asyncio.run(train(rig.data, 1, **spec, loss={"kind": "toy", "params": {"clip": 0.25}}))
     first = manifest(rig, 1)
     assert first["metrics"]["clip"] == 0.25 and first["metrics"]["sequence_tokens"] == feed.ANSWER
     assert first["loss"] | {"digest": ""} == {
-        "kind": "gspo", "target": "toy_gspo:gspo", "distribution": "toy-gspo", "version": "1.0", "digest": "",
+        "kind": "toy", "target": "toy_gspo:gspo", "distribution": "toy-gspo", "version": "1.0", "digest": "",
     }  # fmt: skip
 
     rig.stop()

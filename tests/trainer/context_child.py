@@ -1,7 +1,7 @@
-"""One of two ranks that share a row's tokens: what a loss over sequences gives there.
+"""One of two ranks that share a row's tokens: what each loss gives there, in fp64.
 
-Argument: JSON {rank, folder}. Prints one JSON line: the rank's part of each row's loss, how many trained tokens it has of the row, and the
-gradient of their logprobs.
+Argument: JSON {rank, folder}. Prints one JSON line: for each loss and row the rank's part of the row's loss, and the gradient of the
+logprobs of the tokens that it has of the row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.step.losses import LOSSES
 from artd_workers.trainer.step.objective import Objective, shares
 
-from .test_loss_api import gspo
 from .test_losses import make_batch
 
 CUT = 13
@@ -31,16 +31,18 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks.meet(2, given["rank"], Path(given["folder"]), cuda=False)
     context.make_groups(Parallel(cp=2))
-    LOSSES["gspo"] = gspo
-    batch, objective = make_batch(), Objective(LossSpec(kind="gspo"))
-    share, found = shares(batch, "token"), []
+    print(json.dumps({kind: parts(kind, given["rank"]) for kind in LOSSES}))
+
+
+def parts(kind: str, rank: int) -> list[dict[str, Any]]:
+    batch, objective, found = make_batch(), Objective(LossSpec(kind=kind)), []
     for row in batch.rows:
-        mine, _ = trained_in(row, given["rank"], CUT)
-        values = (mine.old_logprobs + 0.1).requires_grad_()
-        part, _ = objective.row_loss(mine, values, share, batch.sequences)
+        mine, _ = trained_in(row, rank, CUT)
+        values = (mine.old_logprobs + 0.1).double().requires_grad_()
+        part, _ = objective.row_loss(mine, values, shares(batch, "token"), batch.sequences)
         part.backward()
         found.append({"part": part.item(), "gradient": values.grad.tolist()})
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def oracle(batch: Batch, logprobs: list[Tensor], spec: LossSpec) -> Tensor:
     for row, values in zip(batch.rows, logprobs, strict=True):
         for i, logp in enumerate(values):
             rho = math.exp(float(logp.detach()) - float(row.old_logprobs[i]))
-            clipped = min(max(rho, 0.0), spec.clip_high)
+            clipped = min(max(rho, 0.0), float(spec.clip_high or 0))
             term = -clipped * float(row.advantages[i]) * float(row.weights[i]) * logp
             sums[int(row.trajectories[i])].append(term)
     if spec.normalise == "token":

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from artd_schema.losses import OWN
+from artd_schema.spec import LossSpec
 from artd_workers.models import gguf
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.model.model import Policy, build
@@ -16,6 +18,7 @@ from artd_workers.transfer.merge import BaseWeights
 
 from . import rig
 from .rig import Piece
+from .test_loss_steps import compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(900)]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -95,3 +98,8 @@ def test_tree_with_lora_against_separate(smol: Path) -> None:
     packed = policy.score(row.tokens, row.positions, row.hidden_from, row.at, row.targets, row.temperatures).logprobs
     separate = torch.cat([policy.score_sequence(torch.cat([prompt, leaf]))[size - 1 :] for leaf in leaves])
     assert (packed - separate).abs().max() <= 2e-4
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_step_of_each_loss(smol: Path, kind: str) -> None:
+    compare(smol, LossSpec(kind=kind, divisor=30), 5e-5, 1e-4)

@@ -64,11 +64,11 @@ def install(
 
 
 def test_it_is_found_copied_and_not_imported(site: Path, tmp_path: Path) -> None:
-    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    install(site, "toy_gspo", {"toy": "toy_gspo:gspo"})
     (site / "toy_gspo" / "parts").mkdir()
     (site / "toy_gspo" / "parts" / "__init__.py").write_text(NEVER)
     found = install_packages(tmp_path)
-    code = found.losses.codes["gspo"]
+    code = found.losses.codes["toy"]
     assert (code.target, code.distribution, code.version) == ("toy_gspo:gspo", "toy_gspo", "1.0")
     assert not found.losses.refused
     files = read_tree(tmp_path / "code" / code.digest)
@@ -78,19 +78,19 @@ def test_it_is_found_copied_and_not_imported(site: Path, tmp_path: Path) -> None
 
 
 def test_another_version_is_another_copy_and_both_stay(site: Path, tmp_path: Path) -> None:
-    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
-    first = install_packages(tmp_path).losses.codes["gspo"]
+    install(site, "toy_gspo", {"toy": "toy_gspo:gspo"})
+    first = install_packages(tmp_path).losses.codes["toy"]
     (site / "toy_gspo" / "__init__.py").write_text(NEVER + "# mended\n")
-    second = install_packages(tmp_path).losses.codes["gspo"]
+    second = install_packages(tmp_path).losses.codes["toy"]
     assert first.digest != second.digest and installed_files(first) is None
     for code in (first, second):
         assert digest_files(read_tree(tmp_path / "code" / code.digest)) == code.digest
 
 
 def test_a_module_of_one_file(site: Path, tmp_path: Path) -> None:
-    install(site, "some", {"gspo": "one_file:gspo"})
+    install(site, "some", {"toy": "one_file:gspo"})
     (site / "one_file.py").write_text(NEVER)
-    code = install_packages(tmp_path).losses.codes["gspo"]
+    code = install_packages(tmp_path).losses.codes["toy"]
     assert read_tree(tmp_path / "code" / code.digest) == {"one_file.py": NEVER.encode()}
 
 
@@ -98,12 +98,12 @@ def test_a_module_of_one_file(site: Path, tmp_path: Path) -> None:
     ("points", "says"),
     [
         ({"cispo": "toy:x"}, "a name that artd itself has"),
-        ({"gspo": "toy"}, "package.module:function"),
+        ({"toy": "toy"}, "package.module:function"),
         ({"Big": "toy:x"}, "lower-case"),
-        ({"gspo": "artd_workers.trainer:x"}, "neither a module nor a package"),
-        ({"gspo": "not_there:x"}, "neither a module nor a package"),
-        ({"gspo": "spaced.inner:x"}, "neither a module nor a package"),
-        ({"gspo": "zlib:x"}, "neither a module nor a package"),
+        ({"toy": "artd_workers.trainer:x"}, "neither a module nor a package"),
+        ({"toy": "not_there:x"}, "neither a module nor a package"),
+        ({"toy": "spaced.inner:x"}, "neither a module nor a package"),
+        ({"toy": "zlib:x"}, "neither a module nor a package"),
     ],
 )
 def test_what_cannot_be_used_is_refused_and_stops_nothing(
@@ -119,16 +119,16 @@ def test_what_cannot_be_used_is_refused_and_stops_nothing(
 def test_a_package_that_cannot_be_read_stops_no_start(site: Path, tmp_path: Path) -> None:
     """Whatever another package brings: here a file whose name is no UTF-8."""
     install(site, "toy", {"fine": "toy:fine"})
-    install(site, "other", {"gspo": "other:gspo"})
+    install(site, "other", {"toy": "other:gspo"})
     Path(os.fsdecode(os.fsencode(site / "other") + b"/\xff.py")).write_text("")
     found = install_packages(tmp_path).losses
-    assert found.codes.keys() == {"fine"} and found.refused.keys() == {"gspo"}
+    assert found.codes.keys() == {"fine"} and found.refused.keys() == {"toy"}
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        ("entry_points.txt", b"[artd.losses]\ngspo\n"),
+        ("entry_points.txt", b"[artd.losses]\ntoy\n"),
         ("entry_points.txt", b"[artd.losses]\n\xff\xfe = x:y\n"),
         ("METADATA", b""),
     ],
@@ -166,12 +166,12 @@ def test_a_model_family_is_found_by_its_architecture(site: Path, tmp_path: Path)
 
 
 def test_copies_that_no_checkpoint_names_are_deleted_after_a_day(site: Path, tmp_path: Path) -> None:
-    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    install(site, "toy_gspo", {"toy": "toy_gspo:gspo"})
     data = DataDir.make(tmp_path / "data")
     digests = []
     for text in ("named", "unnamed", "recent", "present"):
         (site / "toy_gspo" / "__init__.py").write_text(f"# {text}\n")
-        digests.append(install_packages(data.root).losses.codes["gspo"])
+        digests.append(install_packages(data.root).losses.codes["toy"])
     named, unnamed, recent, present = digests
     theirs = data.code / "my-notes", data.code / ("a" * 12)
     theirs[0].mkdir()
@@ -189,15 +189,15 @@ def test_copies_that_no_checkpoint_names_are_deleted_after_a_day(site: Path, tmp
 
 
 def test_two_packages_of_one_name_are_refused(site: Path, tmp_path: Path) -> None:
-    install(site, "first", {"gspo": "first:x"})
-    install(site, "second", {"gspo": "second:x"})
-    assert "several packages offer it (first, second)" in install_packages(tmp_path).losses.refused["gspo"]
+    install(site, "first", {"toy": "first:x"})
+    install(site, "second", {"toy": "second:x"})
+    assert "several packages offer it (first, second)" in install_packages(tmp_path).losses.refused["toy"]
 
 
 def test_a_replay_takes_the_copy_of_the_digest_or_nothing(site: Path, tmp_path: Path) -> None:
-    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    install(site, "toy_gspo", {"toy": "toy_gspo:gspo"})
     data = tmp_path / "data"
-    code = install_packages(data).losses.codes["gspo"]
+    code = install_packages(data).losses.codes["toy"]
     (site / "toy_gspo" / "__init__.py").write_text("# a later version\n")
     copied = Path(copy_code(data, code, tmp_path / "scratch"))
     assert read_tree(copied) == {"toy_gspo/__init__.py": NEVER.encode()} and data not in copied.parents
@@ -215,7 +215,7 @@ def test_a_replay_takes_the_copy_of_the_digest_or_nothing(site: Path, tmp_path: 
 
 @pytest.mark.asyncio
 async def test_a_run_with_an_unknown_loss_is_refused_with_what_is_known(site: Path, tmp_path: Path) -> None:
-    install(site, "toy_gspo", {"gspo": "toy_gspo:gspo"})
+    install(site, "toy_gspo", {"toy": "toy_gspo:gspo"})
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 50}))
@@ -226,27 +226,28 @@ async def test_a_run_with_an_unknown_loss_is_refused_with_what_is_known(site: Pa
 
     async with open_store(tmp_path) as store:
         for packages, loss, where, says in (
-            (NO_PACKAGES, LossSpec(kind="gspo"), "spec.loss.kind", "no package.* Known: .*cispo.* Use one"),
+            (NO_PACKAGES, LossSpec(kind="toy"), "spec.loss.kind", "no package.* Known: .*cispo.* Use one"),
             (
                 install_packages(tmp_path),
-                LossSpec(kind="ppo"),
+                LossSpec(kind="none"),
                 "spec.loss.kind",
-                r"cispo.*, gspo \(toy_gspo 1.0\).*'ppo'",
+                r"cispo.*, toy \(toy_gspo 1.0\).*'none'",
             ),
             (
-                Packages(Offers(LOSS, refused={"ppo": "it is broken"})),
-                LossSpec(kind="ppo"),
+                Packages(Offers(LOSS, refused={"none": "it is broken"})),
+                LossSpec(kind="none"),
                 "spec.loss.kind",
                 "it is broken",
             ),
             (NO_PACKAGES, LossSpec(params={"clip": 1.0}), "spec.loss.params", "'cispo' has no parameter 'clip'"),
+            (NO_PACKAGES, LossSpec(clip_low=0.1), "spec.loss.clip_low", "'cispo' has no such bound"),
         ):
             with pytest.raises(Invalid, match=says) as error:
                 await create(Runs(store, lambda _: None, EVERY_STEP, packages=packages), loss)
             assert error.value.field == where
         assert await count(store, "run") == 0
         known = Runs(store, lambda _: None, EVERY_STEP, packages=install_packages(tmp_path))
-        await create(known, LossSpec(kind="gspo", params={"clip": 0.5}))
+        await create(known, LossSpec(kind="toy", params={"clip": 0.5}))
         assert await count(store, "run") == 1
     assert "toy_gspo" not in sys.modules
 

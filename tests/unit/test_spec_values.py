@@ -32,7 +32,7 @@ BAD = [
     ("groups_per_step", 2**63), ("keep_checkpoints", 2**63), ("seed", 2**63), ("seed", -1), ("threads", 2**63),
     ("row_length", 2**40), ("optimizer.lr", math.inf), ("optimizer.lr", 1e300), ("optimizer.beta1", 1.0),
     ("optimizer.beta2", 1.5), ("optimizer.eps", 0.0), ("optimizer.weight_decay", math.nan), ("loss.clip_high", 0.0),
-    ("loss.clip_high", math.inf), ("lora.rank", 2**63), ("engine.max_model_len", 2**40), ("trainer.tensor_parallel", 2**40),
+    ("loss.clip_high", math.inf), ("loss.clip_low", 0.0), ("loss.divisor", 2**40), ("lora.rank", 2**63), ("engine.max_model_len", 2**40), ("trainer.tensor_parallel", 2**40),
     ("model", ""),
 ]  # fmt: skip
 
@@ -61,7 +61,7 @@ def numbers(kind: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def test_every_number_of_a_spec_and_of_what_an_operator_asks_is_bounded_at_both_ends():
     found = numbers(inspect.type_info(RunSpec))
-    assert len(found) == 24
+    assert len(found) == 26
     loose = [
         path for path, kind in found if (kind.ge is None and kind.gt is None) or (kind.le is None and kind.lt is None)
     ]

@@ -1,8 +1,8 @@
 """What a loss is given and what it returns: all that the author of a loss has to know.
 
 A loss is one function `(inputs: LossInputs, *, parameter: float = default, ...) -> LossOutput` of `losses.LOSSES`, or of a package with
-an entry point in the group `artd.losses`. Keyword parameters without a default are fields of the run's `loss` spec; the others come
-from `loss.params`.
+an entry point in the group `artd.losses`. The keyword parameters `clip_low` and `clip_high`, if they have no default, are these fields of the
+run's `loss` spec; the others come from `loss.params`.
 Invariants: a loss sees the trained tokens of one row, or of this rank's part of a row; all tokens of a sequence are in one row. No
 token at all is a case that a loss has to bear. The same inputs give the same bits.
 """

@@ -1,6 +1,6 @@
-"""Policy losses, one function each: `LOSSES`.
+"""Policy losses, one function each: `LOSSES`. docs/losses.md has the same formulas with the reasons for the defaults.
 
-Signs: a loss is minimised. Behaviour logprobs are the engine's, at the sampling temperature.
+Signs: a loss is minimised. r[t] is the importance ratio of token t: the trainer's probability of it by `old_logprobs`'. A[t] is its advantage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ _MAX_LOG_RATIO = 20.0
 
 def ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     """Return the importance ratio pi_new / pi_old per token [n], without gradient."""
-    return (logprobs.detach() - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return exp_bounded(logprobs.detach() - old)
+
+
+def exp_bounded(log_ratios: Tensor) -> Tensor:
+    """Return exp of the log ratios [n], which count from -20 to 20; beyond there is no gradient."""
+    return log_ratios.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def cispo(inputs: LossInputs, *, clip_high: float) -> LossOutput:
@@ -27,5 +32,78 @@ def cispo(inputs: LossInputs, *, clip_high: float) -> LossOutput:
     return LossOutput(-weight * inputs.advantages * inputs.logprobs, {"clipped_fraction": Mean.of(clipped)})
 
 
-LOSSES: dict[str, Callable[..., LossOutput]] = {"cispo": cispo}
+def reinforce(inputs: LossInputs) -> LossOutput:
+    """Compute REINFORCE per token (Williams 1992, doi:10.1007/BF00992696): -advantage * logprob. It corrects nothing off-policy."""
+    return LossOutput(-inputs.advantages * inputs.logprobs)
+
+
+def importance_sampling(inputs: LossInputs) -> LossOutput:
+    """Compute -r * advantage per token, whose gradient is -r * advantage * grad logprob (Degris et al., arXiv:1205.4839, eq. 5): unbiased
+    for one token, and without any bound."""
+    return LossOutput(-_ratios(inputs) * inputs.advantages)
+
+
+def ppo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float = 3.0) -> LossOutput:
+    """Compute PPO's clipped surrogate per token (arXiv:1707.06347, eq. 7) with two bounds (DAPO, arXiv:2503.14476, eq. 10), and for negative
+    advantages a third (dual clip, arXiv:1912.09729, eq. 5): -max(min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), dual_clip A)."""
+    ratios = _ratios(inputs)
+    surrogate = _surrogate(ratios, inputs.advantages, clip_low, clip_high)
+    floor = dual_clip * inputs.advantages
+    bounded = (inputs.advantages < 0) & (surrogate < floor)
+    metrics = _clip_metrics(ratios, inputs.advantages, clip_low, clip_high)
+    return LossOutput(-surrogate.where(~bounded, floor), metrics | {"dual_clipped_fraction": Mean.of(bounded)})
+
+
+def grpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """Compute GRPO's surrogate per token (arXiv:2402.03300, eq. 3): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Its mean of each
+    trajectory first is `normalise`, its penalty is `kl`."""
+    ratios = _ratios(inputs)
+    surrogate = _surrogate(ratios, inputs.advantages, clip_low, clip_high)
+    return LossOutput(-surrogate, _clip_metrics(ratios, inputs.advantages, clip_low, clip_high))
+
+
+def dr_grpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """Compute Dr. GRPO per token (arXiv:2503.20783, section 3.2): GRPO's surrogate. What differs is that advantages are not divided by a
+    standard deviation, nor sums by the length of an answer; `Own` has both."""
+    return grpo(inputs, clip_low=clip_low, clip_high=clip_high)
+
+
+def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """Compute GSPO (arXiv:2507.18071, eq. 5 and 7): GRPO's surrogate with one ratio for all tokens of a sequence, the geometric mean of
+    theirs."""
+    count = inputs.sequence_sum(inputs.logprobs.new_ones(len(inputs.logprobs)))
+    ratios = exp_bounded(inputs.sequence_sum(inputs.logprobs - inputs.old_logprobs) / count)
+    surrogate = _surrogate(ratios, inputs.advantages, clip_low, clip_high)
+    return LossOutput(-surrogate, _clip_metrics(ratios, inputs.advantages, clip_low, clip_high))
+
+
+def _ratios(inputs: LossInputs) -> Tensor:
+    """Return r [n], with gradient."""
+    return exp_bounded(inputs.logprobs - inputs.old_logprobs)
+
+
+def _surrogate(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return the smaller of r A and clip(r, 1 - low, 1 + high) A [n]."""
+    return (ratios * advantages).minimum(ratios.clamp(1 - low, 1 + high) * advantages)
+
+
+def _clip_metrics(ratios: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Mean]:
+    """Measure the shares of tokens that a bound leaves without a gradient."""
+    below, above = (ratios < 1 - low) & (advantages < 0), (ratios > 1 + high) & (advantages > 0)
+    return {
+        "clipped_fraction": Mean.of(below | above),
+        "clipped_low_fraction": Mean.of(below),
+        "clipped_high_fraction": Mean.of(above),
+    }
+
+
+LOSSES: dict[str, Callable[..., LossOutput]] = {
+    "cispo": cispo,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "gspo": gspo,
+    "importance_sampling": importance_sampling,
+    "reinforce": reinforce,
+}
 """Loss by `loss.kind`. The daemon knows these names from `artd_schema.losses`; `objective.adopt` adds a package's."""

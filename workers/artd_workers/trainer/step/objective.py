@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from artd_schema.packages import PackageCode
@@ -18,6 +19,9 @@ from artd_workers.trainer.parallel.layout import Parallel
 
 from .loss_api import LossInputs, LossOutput, Mean, nothing
 from .losses import LOSSES
+
+FIELDS = ("clip_low", "clip_high")
+"""Fields of a run's `loss` that a loss takes as parameters of these names."""
 
 
 class LossError(ValueError):
@@ -63,7 +67,7 @@ class Objective:
                 f"loss {self.kind!r} gives the metrics {list(found.metrics)}, and {list(self.names)} where there is no token: a "
                 "loss gives the same names always"
             )
-        return (found.tokens * row.weights * share[row.trajectories].float()).sum(), found.metrics
+        return (found.tokens * row.weights * share[row.trajectories].to(logprobs.dtype)).sum(), found.metrics
 
     def _call(self, inputs: LossInputs) -> LossOutput:
         try:
@@ -91,23 +95,26 @@ def _parameters(spec: LossSpec, function: Callable[..., LossOutput]) -> dict[str
         raise LossError(
             f"loss.params: {spec.kind!r} has no parameter {extra[0]!r}; it has: {', '.join(wanted) or 'none'}"
         )
-    if wanted.get("clip_high") and "clip_high" not in given:
-        given["clip_high"] = spec.clip_high
+    for name in FIELDS:
+        if wanted.get(name) and name not in given and (value := getattr(spec, name)) is not UNSET:
+            given[name] = value
     if missing := [name for name, required in wanted.items() if required and name not in given]:
         raise LossError(f"loss.params: {spec.kind!r} needs {', '.join(missing)}")
     return given
 
 
-def shares(batch: Batch, normalise: str) -> Tensor:
-    """Return what one token of each trajectory counts in the loss [trajectories].
+def shares(batch: Batch, normalise: str, divisor: float = 1.0) -> Tensor:
+    """Return what one token of each trajectory counts in the loss, fp64 [trajectories].
 
-    token: 1 / trained tokens of the batch. sequence: 1 / (trajectories with trained tokens x trained tokens of this one).
-    The divisor belongs to the whole batch, so a loss does not depend on how the batch was packed.
+    token: 1 / trained tokens of the batch. sequence: 1 / (trajectories with trained tokens x trained tokens of this one). constant:
+    1 / (trajectories with trained tokens x divisor). These belong to the whole batch, so a loss does not depend on how the batch
+    was packed.
     """
     counts = batch.counts.double()
     if normalise == "token":
         return torch.full_like(counts, 1.0 / batch.trained)
-    return torch.where(counts > 0, 1.0 / (counts.clamp(min=1) * int((counts > 0).sum())), 0.0)
+    lengths = counts.clamp(min=1) if normalise == "sequence" else torch.full_like(counts, divisor)
+    return torch.where(counts > 0, 1.0 / (lengths * int((counts > 0).sum())), 0.0)
 
 
 class Tally:

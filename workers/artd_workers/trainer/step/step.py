@@ -176,7 +176,7 @@ class _Found:
     def of(cls, policy: Policy, batch: Batch, loss: LossSpec) -> _Found:
         objective = Objective(loss)
         return cls(
-            objective, shares(batch, loss.normalise).to(policy.device), batch.sequences,
+            objective, shares(batch, loss.normalise, loss.divisor or 1.0).to(policy.device), batch.sequences,
             Measures(batch.rows, policy.device), Tally(objective.names, policy.device),
             torch.zeros(len(batch.rows), dtype=torch.float64, device=policy.device),
         )  # fmt: skip

@@ -1,0 +1,57 @@
+"""What of a run's `loss` excludes what, and each number's bounds: a run is refused by the first rule that it breaks.
+
+Pure. The daemon asks before it makes a run; the trainer relies on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from msgspec import UNSET
+
+from .losses import OWN
+from .spec import RunSpec
+
+Finding = tuple[str, str]
+"""(field of the spec, what is wrong and what to do instead)."""
+
+
+def loss_finding(spec: RunSpec) -> Finding | None:
+    """Return the first rule that a run's loss breaks; None where it can be trained with, or is no loss of artd."""
+    return next((found for rule in RULES for found in rule(spec)), None)
+
+
+def _clips(spec: RunSpec) -> Iterator[Finding]:
+    loss, own = spec.loss, OWN.get(spec.loss.kind)
+    for name in ("clip_low", "clip_high"):
+        if own is not None and getattr(own, name) is None and getattr(loss, name) is not UNSET:
+            has = [kind for kind, other in OWN.items() if getattr(other, name) is not None]
+            yield f"loss.{name}", f"loss.{name}: {loss.kind!r} has no such bound: leave it out, or use {', '.join(has)}"
+    if own is not None and own.clip_low is not None and loss.clip_low is not UNSET and loss.clip_low >= 1:
+        yield (
+            "loss.clip_low",
+            f"loss.clip_low={loss.clip_low:g}: no ratio is below 1 - clip_low then; use a number below 1, such as 0.2",
+        )
+
+
+def _params(spec: RunSpec) -> Iterator[Finding]:
+    loss = spec.loss
+    bounds = OWN[loss.kind].params if loss.kind in OWN else {}
+    for name, value in (loss.params or {}).items():
+        low, high = bounds.get(name, (value, value))
+        if not low <= value <= high:
+            yield (
+                f"loss.params.{name}",
+                f"loss.params: {name}={value:g} of {loss.kind!r} must be from {low:g} to {high:g}",
+            )
+
+
+def _divisor(spec: RunSpec) -> Iterator[Finding]:
+    if spec.loss.divisor is not UNSET and spec.loss.normalise != "constant":
+        yield (
+            "loss.divisor",
+            f"loss.divisor counts with loss.normalise='constant' alone, and it is {spec.loss.normalise!r}: leave one of them out",
+        )
+
+
+RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (_clips, _params, _divisor)

@@ -1,0 +1,102 @@
+"""What a loss has to be, in float64 numpy, token by token from the papers' formulas, with gradients by hand.
+
+Nothing of artd is used here. A batch is a list of sequences, whatever rows they lie in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import exp
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+Slopes = Callable[[F64], F64]
+"""Weights of a sequence's token losses -> gradient of their weighted sum in the sequence's logprobs."""
+
+
+@dataclass(frozen=True)
+class Seq:
+    """One sequence [n]. new, old: logprobs of trainer and engine; weights: of the samples."""
+
+    trajectory: int
+    new: F64
+    old: F64
+    advantages: F64
+    weights: F64
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a batch is trained. numbers: the loss's own."""
+
+    kind: str
+    normalise: str = "token"
+    divisor: float = 1.0
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def batch_loss(sequences: list[Seq], setting: Setting) -> tuple[float, list[F64]]:
+    """The batch's loss, and its gradient in each sequence's logprobs."""
+    lengths: dict[int, int] = {}
+    for one in sequences:
+        lengths[one.trajectory] = lengths.get(one.trajectory, 0) + len(one.new)
+    total, gradients = 0.0, []
+    for one in sequences:
+        match setting.normalise:
+            case "token":
+                share = 1 / sum(lengths.values())
+            case "sequence":
+                share = 1 / len(lengths) / lengths[one.trajectory]
+            case _:
+                share = 1 / len(lengths) / setting.divisor
+        values, slopes = token_losses(one, setting)
+        total += float(np.sum(values * one.weights * share))
+        gradients.append(slopes(one.weights * share))
+    return total, gradients
+
+
+def token_losses(one: Seq, setting: Setting) -> tuple[F64, Slopes]:
+    """Each token's loss, and how a weighted sum of them changes with the logprobs."""
+    if setting.kind == "gspo":
+        return _gspo(one, setting.numbers)
+    pairs = [
+        _token(setting.kind, new, exp(new - old), advantage, setting.numbers)
+        for new, old, advantage in zip(one.new, one.old, one.advantages, strict=True)
+    ]
+    values, slopes = np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs])
+    return values, lambda weights: weights * slopes
+
+
+def _token(kind: str, logprob: float, r: float, a: float, p: dict[str, float]) -> tuple[float, float]:
+    """(loss, d loss / d logprob) of one token. d r / d logprob = r."""
+    if kind == "reinforce":
+        return -a * logprob, -a
+    if kind == "importance_sampling":
+        return -r * a, -r * a
+    if kind == "cispo":
+        held = r if r < p["clip_high"] else p["clip_high"]
+        return -held * a * logprob, -held * a
+    low, high = 1 - p["clip_low"], 1 + p["clip_high"]
+    if a > 0:
+        return (-r * a, -r * a) if r <= high else (-high * a, 0.0)
+    if r < low:
+        return -low * a, 0.0
+    if kind == "ppo" and r > p["dual_clip"]:
+        return -p["dual_clip"] * a, 0.0
+    return -r * a, -r * a
+
+
+def _gspo(one: Seq, p: dict[str, float]) -> tuple[F64, Slopes]:
+    """One ratio s for the sequence; d s / d logprob = s / n for each of its tokens."""
+    n = len(one.new)
+    s = exp(sum(new - old for new, old in zip(one.new, one.old, strict=True)) / n)
+    low, high = 1 - p["clip_low"], 1 + p["clip_high"]
+    values, slopes = np.zeros(n), np.zeros(n)
+    for t, a in enumerate(one.advantages):
+        held = min(max(s, low), high)
+        values[t] = -min(s * a, held * a)
+        slopes[t] = 0.0 if (a > 0 and s > high) or (a < 0 and s < low) else -a * s / n
+    return values, lambda weights: np.full(n, float(np.sum(weights * slopes)))

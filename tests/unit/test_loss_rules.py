@@ -1,0 +1,53 @@
+"""Losses that cannot be trained as asked are refused by name, with what to do instead; defaults that hang on the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from artd_schema.loss_rules import loss_finding
+from artd_schema.losses import OWN
+from artd_schema.spec import LossSpec, RunSpec, first_difference
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"loss": {"kind": "reinforce", "clip_high": 0.2}},
+        "loss.clip_high",
+        "has no such bound: leave it out, or use cispo",
+    ),
+    ({"loss": {"clip_low": 0.2}}, "loss.clip_low", "'cispo' has no such bound"),
+    ({"loss": {"kind": "ppo", "clip_low": 1.0}}, "loss.clip_low", "a number below 1"),
+    ({"loss": {"kind": "ppo", "params": {"dual_clip": 0.5}}}, "loss.params.dual_clip", "must be from 1 to"),
+    ({"loss": {"divisor": 100}}, "loss.divisor", "normalise='constant' alone, and it is 'token'"),
+]
+
+
+def run(fields: dict[str, Any]) -> RunSpec:
+    return msgspec.convert({"model": "m"} | fields, RunSpec)
+
+
+@pytest.mark.parametrize(("fields", "where", "says"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_excludes_each_other_is_refused(fields: dict[str, Any], where: str, says: str) -> None:
+    found = loss_finding(run(fields))
+    assert found is not None and found[0] == where and says in found[1], found
+
+
+@pytest.mark.parametrize("kind", [*OWN, "of-a-package"])
+def test_each_loss_is_accepted_with_its_defaults_which_are_stored(kind: str) -> None:
+    spec = run({"loss": {"kind": kind}})
+    assert loss_finding(spec) is None
+    stored = msgspec.json.decode(msgspec.json.encode(spec))
+    assert stored["loss"]["normalise"] == ("token" if kind not in OWN else OWN[kind].normalise)
+    assert stored["scale_rewards"] is (kind != "dr_grpo")
+    again = msgspec.convert(stored, RunSpec)
+    assert again == spec and first_difference(spec, again) is None
+
+
+def test_what_is_given_counts_before_a_default() -> None:
+    spec = run({"loss": {"kind": "dr_grpo", "divisor": 77, "clip_high": 0.3}, "scale_rewards": True})
+    assert (spec.loss.divisor, spec.loss.clip_high, spec.loss.clip_low, spec.scale_rewards) == (77, 0.3, 0.2, True)
+    assert run({"loss": {"kind": "dr_grpo"}, "engine": {"max_model_len": 300}}).loss.divisor == 300
+    assert run({"loss": {"kind": "gspo", "normalise": "token"}}).loss.normalise == "token"
+    assert run({"loss": {"normalise": "constant"}}).loss == LossSpec(normalise="constant", divisor=1024)
