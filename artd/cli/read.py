@@ -87,13 +87,14 @@ class Database:
 
     def rows(self, sql: str, /, **parameters: object) -> list[Row]:
         """Run a query. Raises CliError(FAILED) when the file is damaged, or was made by another version."""
-        with self._explain_errors():
-            return [_decode(row) for row in self._connection.execute(sql, parameters)]
+        with self.explain_errors() as connection:
+            return [decode(row) for row in connection.execute(sql, parameters)]
 
     @contextmanager
-    def _explain_errors(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[sqlite3.Connection]:
+        """Give the connection to a `with` block. Raises CliError(FAILED) as `rows` does."""
         try:
-            yield
+            yield self._connection
         except sqlite3.DatabaseError as error:
             raise CliError(
                 FAILED, f"{self._path} cannot be read by this artctl: {error}", next_for_database(error)
@@ -101,8 +102,8 @@ class Database:
 
     def page(self, what: str, **asked: Any) -> list[Row]:
         """Return one page of a table; `asked` has the fields of pages.Page. Raises CliError(FAILED) as `rows` does."""
-        with self._explain_errors():
-            return [_decode(row) for row in pages.read(self._connection, pages.Page(what, **asked))]
+        with self.explain_errors() as connection:
+            return [decode(row) for row in pages.read(connection, pages.Page(what, **asked))]
 
     def run_names(self) -> list[str]:
         return [row["name"] for row in self.rows(f"SELECT name FROM run WHERE {selects.NOT_DELETED} ORDER BY id")]
@@ -114,11 +115,21 @@ class Database:
             raise CliError(NOT_FOUND, f"there is no run {name!r}{near(name, known)}{listed}", "artctl runs")
         return name
 
+    def find_run(self, name: str) -> str:
+        """Return the named run, else the one that is not finished, else the newest. Raises CliError(NOT_FOUND)."""
+        if name:
+            return self.require_run(name)
+        newest = self.rows(RUNS, limit=1)
+        if not newest:
+            raise CliError(NOT_FOUND, "there is no run yet", "artctl status")
+        return str(newest[0]["name"])
+
     def close(self) -> None:
         self._connection.close()
 
 
-def _decode(row: sqlite3.Row) -> Row:
+def decode(row: sqlite3.Row) -> Row:
+    """Return a row with its JSON columns decoded."""
     keys: Sequence[str] = row.keys()
     return {key: _value(key, row[key]) for key in keys}
 

@@ -51,12 +51,12 @@ def document(verb: str, data: Path, **content: Any) -> None:
 def print_document(schema: str, data: Path, content: Mapping[str, Any]) -> None:
     """Print one JSON document: the keys that every document starts with, then `content`."""
     head = stamp_times({"schema": schema, "at": now_ms()}) | {"data_dir": str(data)}
-    print(json.dumps(head | dict(content), indent=1, ensure_ascii=False))
+    print(to_json(head | dict(content), 1))
 
 
 def line(row: Mapping[str, Any]) -> None:
     """Print one object of a stream of JSON lines, and flush it."""
-    print(json.dumps(row, ensure_ascii=False), flush=True)
+    print(to_json(row), flush=True)
 
 
 def coloured() -> bool:
@@ -105,14 +105,29 @@ def size(count: float) -> str:
 
 CONTROLS = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-    for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
-}
-"""Code point -> visible text, for characters that move the cursor, start an escape sequence or change the direction of text."""
+    for code in (
+        *range(32), *range(127, 160), 0x061C, 0x200B, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), 0x2060,
+        *range(0x2066, 0x206A), 0xFEFF, *range(0xD800, 0xE000),
+    )
+}  # fmt: skip
+"""Code point -> visible text, for characters that move the cursor, start an escape sequence, change the direction of text, or are no characters."""
+_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code >= 127}
+"""The same for what `json.dumps` leaves as it is."""
 
 
 def plain(text: str) -> str:
     """Return text of users and models for a terminal, on one line. Control characters are made visible."""
     return text.translate(CONTROLS)
+
+
+def paragraph(text: str) -> list[str]:
+    """Return the lines of a text of users or models for a terminal: newlines and tabs count, other control characters are shown."""
+    return [plain(line.expandtabs(4)) for line in text.split("\n")]
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Return JSON for a terminal or a program; control characters of any kind are escaped."""
+    return json.dumps(value, indent=indent, ensure_ascii=False).translate(_IN_JSON)
 
 
 def one_line(text: str, width: int = 100) -> str:

@@ -49,7 +49,7 @@ Arm = tuple[str, tuple[Any, ...]]
 
 class Page(NamedTuple):
     """A request for rows. `run` and `group` are names, "" means all; `states` () means all. `before` and `after` are
-    exclusive ids; with `after` the oldest rows come first."""
+    exclusive ids; with `after` the oldest rows come first. `split`: of trajectories without a group, "" means both."""
 
     what: str
     run: str = ""
@@ -58,6 +58,7 @@ class Page(NamedTuple):
     before: int | None = None
     after: int | None = None
     limit: int = 100
+    split: str = ""
 
     @property
     def order(self) -> str:
@@ -83,9 +84,14 @@ def read(c: sqlite3.Connection, page: Page) -> list[sqlite3.Row]:
     if page.what in ("runs", "workers"):
         return _read_small(c, page, select)
     with snapshot(c):
-        ids = _merge_ids(c, page, _split_filters(c, page))
+        ids = read_ids(c, page)
         sql = f"{select} WHERE id IN (SELECT value FROM json_each(?)) ORDER BY {page.order}"
         return c.execute(sql, (json.dumps(ids),)).fetchall()
+
+
+def read_ids(c: sqlite3.Connection, page: Page) -> list[int]:
+    """Return the ids of the rows of one page, in its order."""
+    return _merge_ids(c, page, _split_filters(c, page))
 
 
 def _read_small(c: sqlite3.Connection, page: Page, select: str) -> list[sqlite3.Row]:
@@ -124,7 +130,12 @@ def _split_filters(c: sqlite3.Connection, page: Page) -> list[Arm]:
         found = [row[0] for run in runs for row in c.execute(groups, (run, page.group))]
         filtered, states = _in_states(page.states) if page.states else ("1", ())
         return [(f"group_id = ? AND +{filtered}", (group, *states)) for group in found]
-    return [("run_id = ? AND state = ?", (run, state)) for run in runs for state in page.states or states_of(page.what)]
+    if page.split == "eval":
+        filtered, chosen = _in_states(page.states) if page.states else ("1", ())
+        return [(f"run_id = ? AND split = 'eval' AND +{filtered}", (run, *chosen)) for run in runs]
+    split, value = (" AND split = ?", (page.split,)) if page.split else ("", ())
+    wanted = page.states or states_of(page.what)
+    return [(f"run_id = ? AND state = ?{split}", (run, state, *value)) for run in runs for state in wanted]
 
 
 def _merge_ids(c: sqlite3.Connection, page: Page, arms: list[Arm]) -> list[int]:

@@ -1,4 +1,4 @@
-"""`artctl status` in a new process, warm page cache: median and 95th percentile of wall time, with and without a daemon.
+"""`artctl status` and every listing in a new process, warm page cache: median and 95th percentile of wall time.
 
     python tests/bench/status.py [--json] [--trajectories 100000]
 
@@ -22,6 +22,8 @@ from tests.cli.rows import Made, busy
 ROUNDS = 20
 GOAL_MS = 150.0
 GROUP = 8
+LISTINGS = (("runs",), ("jobs",), ("trajectories",), ("checkpoints",), ("workers",), ("pushes",), ("events",), ("job", "3"), ("samples", "--best"),
+            ("samples", "--step", "2"), ("show", "1"))  # fmt: skip
 
 
 def fill(made: Made, trajectories: int) -> None:
@@ -34,15 +36,15 @@ def fill(made: Made, trajectories: int) -> None:
     made.connection.execute("COMMIT")
 
 
-def measure(data: Path, expected: int) -> list[float]:
-    """Milliseconds of each round."""
-    command = [sys.executable, "-m", "artd.cli.ctl", "status", "--data-dir", str(data)]
+def measure(data: Path, expected: int, *words: str) -> list[float]:
+    """Milliseconds of each round of a verb."""
+    command = [sys.executable, "-m", "artd.cli.ctl", *words, "--data-dir", str(data)]
     times = []
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()
         code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         times.append(1000 * (time.perf_counter() - started))
-        assert code == expected, f"artctl status ended with {code}"
+        assert code == expected, f"artctl {words[0]} ended with {code}"
     return times[1:]
 
 
@@ -56,11 +58,14 @@ def main() -> int:
         fill(busy(data), args.trajectories)
         for name, expected in (("daemon down", 3), ("daemon up", 0)):
             handle = lock.acquire(data, "bench", 1.0) if expected == 0 else None
-            times = measure(data, expected)
+            times = measure(data, expected, "status")
             report.add(f"status, {name}, median", statistics.median(times), "ms", GOAL_MS, "<=")
             report.add(f"status, {name}, p95", sorted(times)[int(0.95 * ROUNDS) - 1], "ms")
             if handle is not None:
                 handle.close()
+        for words in LISTINGS:
+            times = measure(data, 0, *words)
+            report.add(" ".join(words), statistics.median(times), "ms", GOAL_MS, "<=")
     return report.finish(args.json)
 
 

@@ -20,6 +20,8 @@ WHILE_DOWN = {
     "workers": ("workers",),
     "pushes": ("pushes",),
     "job": ("job", "4"),
+    "samples": ("samples",),
+    "show": ("show", "1", "--tokens"),
     "events": ("events",),
     "status-down": ("status",),
 }

@@ -23,7 +23,7 @@ from artd.runs.lifecycle import Runs
 from artd.runs.rollback import rollback
 from artd.serving.pusher import Pusher
 from artd.serving.routing_table import load_table
-from artd.store import pages
+from artd.store import pages, samples
 from artd.store.blobs import Blobs
 from artd.store.migrate import migrate
 from artd_schema import client_api as api
@@ -114,6 +114,14 @@ def test_no_listing_reads_or_sorts_a_whole_table(empty: sqlite3.Connection, what
         for sql in asked_of(empty, lambda c: pages.read(c, pages.Page(what, **asked, **bounds))):  # noqa: B023
             steps = [row[3] for row in empty.execute(f"EXPLAIN QUERY PLAN {sql}")]
             assert scans(empty, sql) == [] and "TEMP B-TREE" not in " ".join(steps), (asked, sql, steps)
+
+
+@pytest.mark.parametrize(("step", "split"), [(None, "train"), (None, "eval"), (3, "train")])
+def test_no_choice_of_samples_reads_a_whole_table(empty: sqlite3.Connection, step: int | None, split: str) -> None:
+    choice = samples.Choice(step, split, "best")
+    for sql in asked_of(empty, lambda c: samples.choose(c, "r", choice)):
+        steps = [row[3] for row in empty.execute(f"EXPLAIN QUERY PLAN {sql}")]
+        assert scans(empty, sql) == [] and "TEMP B-TREE" not in " ".join(steps), (sql, steps)
 
 
 def test_no_verb_that_reads_rows_reads_a_whole_table(tmp_path: Path) -> None:

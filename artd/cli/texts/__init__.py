@@ -1,0 +1,1 @@
+"""`artctl samples` and `artctl show`: what models and users wrote, as text."""
