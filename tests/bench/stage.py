@@ -65,7 +65,7 @@ def staged(folder: Path, files: Files) -> str:
     """As the trainer does it; the manifest's sha256."""
     with Staging(folder) as staging:
         for name, tensors in files.items():
-            (staging.sharded if name == OPTIMIZER_FILE else staging.tensors)(name, tensors)
+            (staging.add_shards if name == OPTIMIZER_FILE else staging.tensors)(name, tensors)
         staging.json(STATE, State(step=1))
         staging.weights("merged", ())
         return staging.finish(

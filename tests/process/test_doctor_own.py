@@ -140,7 +140,7 @@ def test_they_are_asked_at_once_and_none_outlives_the_deadline(tmp_path: Path) -
 def test_the_probe_asks_for_whatever_the_worker_imports(kind: str) -> None:
     files = [WORKERS / "daemon_link.py", *(path for name in FOLDERS[kind] for path in (WORKERS / name).rglob("*.py"))]
     imported = {name for path in files for name in _imports(ast.parse(path.read_text()).body)}
-    asked = {name.partition(".")[0] for name in (*probe.needed(kind, ENGINES["vllm"]), *probe.ON_GPU[kind])}
+    asked = {name.partition(".")[0] for name in (*probe.list_needed(kind, ENGINES["vllm"]), *probe.ON_GPU[kind])}
     lacking = imported - asked - {"artd_schema", "artd_workers"} - sys.stdlib_module_names
     assert not lacking and asked - {"transformer_engine"} <= imported
 

@@ -90,7 +90,7 @@ class Jobs:
         assert policy is not None
         asked = canary.row(policy.plan)
         _largest, room = canary.room(
-            policy, canary.rounded(policy, asked, canary.logprobs(policy, asked), torch.bfloat16)
+            policy, canary.measure_rounding(policy, asked, canary.logprobs(policy, asked), torch.bfloat16)
         )
         lost = {} if policy.lora is None else merge_loss.measure(policy, torch.bfloat16, asked)
         return lost | {"room": room}

@@ -36,7 +36,7 @@ def make_policy(folder: Path, seed: int = 0, random_b: bool = True) -> Policy:
     if random_b:
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
-            for name, parameter in lora.named():
+            for name, parameter in lora.list_parameters():
                 if ".lora_B." in name:
                     parameter.normal_(0, 0.05, generator=generator)
     return Policy(plan, build(plan, base), lora)

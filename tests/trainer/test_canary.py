@@ -105,7 +105,7 @@ def test_a_sharp_model_may_be_as_far_off_as_fp32_makes_it(tmp_path: Path) -> Non
 
 def test_the_base_is_scored_without_its_adapter(folder: Path) -> None:
     policy = rig.make_policy(folder)
-    base = canary.of_base(policy)
+    base = canary.score_base(policy)
     probe = canary.score(policy, "bfloat16", base=base)
     plain = canary.score(rig.make_policy(folder, random_b=False), "bfloat16")
     assert probe.base == plain.logprobs != probe.logprobs and 0 < probe.rounding < probe.max_abs
@@ -116,7 +116,7 @@ def test_the_base_is_scored_without_its_adapter(folder: Path) -> None:
 def test_a_near_tie_of_the_base_widens_the_bounds_of_a_step_without_one(toy_folders: dict[str, Path]) -> None:
     """The engine scores the base, too, and its rounding may choose the other expert there."""
     policy = rig.make_policy(toy_folders["moe"])
-    base = canary.of_base(policy)
+    base = canary.score_base(policy)
     assert math.isfinite(base.gap)
     wide = canary.score(policy, "float32", base=canary.Base(base.logprobs, 1.0))
     tied = canary.score(policy, "float32", base=canary.Base(base.logprobs, 1e-9))

@@ -162,7 +162,7 @@ def test_what_is_no_safetensors_file_is_told(tmp_path: Path, raw: bytes) -> None
 def spread(folder: Path, tensors: dict[str, Tensor]) -> CheckpointRef:
     with Staging(folder) as files:
         files.tensors(ADAPTER_FILE, {"a": torch.ones(2)})
-        files.sharded(OPTIMIZER_FILE, tensors)
+        files.add_shards(OPTIMIZER_FILE, tensors)
         files.json(STATE, State(step=1))
         files.json(ADAPTER_CONFIG_FILE, {"r": 2})
         sha = files.finish(**FIELDS)
@@ -286,7 +286,7 @@ def test_a_disk_that_fails_at_any_call_leaves_no_manifest_and_says_so(
 
 def test_one_chunk_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that make them side by side take the interpreter from each other: that is three times as slow."""
-    made, making, gathered = [0], threading.Lock(), tensor_file._gathered
+    made, making, gathered = [0], threading.Lock(), tensor_file._gather
 
     def alone(pieces: list[Tensor], into: Tensor) -> Tensor:
         assert making.acquire(blocking=False), "two at once"
@@ -295,7 +295,7 @@ def test_one_chunk_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         making.release()
         return gathered(pieces, into)
 
-    monkeypatch.setattr(tensor_file, "_gathered", alone)
+    monkeypatch.setattr(tensor_file, "_gather", alone)
     with Staging(tmp_path / "one") as files:
         for name in ("a", "b", "c"):
             files.tensors(name, {"x": torch.ones(8)})

@@ -226,7 +226,9 @@ def test_adapters_on_every_expert(sparse_folder: Path) -> None:
     assert (found - wanted).abs() <= 1e-6
     found.backward()
     wanted_grads = dict(zip(adapter, torch.autograd.grad(wanted, list(adapter.values())), strict=True))
-    worst = {name: rig.relative(parameter.grad, wanted_grads[name]) for name, parameter in policy.lora.named()}
+    worst = {
+        name: rig.relative(parameter.grad, wanted_grads[name]) for name, parameter in policy.lora.list_parameters()
+    }
     assert max(worst.values()) <= 1e-5, max(worst.items(), key=lambda item: item[1])
     assert all(parameter.grad is None for name, parameter in policy.model.named_parameters() if ".adapter." not in name)
 
@@ -236,6 +238,6 @@ def test_an_expert_without_tokens_has_no_gradient(toy_folders: dict[str, Path]) 
     policy = rig.make_policy(toy_folders["moe"])
     policy.score(TOKENS[:2], torch.arange(2), torch.ones(2, 2, dtype=torch.bool).triu(1), torch.tensor([0]), TOKENS[1:2],
                  torch.ones(1)).logprobs.sum().backward()  # fmt: skip
-    grads = [parameter.grad for name, parameter in policy.lora.named() if ".experts." in name]
+    grads = [parameter.grad for name, parameter in policy.lora.list_parameters() if ".experts." in name]
     assert all(grad is not None for grad in grads)
     assert sum(not grad.any() for grad in grads) >= 2 * 3 * (toys.EXPERTS - 2 * toys.TOPK)

@@ -41,7 +41,7 @@ def clones(state: FullState) -> dict[str, Tensor]:
 
 
 def gradients(state: FullState, loss: Tensor) -> dict[str, Tensor]:
-    own = dict(state.named())
+    own = dict(state.list_parameters())
     return state.outward(dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True)))
 
 
@@ -63,9 +63,11 @@ def test_step_0_is_the_base(folder: Path) -> None:
     """Whatever was in memory before; names and order are the base's, and nothing is left out."""
     _, state = rig.full_policy(folder)
     base = BaseWeights(folder)
-    assert sum(parameter.requires_grad for _, parameter in state.named()) == len(list(state.named()))
+    assert sum(parameter.requires_grad for _, parameter in state.list_parameters()) == len(
+        list(state.list_parameters())
+    )
     with torch.no_grad():
-        for _, parameter in state.named():
+        for _, parameter in state.list_parameters():
             parameter.add_(1)
     state.initialise(seed=9)
     assert list(state.state()) == list(base)
@@ -78,14 +80,14 @@ def test_served_is_one_rounding(toy_folders: dict[str, Path], dtype: str) -> Non
     _, state = open_model(spec)
     assert isinstance(state, FullState)
     with torch.no_grad():
-        for _, parameter in state.named():
+        for _, parameter in state.list_parameters():
             parameter.mul_(1.01)
-    served = list(state.served())
+    served = list(state.served_tensors())
     assert [name for name, _ in served] == list(BaseWeights(toy_folders["moe"]))
     assert all(torch.equal(tensor, state.state()[name].to(getattr(torch, dtype))) for name, tensor in served)
     before = {name: tensor.clone() for name, tensor in served}
     with torch.no_grad():
-        for _, parameter in state.named():
+        for _, parameter in state.list_parameters():
             parameter.zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in served), "training changed a snapshot"
 
@@ -198,7 +200,9 @@ def test_a_non_finite_gradient_changes_nothing(toy_folders: dict[str, Path], mon
     with pytest.raises(NonFinite):
         train_step(policy, optimizer, make_batch(), LossSpec(), 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.state().items())
-    assert int(optimizer.state()["step"]) == 0 and all(parameter.grad is None for _, parameter in state.named())
+    assert int(optimizer.state()["step"]) == 0 and all(
+        parameter.grad is None for _, parameter in state.list_parameters()
+    )
 
 
 # ---- jobs, in this process ------------------------------------------------------------------------------------------
@@ -303,4 +307,4 @@ def test_weight_decay_leaves_out_norms_biases_embeddings_and_routers(toy_folders
 
 def test_every_matrix_of_an_adapter_decays(toy_folders: dict[str, Path]) -> None:
     policy = rig.make_policy(toy_folders["moe"])
-    assert policy.lora is not None and all(decays(name) for name, _ in policy.lora.named())
+    assert policy.lora is not None and all(decays(name) for name, _ in policy.lora.list_parameters())

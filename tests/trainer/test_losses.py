@@ -97,7 +97,7 @@ def test_adamw_and_clip_by_hand(toy_folders: dict[str, Path]) -> None:
     """First step: m = (1 - b1) g, v = (1 - b2) g^2, p -= lr (m^ / (sqrt(v^) + eps) + wd p), g clipped to norm 0.01."""
     policy, batch = rig.make_policy(toy_folders["llama"]), make_batch()
     spec = OptimizerSpec(lr=0.01, weight_decay=0.1, clip_grad_norm=0.01)
-    before = {n: p.detach().clone() for n, p in policy.lora.named()}
+    before = {n: p.detach().clone() for n, p in policy.lora.list_parameters()}
     parts = []
     share = shares(batch, "token")
     for row in batch.rows:
@@ -107,7 +107,7 @@ def test_adamw_and_clip_by_hand(toy_folders: dict[str, Path]) -> None:
     optimizer = Optimizer.make(policy.lora, spec)
     norm = train_step(policy, optimizer, batch, LossSpec(), 0)["grad_norm"]
     assert norm > 0.01
-    for name, parameter in policy.lora.named():
+    for name, parameter in policy.lora.list_parameters():
         g = grads[name].double() * 0.01 / norm
         wanted = before[name].double() * (1 - 0.01 * 0.1) - 0.01 * g / (g.abs() + spec.eps)
         assert (parameter - wanted).abs().max() <= 1e-6

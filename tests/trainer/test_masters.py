@@ -67,8 +67,8 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
 def assert_rounded(policy: Policy, state: FullState) -> None:
     """The model computes with the masters' rounding, and keeps no gradient."""
     found = dict(policy.model.named_parameters())
-    assert {name for name, _ in state.named()} == set(found)
-    for name, master in state.named():
+    assert {name for name, _ in state.list_parameters()} == set(found)
+    for name, master in state.list_parameters():
         weight = found[name]
         assert master.dtype == torch.float32 and weight.grad is None
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16)), name
@@ -80,7 +80,7 @@ def test_gradients_are_added_up_in_fp32_and_masters_stepped(toy_folders: dict[st
     folder, batch, spec = toy_folders["moe"], make_batch(), OptimizerSpec(lr=0.01, clip_grad_norm=0.5)
     policy, state = opened(folder, where)
     assert_rounded(policy, state)
-    masters = {name: nn_copy(master) for name, master in state.named()}
+    masters = {name: nn_copy(master) for name, master in state.list_parameters()}
     for name, grad in summed(policy, batch).items():
         masters[name].grad = grad
     norm = torch.stack([one.grad.double().square().sum() for one in masters.values()]).sum().sqrt()
@@ -93,7 +93,7 @@ def test_gradients_are_added_up_in_fp32_and_masters_stepped(toy_folders: dict[st
     metrics = train_step(policy, Optimizer.make(state, spec), batch, LossSpec(), 0)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-9) and norm > 0.5
     assert_rounded(policy, state)
-    for name, master in state.named():
+    for name, master in state.list_parameters():
         assert (master - masters[name]).abs().max() <= 1e-7 and master.grad is None, name
         moved = not torch.equal(before[name].float(), master.to(torch.bfloat16).float())
         assert moved or not masters[name].grad.any(), f"{name} has not moved"
@@ -120,11 +120,11 @@ def test_updates_too_small_for_bf16_add_up(toy_folders: dict[str, Path]) -> None
     """One step leaves nearly every weight's rounding as it is; its master moves, and steps add up."""
     policy, state = opened(toy_folders["qwen3"], BF16)
     optimizer, name = Optimizer.make(state, OptimizerSpec(lr=1e-6)), "decoder.layers.1.mlp.linear_fc1.weight"
-    rounded, start = weights_of(policy)[name], dict(state.named())[name].detach().clone()
+    rounded, start = weights_of(policy)[name], dict(state.list_parameters())[name].detach().clone()
     moved = []
     for _ in range(3):
         train_step(policy, optimizer, make_batch(), LossSpec(), 0)
-        moved.append(float((dict(state.named())[name].detach() - start).abs().mean()))
+        moved.append(float((dict(state.list_parameters())[name].detach() - start).abs().mean()))
     assert 2 < moved[2] / moved[0] < 3.1 and moved[0] > 0
     assert (weights_of(policy)[name] == rounded).float().mean() > 0.9
 
@@ -159,14 +159,14 @@ def test_restored_masters_go_on_to_the_same_bits(toy_folders: dict[str, Path], w
 def test_masters_are_served_rounded_once(toy_folders: dict[str, Path]) -> None:
     _, state = opened(toy_folders["mixed"], GROUPED)
     with torch.no_grad():
-        for _, master in state.named():
+        for _, master in state.list_parameters():
             master.mul_(1.001)
-    served = dict(state.served())
+    served = dict(state.served_tensors())
     assert list(served) == list(BaseWeights(toy_folders["mixed"]))
     assert all(torch.equal(one, state.state()[name].bfloat16()) for name, one in served.items())
     kept = {name: one.clone() for name, one in served.items()}
     with torch.no_grad():
-        for _, master in state.named():
+        for _, master in state.list_parameters():
             master.zero_()
     assert all(torch.equal(one, kept[name]) for name, one in served.items()), "training changed a snapshot"
 

@@ -88,7 +88,7 @@ def test_exported_adapter_in_peft(dense_folder: Path, tmp_path: Path) -> None:
     logits.log_softmax(-1)[:-1].gather(-1, TOKENS[1:, None]).mean().backward()
     rig.hf_logprobs(model, TOKENS).mean().backward()
     wanted_grads = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if "lora_" in n}
-    found = {name: p.grad for name, p in policy.lora.named()}
+    found = {name: p.grad for name, p in policy.lora.list_parameters()}
     assert set(found) == set(wanted_grads) and len(found) == 2 * 7 * toys.LAYERS
     assert max(rig.relative(found[name], wanted_grads[name]) for name in found) <= 1e-5
 

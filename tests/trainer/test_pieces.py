@@ -66,7 +66,7 @@ def policy_of(folder: Path, dtype: torch.dtype, trained: str) -> tuple[Policy, A
     lora.initialise(5)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in lora.named():
+        for name, parameter in lora.list_parameters():
             if name.endswith("lora_B") or ".lora_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return Policy(plan, build(plan, base, ALONE, place), lora), lora
@@ -83,8 +83,8 @@ def step(policy: Policy, trained: Any) -> tuple[Found, int]:
         ).logprobs
         (found * torch.linspace(-1, 1, len(found))).sum().backward()
         assert replay is not None and replay.finish() == 2 * shape.layers
-    grads = {name: parameter.grad for name, parameter in trained.named()}
-    for _, parameter in trained.named():
+    grads = {name: parameter.grad for name, parameter in trained.list_parameters()}
+    for _, parameter in trained.list_parameters():
         parameter.grad = None
     return (found.detach(), grads), wide.count
 

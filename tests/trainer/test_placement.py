@@ -178,7 +178,7 @@ def trained(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
         ).logprobs
         (found * torch.linspace(-1, 1, len(found))).sum().backward()
         assert step is not None and step.finish() == shape.layers
-    return found.detach(), policy.lora.outward({name: p.grad for name, p in policy.lora.named()})
+    return found.detach(), policy.lora.outward({name: p.grad for name, p in policy.lora.list_parameters()})
 
 
 def moe_pieces() -> list[rig.Piece]:
@@ -228,7 +228,7 @@ def test_grouped_adapters_are_stored_as_any_other(toy_folders: dict[str, Path]) 
         optimizer = Optimizer.make(policy.lora, OptimizerSpec(lr=1e-2))
         for index, (_, slot) in enumerate(policy.lora.state().items()):
             slot.fill_(index)
-        for _, parameter in policy.lora.named():
+        for _, parameter in policy.lora.list_parameters():
             parameter.grad = parameter.detach().clone()
         optimizer.torch.step()
         optimizers.append(optimizer)
@@ -269,7 +269,7 @@ def test_recomputed_layers_are_replayed_and_change_nothing(
                 row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes
             ).logprobs.sum().backward()
             calls = step.finish()
-        found.append((calls, {name: p.grad for name, p in lora.named()}))
+        found.append((calls, {name: p.grad for name, p in lora.list_parameters()}))
     (plain, wanted), *recomputed = found
     assert [calls for calls, _ in recomputed] == [plain + 2, 2 * plain]
     assert all(torch.equal(wanted[name], grads[name]) for _, grads in recomputed for name in wanted)
@@ -303,7 +303,7 @@ def test_what_is_made_of_an_adapter_follows_its_parameters(toy_folders: dict[str
     linears = [m for m in grouped.model.modules() if getattr(m, "adapter", None) is not None]
     optimizer = Optimizer.make(lora, OptimizerSpec(lr=0.1))
     optimizer.torch.param_groups[0]["fused"] = True
-    for _, parameter in lora.named():
+    for _, parameter in lora.list_parameters():
         parameter.grad = torch.ones_like(parameter)
     before = [linear.adapter.joined(torch.float32) for linear in linears]
     assert all(one is linear.adapter.joined(torch.float32) for one, linear in zip(before, linears, strict=True))

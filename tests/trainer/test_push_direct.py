@@ -207,7 +207,7 @@ def test_training_waits_for_a_push_and_does_not_change_it(
 
 def clones(bench: Bench) -> list[Tensor]:
     """What is trained, as it is now."""
-    return [parameter.detach().clone() for _, parameter in bench.desk.trainer._trained.parameters.named()]
+    return [parameter.detach().clone() for _, parameter in bench.desk.trainer._trained.parameters.list_parameters()]
 
 
 def test_a_push_that_nobody_takes_ends(tmp_path: Path, toy_folders: dict[str, Path]) -> None:

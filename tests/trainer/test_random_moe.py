@@ -59,14 +59,14 @@ def test_it_is_made_once(made: Path) -> None:
 
 
 def test_a_folder_that_failed_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), folder.appearing(tmp_path / "out") as partial:
+    with pytest.raises(ZeroDivisionError), folder.create_folder(tmp_path / "out") as partial:
         (partial / "file").write_text("half")
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_second_of_two_makers_takes_what_the_first_made(tmp_path: Path) -> None:
-    with folder.appearing(tmp_path / "out") as partial:
+    with folder.create_folder(tmp_path / "out") as partial:
         (partial / "file").write_text("second")
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "file").write_text("first")
@@ -78,7 +78,7 @@ def test_all_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.M
     synced: list[str] = []
     sync = folder._sync
     monkeypatch.setattr(folder, "_sync", lambda path: (synced.append(path.name), sync(path)))
-    with folder.appearing(tmp_path / "out") as partial:
+    with folder.create_folder(tmp_path / "out") as partial:
         (partial / "file").write_text("text")
         name = partial.name
     assert synced == ["file", name, tmp_path.name]

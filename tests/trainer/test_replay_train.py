@@ -109,13 +109,13 @@ class Weights:
     """Every weight, as an optimizer wants it."""
 
     def __init__(self, policy: Policy) -> None:
-        self.named = policy.model.named_parameters
+        self.list_parameters = policy.model.named_parameters
 
-    def changed(self) -> None:
+    def refresh_weights(self) -> None:
         """Nothing is made of them."""
 
     def gradient_norm(self) -> float:
-        return gradient_norm([parameter for _, parameter in self.named()])
+        return gradient_norm([parameter for _, parameter in self.list_parameters()])
 
     def outward(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         return dict(own)

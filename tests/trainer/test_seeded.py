@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from artd_schema.families import SEEDED
 from artd_schema.spec import RunSpec
 from artd_workers.models import seeded
-from artd_workers.models.seeded import Draw, SeededWeights, drawn, make
+from artd_workers.models.seeded import Draw, SeededWeights, draw_matrix, make
 from artd_workers.trainer.parameters.trained import open_model
 from artd_workers.transfer.merge import BaseWeights, open_base
 from tools.gpu import shape
@@ -36,21 +36,24 @@ def numbers(name: str, count: int, seed: int, std: float) -> list[float]:
 
 
 def test_a_weight_is_its_hash_in_bf16():
-    found = drawn("a.weight", (5, 7), Draw(3, 0.02), CPU)
+    found = draw_matrix("a.weight", (5, 7), Draw(3, 0.02), CPU)
     wanted = torch.tensor(numbers("a.weight", 35, 3, 0.02), dtype=torch.float64)
     assert found.dtype == torch.bfloat16
     assert (found.double().flatten() - wanted).abs().max() <= 0.02 * math.sqrt(3) / 256  # half a unit of bf16
 
 
 def test_chunks_do_not_show(monkeypatch):
-    whole = drawn("a.weight", (40, 9), Draw(0, 0.02), CPU)
+    whole = draw_matrix("a.weight", (40, 9), Draw(0, 0.02), CPU)
     monkeypatch.setattr(seeded, "_CHUNK", 7)
-    assert torch.equal(drawn("a.weight", (40, 9), Draw(0, 0.02), CPU), whole)
+    assert torch.equal(draw_matrix("a.weight", (40, 9), Draw(0, 0.02), CPU), whole)
 
 
 def test_seed_and_name_change_every_weight():
-    one = drawn("a.weight", (64, 64), Draw(0, 0.02), CPU).float()
-    for other in (drawn("b.weight", (64, 64), Draw(0, 0.02), CPU), drawn("a.weight", (64, 64), Draw(1, 0.02), CPU)):
+    one = draw_matrix("a.weight", (64, 64), Draw(0, 0.02), CPU).float()
+    for other in (
+        draw_matrix("b.weight", (64, 64), Draw(0, 0.02), CPU),
+        draw_matrix("a.weight", (64, 64), Draw(1, 0.02), CPU),
+    ):
         assert abs(torch.corrcoef(torch.stack((one.flatten(), other.float().flatten())))[0, 1]) < 0.06
     assert one.mean().abs() < 0.002 and abs(one.std() - 0.02) < 0.001
 

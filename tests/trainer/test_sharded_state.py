@@ -70,7 +70,7 @@ def test_of_one_process_it_is_full_state(toy_folders: dict[str, Path], where: Pl
     files = ours.files()
     assert_same(files, theirs.files())
     ours.state.collect()
-    assert_same(dict(ours.state.served()), dict(theirs.state.served()))
+    assert_same(dict(ours.state.served_tensors()), dict(theirs.state.served_tensors()))
     pairs = zip(ours.policy.model.parameters(), theirs.policy.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     theirs.step()

@@ -58,7 +58,7 @@ def separate_logprobs(policy: Policy) -> Tensor:
 
 
 def gradients(policy: Policy, loss: Tensor) -> dict[str, Tensor]:
-    parameters = dict(policy.lora.named())
+    parameters = dict(policy.lora.list_parameters())
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 

@@ -38,7 +38,7 @@ def test_the_pinned_files_pass_also_when_they_were_copied(base):
     os.utime(folder / "a.safetensors", ns=(1, 1))
     files = BaseFiles(str(folder), pinned)
     files.verify()
-    files.unchanged()
+    files.check_unchanged()
     BaseFiles(str(folder), None).verify()
 
 
@@ -58,7 +58,7 @@ def test_a_file_that_changes_after_it_was_hashed_is_refused_when_it_is_loaded(ba
     files.verify()
     (folder / "a.safetensors").write_bytes(b"WEIGHTS")
     with pytest.raises(BaseChanged, match="changed while it was used"):
-        files.unchanged()
+        files.check_unchanged()
     (folder / "a.safetensors").unlink()
     with pytest.raises(BaseChanged, match="cannot be read: No such file"):
         BaseFiles(str(folder), pinned)

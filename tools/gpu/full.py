@@ -93,7 +93,7 @@ def two_steps(
         seconds.append(time.perf_counter() - started)
         if step == 0:
             # AdamW's first moment after one step is the clipped gradient, scaled.
-            moments = {key: optimizer.torch.state[master]["exp_avg"] for key, master in state.named()}
+            moments = {key: optimizer.torch.state[master]["exp_avg"] for key, master in state.list_parameters()}
             watched = {key: moments[f"decoder.layers.0.{key}"].cpu() for key in WATCHED}
             still = [key for key, moment in moments.items() if not moment.any()]
             line |= {"parameters": len(moments), "without_gradient": still}
@@ -113,7 +113,7 @@ def rounded(policy: Policy, state: FullState) -> bool:
     own = {name: weight.detach() for name, weight in policy.model.named_parameters()}
     if isinstance(state, ShardedState):
         own = {name: state._part(weight) for name, weight in own.items()}
-    return all(torch.equal(own[name], master.to(own[name].dtype)) for name, master in state.named())
+    return all(torch.equal(own[name], master.to(own[name].dtype)) for name, master in state.list_parameters())
 
 
 def steps(tiny: bool) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ def made(layers: int, tiny: bool, placement: Placement, rank: int = 16) -> tuple
     lora.initialise(1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, parameter in lora.named():
+        for name, parameter in lora.list_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.02, generator=generator)
     return Policy(plan, build(plan, weights, ALONE, placement), lora), lora
@@ -67,7 +67,7 @@ def gradient(policy: Policy, batch: Batch) -> Tensor:
                 r.tokens, r.positions, r.until, r.at, r.targets, r.temperatures, r.routes
             ).logprobs.sum().backward()
         replay.finish()
-    found = policy.lora.outward({name: parameter.grad for name, parameter in policy.lora.named()})
+    found = policy.lora.outward({name: parameter.grad for name, parameter in policy.lora.list_parameters()})
     for parameter in policy.lora.parameters():
         parameter.grad = None
     return torch.cat([tensor.double().cpu().flatten() for tensor in found.values()])

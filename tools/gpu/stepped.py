@@ -73,7 +73,7 @@ class Ours:
 
     def stretches(self) -> Iterator[Stretch]:
         rank = torch.distributed.get_rank()
-        for name, master in self.state.named():
+        for name, master in self.state.list_parameters():
             begin, size = rank * len(master), self.state._weights[name].numel()
             for part, tensor in zip(PARTS, self._parts(master), strict=True):
                 yield name, part, begin, tensor[: max(0, size - begin)]
@@ -82,7 +82,7 @@ class Ours:
         """One element in `every`, together."""
         return {
             (name, part): self.state._whole(name, tensor.detach()).flatten()[::every].cpu()
-            for name, master in self.state.named()
+            for name, master in self.state.list_parameters()
             for part, tensor in zip(PARTS, self._parts(master), strict=True)
         }
 
@@ -111,11 +111,11 @@ class Nudged(Ours):
 
     @torch.no_grad()
     def _nudge(self, seed: int) -> None:
-        generator = torch.Generator(next(self.state.named())[1].device).manual_seed(seed)
-        for _, master in self.state.named():
+        generator = torch.Generator(next(self.state.list_parameters())[1].device).manual_seed(seed)
+        for _, master in self.state.list_parameters():
             draw = torch.rand(len(master), generator=generator, device=master.device)
             master.copy_(master.nextafter(torch.where(draw < 0.5, -math.inf, math.inf)))
-        self.state.changed()
+        self.state.refresh_weights()
 
 
 class Theirs:

@@ -1,8 +1,7 @@
-"""The base model's files, as the process that loads them sees them: hashed against what the run was made with.
+"""Checks the base model's files in the process that loads them: each must have the sha256 that the run was made with.
 
-Owner of: the threads that hash. Invariants: a worker is ready only after every file had the sha256 that the daemon pinned; what is loaded
-later is the same file as was hashed (size, mtime, inode). The files are read while the interpreter and the engine start: on a machine
-whose page cache holds the model, the disk is read once.
+A worker is ready only after every file has matched. Later loads must see the same files (size, mtime, inode). Threads hash the
+files while the interpreter and the engine start, so a machine whose page cache holds the model reads the disk once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class BaseChanged(Exception):
 
 
 class BaseFiles:
-    """Hashing begins at once, in threads. pinned: None = nothing is known of the files, and nothing is checked."""
+    """Hashes the files in threads, from its creation on. `pinned`: None = nothing is known of the files and nothing is checked."""
 
     def __init__(self, folder: str, pinned: BaseModel | None, hashing: bool = True) -> None:
         self._folder = Path(folder)
@@ -39,11 +38,11 @@ class BaseFiles:
                 self._hashes.append((file, Future()))
                 jobs.put((self._folder / file.name, self._hashes[-1][1]))
             for _ in range(min(THREADS, os.cpu_count() or 1)):
-                # A process that has to end does not wait for them, as it would for an executor's.
+                # Daemon threads, because a process that ends would wait for an executor's threads.
                 Thread(target=_hash_all, args=(jobs,), name="artd-base", daemon=True).start()
 
     def verify(self) -> None:
-        """Wait for the hashes. Raises BaseChanged."""
+        """Wait for the hashes and compare them. Raises BaseChanged."""
         for file, found in self._hashes:
             try:
                 sha = found.result()
@@ -56,10 +55,10 @@ class BaseFiles:
                     f"base model file {self._folder / file.name} has sha256 {sha}, the run was made with {file.sha256}: put the "
                     "old one back"
                 )
-        self.unchanged()
+        self.check_unchanged()
 
-    def unchanged(self) -> None:
-        """Called when the weights are loaded: they came from the files that were hashed. Raises BaseChanged."""
+    def check_unchanged(self) -> None:
+        """Check, after the weights were loaded, that they came from the hashed files. Raises BaseChanged."""
         for file in self._files:
             if self._stamp(file) != self._stamps[file.name]:
                 raise BaseChanged(
@@ -75,7 +74,7 @@ class BaseFiles:
 
 
 def _hash_all(jobs: SimpleQueue[tuple[Path, Future[str]]]) -> None:
-    """Until nothing is left."""
+    """Hash files of the queue until it is empty."""
     with suppress(Empty):
         while True:
             path, found = jobs.get_nowait()

@@ -1,8 +1,7 @@
 """A worker's link to the daemon: one DEALER socket in a thread of its own.
 
-Owner of: the socket, the heartbeat and the terminal report that waits for its answer.
-Invariants: heartbeats go on while the worker computes; a report (`Staged`, `Failed`) is resent until the daemon
-answers it. When the daemon goes, the guardian ends the worker: the link itself never gives up on a silent daemon.
+Heartbeats go on while the worker computes. A terminal report (`Staged`, `Failed`) is sent again until the daemon answers it.
+The link never gives up on a silent daemon; when the daemon dies, the guardian ends the worker.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Rejected(Exception):
-    """The daemon did not take this worker."""
+    """The daemon refused this worker."""
 
 
 class LinkClosed(Exception):
-    """The daemon is gone or told this worker to exit."""
+    """The daemon is gone, or told this worker to exit."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is, from the environment that the supervisor set."""
+    """The name of this process, from the environment that the supervisor set."""
 
     socket: str
     instance: str
@@ -59,7 +58,7 @@ class Identity:
 
 
 class Link:
-    """The worker's end of the wire; every public method may be called from any thread."""
+    """The worker's end of the connection. Every public method may be called from any thread."""
 
     def __init__(self, kind: w.WorkerKind, identity: Identity, versions: dict[str, str] | None = None) -> None:
         self.kind = kind
@@ -89,7 +88,7 @@ class Link:
         return cls(kind, Identity.from_env(), versions)
 
     def start(self) -> w.Welcome:
-        """Say Hello and wait for Welcome. Errors: Rejected, LinkClosed (no daemon within 20 s)."""
+        """Send Hello and wait for Welcome. Raises Rejected, and LinkClosed when no daemon answers within 20 s."""
         self._thread.start()
         if not self._welcomed.wait(HELLO_TIMEOUT_S):
             self.close()
@@ -104,7 +103,7 @@ class Link:
         self._wake()
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Next message, or None at the timeout. Errors: LinkClosed."""
+        """Return the next message, None after `timeout` seconds. Raises LinkClosed."""
         try:
             message = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -122,11 +121,11 @@ class Link:
         self._beat = w.Beat(job=job, fence=fence)
 
     def pushing(self, push: int, fence: int) -> None:
-        """As `busy`, of an engine."""
+        """Report in heartbeats the push that this engine serves, as `busy` does for a job."""
         self._beat = w.Beat(push=push, fence=fence)
 
     def progress(self) -> None:
-        """One more mark of the job that this worker is busy with."""
+        """Count one more sign of progress of the present job or push."""
         with self._marking:
             self._beat = replace(self._beat, progress=self._beat.progress + 1)
 
@@ -184,7 +183,7 @@ class Link:
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        # With the instance: a process of another one must not be taken for the one that has its name and number here.
+        # With the instance, so that a process of another data folder is not taken for the worker of this name and number.
         me = self.identity
         socket.setsockopt(zmq.IDENTITY, f"{me.name}:{me.spawn}:{me.instance}".encode())
         socket.setsockopt(zmq.LINGER, 1000)
@@ -217,7 +216,7 @@ class Link:
 
     def _settle(self, message: w.ToWorker) -> None:
         report = self._report
-        # Before the report was sent, Fenced answers a heartbeat: the daemon has yet to hear that nothing more is written.
+        # A Fenced before the report was sent answers a heartbeat. The daemon still needs the report, which proves that nothing more is written.
         if report is None or not self._report_due or not isinstance(message, w.Committed | w.Ack | w.Fenced):
             return
         if (message.job, message.fence) == (report.job, report.fence):
@@ -232,6 +231,6 @@ class Link:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds now."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * PAGE

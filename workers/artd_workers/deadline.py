@@ -1,4 +1,4 @@
-"""Points in time that several calls share."""
+"""Deadlines that several calls share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LEAST_S, LONGEST_S = 0.001, 86400.0
 
 
 class Deadline:
-    """A point in time that several calls share. `left` is in seconds and never below 1 ms (0 would mean "never")."""
+    """A point in time that several calls share. `left` is in seconds and never below 1 ms, because 0 would mean "never"."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -25,12 +25,12 @@ class Deadline:
 
     @property
     def longest(self) -> float:
-        """Seconds after which it has passed for certain."""
+        """Seconds after which the deadline has passed for certain."""
         return self.left
 
 
 class Patient(Deadline):
-    """A deadline of a standstill: it moves with every new `mark`."""
+    """A deadline that moves while there is progress: each new value of `mark()` starts its time again."""
 
     def __init__(self, seconds: float, mark: Callable[[], object]) -> None:
         super().__init__(seconds)

@@ -1,8 +1,8 @@
-"""Whether NVIDIA's driver shows this process a GPU: asked without torch, which takes seconds to import, or an engine, which takes a minute.
+"""Tells whether NVIDIA's driver shows this process a GPU, without importing torch (seconds) or an engine (a minute).
 
-Purpose: a run that wants a GPU ends at once where there is none (`refusal`). Owner of: no state. Invariants: the driver is asked in a
-process of its own, `python -I -S gpus.py`, so that nothing of CUDA is settled in the worker's, and a driver that crashes or hangs
-is an answer too; stand-alone, for that process. Which GPUs CUDA_VISIBLE_DEVICES leaves is the driver's own reading of it.
+A run that wants a GPU ends at once where there is none (`refusal`). A process of its own, `python -I -S gpus.py`, asks the
+driver: so the worker's own CUDA state stays untouched, and a driver that crashes or hangs is an answer too. This file therefore
+imports only the standard library. The driver itself interprets CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 LIBRARY = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ASK_S = 120.0
-"""Without its persistence daemon, the driver wakes every GPU of the machine first."""
+"""Seconds for the driver's answer. Without its persistence daemon it first wakes every GPU of the machine."""
 _NOT_READY = 802
-"""The machine has just started, and its NVSwitches are not up: five refusals within seconds would break the worker for good."""
+"""CUDA's code for a machine that has just started, whose NVSwitches are not up. It is not a refusal: five refusals within seconds would
+make the daemon give the worker up."""
 
 
 def refusal(field: str, device: str) -> str:
-    """What to say of a spec whose `field` wants this device, when it is a GPU that is not there; "" otherwise."""
+    """Return why a spec whose `field` wants this device cannot run here, "" when it can."""
     if device != "cuda" or not (why := obstacle() or _build()):
         return ""
     visible = f" ({VISIBLE} is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
@@ -35,7 +36,7 @@ def refusal(field: str, device: str) -> str:
 
 
 def obstacle(timeout_s: float = _ASK_S) -> str:
-    """Why no GPU can be used; "" when one can."""
+    """Return why no GPU can be used, "" when one can."""
     argv = [sys.executable, "-I", "-S", __file__]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout_s)
@@ -48,7 +49,7 @@ def obstacle(timeout_s: float = _ASK_S) -> str:
 
 
 def _build() -> str:
-    """Why the torch of this interpreter sees no GPU on any machine; "" when it may."""
+    """Return why the torch of this interpreter cannot use a GPU on any machine, "" when it may."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -59,7 +60,7 @@ def _build() -> str:
 
 
 def look(load: Callable[[str], Any] = ctypes.CDLL) -> str:
-    """`obstacle`, in this process."""
+    """Return what `obstacle` returns, but ask in this process."""
     try:
         driver = load(LIBRARY)
     except OSError as error:

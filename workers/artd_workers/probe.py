@@ -1,7 +1,8 @@
-"""What a worker needs of its interpreter: `python -m artd_workers.probe trainer|engine [KIND]` prints what is there, as one line of JSON.
+"""`python -m artd_workers.probe trainer|engine [KIND]`: prints what an interpreter has of a worker's needs, as one line of
+JSON.
 
-Purpose: `artd doctor` asks interpreters of the user's own with it, before a daemon starts a worker there. Owner of: no state.
-Invariants: nothing but the standard library is needed to answer; what imported modules print goes to stderr.
+`artd doctor` runs it in interpreters of the user's own, before a daemon starts a worker there. It needs only the standard
+library. What imported modules print goes to stderr.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "trainer": ("torch", "megatron.core", "numpy", "safetensors", "msgspec", "zmq"),
     "engine": ("torch", "numpy", "safetensors", "msgspec", "zmq"),
 }
-"""What any kind of this worker needs; an engine's own module comes second."""
+"""Modules that any kind of this worker needs; an engine's own module comes second."""
 ON_GPU: dict[str, tuple[str, ...]] = {"trainer": ("transformer_engine.pytorch", "triton"), "engine": ("triton",)}
-"""What is needed besides where torch sees a GPU."""
+"""Further modules, needed where torch sees a GPU."""
 
 
-def needed(worker: str, engine: EngineKind) -> tuple[str, ...]:
-    """Return the modules that this worker imports, in the order in which they are looked for."""
+def list_needed(worker: str, engine: EngineKind) -> tuple[str, ...]:
+    """Return the modules that this worker imports, in the order in which they are tried."""
     first, *others = NEEDED[worker]
     return (first, engine.module, *others) if worker == "engine" else (first, *others)
 
 
 def look(worker: str, engine: EngineKind = ENGINES[DEFAULT]) -> dict[str, Any]:
-    """versions: of what could be imported; failed: why the rest could not; cuda: what torch was built for, "" on a CPU;
-    refused: why artd does not take this engine."""
+    """Import what the worker needs, and return the findings.
+
+    `versions`: of modules that could be imported; `failed`: why the others could not; `cuda`: the CUDA version torch was built
+    for, "" on a CPU; `refused`: why artd does not support this engine.
+    """
     versions: dict[str, str] = {}
     failed: dict[str, str] = {}
-    for name in needed(worker, engine):
+    for name in list_needed(worker, engine):
         _take(name, versions, failed)
     gpus, cuda = _gpus() if "torch" in versions else (0, "")
     for name in ON_GPU[worker] if gpus else ():

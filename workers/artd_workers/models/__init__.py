@@ -1,5 +1,5 @@
 """Model families: one file each, found by the `architectures` entry of a Hugging Face config.
 
-Purpose: what a family's config means to Megatron-Core, and one declarative table of its weight names and layouts.
-Owner of: no state. Invariants: nothing here imports Megatron; anything a family does not handle exactly is refused by name.
+A family says what its config means to Megatron-Core, and lists its weights with names and layouts in one table. Nothing here
+imports Megatron. A family refuses by name anything that it does not handle exactly.
 """

@@ -1,8 +1,8 @@
-"""What a model family must say, and the rules that decoders share.
+"""Defines what a model family must say, and the rules that decoders share.
 
-`Plan` is all that the trainer needs to build a GPTModel and move weights: it names each layer's mixer and MLP, and whoever treats layers
-differently asks it. `decoder_plan` reads the fields that Llama-style configs have in common.
-Invariants: a field that would change the mathematics and is not handled is refused by name (UnsupportedModel).
+`Plan` is all that the trainer needs to build a GPTModel and move weights. It names each layer's mixer and MLP, which code that
+treats layers differently asks. `decoder_plan` reads the fields that Llama-style configs have in common. A field that would
+change the mathematics and is not handled raises UnsupportedModel.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ HfConfig = Mapping[str, Any]
 
 
 class UnsupportedModel(ValueError):
-    """A config that artd does not train exactly; names the field."""
+    """A config that artd does not train exactly; the text names the field."""
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """How a layer mixes tokens. `kind`: attention is softmax attention over query groups; `rows`: its weights; `qk_norm`: each head's queries and
-    keys are normalised."""
+    """How a layer mixes tokens.
+
+    `kind`: attention is softmax attention over query groups. `rows`: its weights. `qk_norm`: whether each head's queries and
+    keys are normalised.
+    """
 
     kind: Literal["attention"]
     rows: tuple[Row, ...]
@@ -34,7 +37,7 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Mlp:
-    """What a layer does to each token by itself. `kind`: dense is one MLP, sparse is routed experts; `rows`: its weights."""
+    """What a layer does to each token separately. `kind`: dense is one MLP, sparse is routed experts; `rows`: its weights."""
 
     kind: Literal["dense", "sparse"]
     rows: tuple[Row, ...]
@@ -49,14 +52,17 @@ class Layer:
 
     @property
     def sparse(self) -> bool:
-        """Whether the MLP is experts that a router chooses."""
+        """Whether the MLP consists of experts that a router chooses."""
         return self.mlp.kind == "sparse"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to build a model. `transformer`: keyword arguments of TransformerConfig; `model`: of GPTModel; `decoder`: its layers; `special_ids`: token
-    ids that the canary avoids; `routes`: what the expert ids of a mixture of experts look like, None for a dense model."""
+    """How to build a model.
+
+    `transformer`: keyword arguments of TransformerConfig. `model`: keyword arguments of GPTModel. `decoder`: the layers.
+    `special_ids`: token ids that the canary avoids. `routes`: the shape of router replay, None for a dense model.
+    """
 
     family: str
     transformer: dict[str, Any]
@@ -69,7 +75,7 @@ class Plan:
 
     @property
     def layers(self) -> int:
-        """How many layers the decoder has."""
+        """The number of decoder layers."""
         return len(self.decoder)
 
 
@@ -113,12 +119,12 @@ GATED = Mlp("dense", GATED_MLP)
 
 
 def attention(qk_norm: bool) -> Mixer:
-    """Grouped-query attention. `qk_norm`: with RMSNorm on each head's queries and keys."""
+    """Return grouped-query attention. `qk_norm`: with RMSNorm on each head's queries and keys."""
     return Mixer("attention", (*ATTENTION, *(QK_NORMS if qk_norm else ())), qk_norm)
 
 
 def dense_layers(config: HfConfig, mixer: Mixer) -> list[Layer]:
-    """All layers of a decoder that has this mixer and a SiLU-gated MLP in each."""
+    """Return the layers of a decoder that has this mixer and a SiLU-gated MLP in each."""
     return [Layer(mixer, GATED)] * int(config["num_hidden_layers"])
 
 
@@ -129,7 +135,7 @@ def decoder_plan(
     transformer: Mapping[str, Any] | None = None,
     routes: RouteShape | None = None,
 ) -> Plan:
-    """Plan a decoder with RMSNorm and rotary positions. `transformer`, `routes`: what its MLPs add to the plan."""
+    """Plan a decoder with RMSNorm and rotary positions. `transformer`, `routes`: what its MLPs add. Raises UnsupportedModel."""
     _refuse(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
@@ -180,7 +186,7 @@ def _refuse(config: HfConfig) -> None:
 
 
 def _rope(config: HfConfig) -> dict[str, Any]:
-    """Rotary arguments from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Return rotary arguments from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions)."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -1,8 +1,7 @@
-"""One table of weights: Hugging Face <-> Megatron <-> PEFT.
+"""Translates weights between Hugging Face, Megatron and PEFT by one table.
 
-Purpose: import, export, LoRA naming and the merged export all read the same rows, so they cannot disagree.
-Owner of: no state. Invariants: every conversion is a permutation of elements (exact); a name that the table lacks, or lacks
-in the checkpoint, is an error.
+Import, export, LoRA names and the merged export read the same rows, so they cannot disagree. Every conversion permutes
+elements, so it is exact. A name that the table or the checkpoint lacks is an error.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ PEFT_A, PEFT_B = ".lora_A.weight", ".lora_B.weight"
 class Row:
     """One Megatron parameter and the Hugging Face tensors that it holds; `{i}` stands for the layer, `{e}` for the expert.
 
-    layout: plain = one tensor; concat = one after the other along the output; query_groups = q, k, v interleaved per
-    query group: (q of the group's heads, k, v) for each group. lora: each part gets an adapter of its own.
+    `layout`: plain = one tensor; concat = one after the other along the output; query_groups = for each query group the q of
+    its heads, then its k, then its v. `lora`: each part gets an adapter of its own.
     """
 
     megatron: str
@@ -35,11 +34,11 @@ class Row:
     lora: bool = False
 
     def at(self, layer: int) -> Row:
-        """The row of one layer."""
+        """Return the row of one layer."""
         return self._with("{i}", layer)
 
     def of(self, expert: int) -> Row:
-        """The row of one expert."""
+        """Return the row of one expert."""
         return self._with("{e}", expert)
 
     def _with(self, mark: str, number: int) -> Row:
@@ -49,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads, query groups (= key/value heads) and the size of a head."""
+    """The numbers of attention heads and of query groups (= key/value heads), and the size of a head."""
 
     heads: int
     groups: int
@@ -65,11 +64,11 @@ class Codec:
 
     @classmethod
     def expand(cls, per_model: Sequence[Row], layers: Sequence[Sequence[Row]], shape: Heads) -> Codec:
-        """layers: the rows of each layer."""
+        """Make the table of a model. `per_model`: rows outside the layers; `layers`: the rows of each layer."""
         return cls((*per_model, *(row.at(i) for i, rows in enumerate(layers) for row in rows)), shape)
 
     def fuse(self, row: Row, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Join a row's parts (in its order) along their output dimension `dim` into Megatron's layout."""
+        """Join a row's parts, in its order, along their output dimension `dim` into Megatron's layout."""
         if row.layout == "plain":
             return parts[0]
         if row.layout == "concat":
@@ -79,7 +78,7 @@ class Codec:
         return torch.cat(blocks, dim + 1).flatten(dim, dim + 2)
 
     def split(self, row: Row, tensor: Tensor, dim: int = 0) -> list[Tensor]:
-        """Undo `fuse`: a row's parts, contiguous."""
+        """Undo `fuse`. Returns a row's parts, contiguous."""
         if row.layout == "plain":
             return [tensor]
         if row.layout == "concat":
@@ -91,7 +90,7 @@ class Codec:
     def to_megatron(
         self, weights: Mapping[str, Tensor], rows: Sequence[Row] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Megatron name, tensor) of every row, or of some. Raises ValueError unless names are exactly the table's."""
+        """Yield (Megatron name, tensor) of `rows`, None = all. Raises ValueError unless the names are exactly the table's."""
         known = {part for row in self.rows for part in row.parts}
         if missing := sorted(known - set(weights)):
             raise ValueError(f"the checkpoint lacks {missing[0]} (and {len(missing) - 1} more): it is not complete")
@@ -103,21 +102,21 @@ class Codec:
             yield row.megatron, self.fuse(row, [weights[part] for part in row.parts])
 
     def to_hf(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) from Megatron's state (extra entries are ignored)."""
+        """Yield (Hugging Face name, tensor) from Megatron's state; entries that the table lacks are ignored."""
         for row in self.rows:
             yield from zip(row.parts, self.split(row, state[row.megatron]), strict=True)
 
     def lora_rows(self) -> Iterator[Row]:
-        """Rows whose parts are adapted, in table order."""
+        """Yield the rows whose parts are adapted, in table order."""
         return (row for row in self.rows if row.lora)
 
 
 def module_name(weight: str) -> str:
-    """Name of the module that owns a weight: `model.layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj`."""
+    """Return the module that owns a weight: `model.layers.0.mlp.up_proj.weight` gives `model.layers.0.mlp.up_proj`."""
     return weight.removesuffix(".weight")
 
 
 def peft_names(weight: str) -> tuple[str, str]:
-    """PEFT's tensor names of the A [r, in] and B [out, r] that adapt a Hugging Face weight."""
+    """Return PEFT's names of the tensors A [r, in] and B [out, r] that adapt a Hugging Face weight."""
     stem = PEFT_PREFIX + module_name(weight)
     return stem + PEFT_A, stem + PEFT_B

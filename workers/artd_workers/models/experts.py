@@ -1,8 +1,8 @@
-"""Two ways to store experts, and the one that artd speaks.
+"""Splits fused expert tensors, so that all other code sees each expert's weights under a name of its own.
 
-Purpose: a checkpoint holds each expert's weights apart (`mlp.experts.3.gate_proj.weight`) or all of a layer's in one tensor
-(`mlp.experts.gate_up_proj`, transformers 5); everything above a checkpoint's reader uses the first names.
-Owner of: no state. Invariants: torch only (the engine's interpreter imports this); exact: slices, no arithmetic.
+A checkpoint stores each expert apart (`mlp.experts.3.gate_proj.weight`), or all experts of a layer in one tensor
+(`mlp.experts.gate_up_proj`, transformers 5). Slices are exact. This file imports torch only, because the engine's interpreter
+imports it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 _STEM = ".mlp.experts"
 FUSED: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Last word of a fused tensor [experts, parts x out, in] -> the weights [out, in] that it holds for each expert, in order."""
+"""Last part of a fused tensor's name [experts, parts x out, in] -> the weights [out, in] that it holds for each expert, in order."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,17 @@ class Slice:
     rows: slice
 
     def of(self, fused: Tensor) -> Tensor:
-        """fused [experts, rows, in] (a tensor or what safetensors' `get_slice` gives) -> [out, in], contiguous."""
+        """Return the weight [out, in], contiguous. `fused` [experts, rows, in]: a tensor, or what safetensors' `get_slice`
+        returns."""
         return fused[self.expert, self.rows].contiguous()
 
     def size(self, shape: Sequence[int]) -> int:
-        """Elements of it. shape: of the fused tensor."""
+        """Return the number of elements. `shape`: that of the fused tensor."""
         return (self.rows.stop - self.rows.start) * shape[2]
 
 
 def parts(name: str, shape: Iterable[int]) -> Iterator[tuple[str, Slice]]:
-    """(per-expert name, slice) of every weight in a fused tensor; nothing for a tensor that is not fused.
+    """Yield (per-expert name, slice) of every weight in a fused tensor, nothing for another tensor.
 
     Raises ValueError for a fused name whose shape cannot be split.
     """

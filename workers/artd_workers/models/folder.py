@@ -1,7 +1,7 @@
-"""A model folder that appears complete and durable, or not at all.
+"""Makes a model folder that appears complete and durable, or not at all.
 
-Owner of: the partial folder beside the target while it is being filled. Invariants: what stands under the target's name
-was fsynced before it got it; of two makers at once the second takes what the first one made.
+It is filled under another name beside the target, and fsynced before it is renamed. Of two processes that make it at the same
+time, the second one uses the folder of the first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def appearing(out: Path) -> Iterator[Path]:
-    """An empty folder to fill; after the block it is synced and renamed to `out`, after an error nothing of it stays."""
+def create_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill. Afterwards it is synced and renamed to `out`; after an error it is removed."""
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -37,7 +37,7 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """With sorted keys, so that the same value gives the same bytes."""
+    """Write JSON with sorted keys, so that the same value gives the same bytes."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 

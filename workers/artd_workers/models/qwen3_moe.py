@@ -1,8 +1,8 @@
 """Qwen3 mixtures of experts (`Qwen3MoeForCausalLM`): as Qwen3, with routed experts in place of the MLP of sparse layers.
 
-What routing is: softmax of the router's logits, the largest `num_experts_per_tok` of them; with `norm_topk_prob` they are
-scaled to a sum of 1, which is the same as a softmax over the chosen logits alone (Megatron: no "pre-softmax").
-The load-balancing loss of pre-training (`router_aux_loss_coef`) is no part of a policy loss and is left out.
+The router takes the softmax of its logits and chooses the largest `num_experts_per_tok`. With `norm_topk_prob` their weights
+are scaled to a sum of 1, which equals a softmax over the chosen logits alone (Megatron: no "pre-softmax"). The load-balancing
+loss of pre-training (`router_aux_loss_coef`) is not part of a policy loss and is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ EXPERT = (
 
 
 def plan(config: HfConfig) -> Plan:
-    """Raises UnsupportedModel for shared experts and numbers of experts that are not handled exactly, and as Qwen3 does."""
+    """Plan a model. Raises UnsupportedModel for shared experts and numbers of experts that are not handled exactly, and as
+    Qwen3 does."""
     sparse = sparse_layers(
         int(config["num_hidden_layers"]), experts_of(config), int(config.get("decoder_sparse_step", 1)),
         config.get("mlp_only_layers") or (),
@@ -53,7 +54,7 @@ def plan(config: HfConfig) -> Plan:
 
 
 def experts_of(config: HfConfig) -> int:
-    """Routed experts of a sparse layer: `num_experts`, which transformers 5 writes as `num_local_experts`."""
+    """Return the routed experts of a sparse layer: `num_experts`, which transformers 5 writes as `num_local_experts`."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 

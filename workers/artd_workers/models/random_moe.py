@@ -1,9 +1,8 @@
-"""A small mixture of experts with random weights: a Qwen3-MoE of a million parameters, as a Hugging Face folder.
+"""Makes a small mixture of experts with random weights: a Qwen3-MoE of a million parameters, as a Hugging Face folder.
 
-Purpose: `python -m artd_workers.models.random_moe OUT_DIR [--seed N] [--std S]` (the megatron runtime): something that
-learns in minutes on two cores and whose routing is as touchy as a real model's. Owner of: OUT_DIR until it has its name.
-Invariants: done once; the same arguments give the same bytes; the vocabulary is words of no meaning, without any special
-token, so that nothing ends a sequence but its length.
+Run `python -m artd_workers.models.random_moe OUT_DIR [--seed N] [--std S]` in the megatron runtime. The model learns in minutes
+on two cores, and its routing is as sensitive as a real model's. The same arguments give the same bytes. Its vocabulary has
+words without meaning and no special token, so only length ends a sequence.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .folder import appearing, write_json
+from .folder import create_folder, write_json
 from .words import write_tokenizer
 
 STD = 0.08
-"""Standard deviation of every matrix. At 0.02, where training usually starts, experts add so little that a token which takes
-another one hardly shows it: there would be nothing to replay for."""
+"""Standard deviation of every matrix. At 0.02, where training usually starts, experts add so little that a different choice of
+expert hardly changes a logprob, and router replay would have no effect to show."""
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 128,
     "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -32,7 +31,7 @@ CONFIG: dict[str, Any] = {
 
 
 def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(Hugging Face name, shape) of every weight, in order; matrices are [out, in]."""
+    """Yield (Hugging Face name, shape) of every weight, in order; matrices are [out, in]."""
     c = CONFIG
     hidden, head, inner = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
     q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
@@ -55,7 +54,7 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make(out: Path, seed: int = 0, std: float = STD) -> Path:
-    """Write `out` (fp32 safetensors, config, tokenizer) unless it exists; returns it."""
+    """Write `out` (fp32 safetensors, config, tokenizer) unless it exists. Returns `out`."""
     if out.exists():
         return out
     import torch
@@ -66,7 +65,7 @@ def make(out: Path, seed: int = 0, std: float = STD) -> Path:
         name: torch.randn(shape, generator=generator) * std if len(shape) > 1 else torch.ones(shape)
         for name, shape in shapes()
     }
-    with appearing(out) as partial:
+    with create_folder(out) as partial:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         write_json(partial / "config.json", CONFIG | {"initializer_range": std})
         write_tokenizer(partial, CONFIG["vocab_size"], CONFIG["max_position_embeddings"])

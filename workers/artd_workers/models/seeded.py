@@ -1,9 +1,9 @@
-"""Base models that are drawn, not stored: `config.json`, a tokenizer and `seeded.json` in place of safetensors.
+"""Base models whose weights are drawn, not stored: `config.json`, a tokenizer and `seeded.json` in place of safetensors.
 
-Purpose: a model of any real shape for tests and measurements, where 61 GB of random weights need not lie on a disk: trainer
-and engine call the same function. `python -m artd_workers.models.seeded OUT --config FILE [--seed N] [--std S]` makes such a
-folder. Owner of: OUT until it has its name. Invariants: a weight depends on seed, std and its name alone, bit for bit the
-same on every device (integers and one rounding; no generator of torch's); the folder's digest pins all of it.
+They give tests and measurements a model of any real shape without 61 GB of random weights on a disk, because trainer and engine
+call the same function. Run `python -m artd_workers.models.seeded OUT --config FILE [--seed N] [--std S]` to make such a folder.
+A weight depends only on seed, std and its name, and is the same on every device, bit for bit (integers and one rounding; no
+generator of torch's). The folder's digest pins all of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from artd_schema.families import SEEDED
 
-from .folder import appearing, write_json
+from .folder import create_folder, write_json
 from .registry import plan_for, read_config
 from .words import write_tokenizer
 
@@ -31,20 +31,22 @@ VERSION = 1
 STD = 0.02
 _CHUNK = 1 << 24
 _BITS = 24
-"""Of a drawn number: all of them, and their middles, are exact in fp32."""
+"""Bits of a drawn number. All such numbers, and the values halfway between two, are exact in fp32."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What `seeded.json` says. std: standard deviation of matrices (uniform numbers); norms are 1."""
+    """The content of `seeded.json`. `std`: standard deviation of matrices, whose numbers are uniform; norms are 1."""
 
     seed: int
     std: float
 
 
 class SeededWeights(Mapping[str, Tensor]):
-    """The weights of a seeded folder by Hugging Face name, sorted; each drawn on `device`, in bf16, when it is asked for.
-    Raises ValueError for a folder of another version."""
+    """The weights of a seeded folder by Hugging Face name, sorted. Each is drawn on `device`, in bf16, when it is read.
+
+    Raises ValueError for a folder of another version.
+    """
 
     def __init__(self, folder: Path, device: str | torch.device = "cpu") -> None:
         self._draw, self._config, self._device = _read(folder), read_config(folder), torch.device(device)
@@ -58,14 +60,14 @@ class SeededWeights(Mapping[str, Tensor]):
         shape = size_of(name, self._config)
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
-        return drawn(name, shape, self._draw, self._device)
+        return draw_matrix(name, shape, self._draw, self._device)
 
     def dtypes(self) -> set[torch.dtype]:
-        """Those of the tensors; none is drawn for it."""
+        """Return the dtypes of the tensors, without drawing any."""
         return {torch.bfloat16}
 
     def sizes(self) -> dict[str, int]:
-        """Elements of each tensor; none is drawn for it."""
+        """Return the number of elements of each tensor, without drawing any."""
         return {name: math.prod(size_of(name, self._config)) for name in self._names}
 
     def __iter__(self) -> Iterator[str]:
@@ -75,21 +77,21 @@ class SeededWeights(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def drawn(name: str, shape: tuple[int, ...], draw: Draw, device: torch.device) -> Tensor:
-    """A matrix [out, in] in bf16: element i is a hash of (seed, name, i) as a number between -std √3 and +std √3."""
+def draw_matrix(name: str, shape: tuple[int, ...], draw: Draw, device: torch.device) -> Tensor:
+    """Return a matrix [out, in] in bf16: element i is a hash of (seed, name, i), scaled to between -std √3 and +std √3."""
     key = int.from_bytes(hashlib.sha256(f"{VERSION} {draw.seed} {name}".encode()).digest()[:8], "little", signed=True)
     scale = torch.tensor(draw.std * 3**0.5 / (1 << _BITS - 1), dtype=torch.float32, device=device)
     out = torch.empty(shape[0] * shape[1], dtype=torch.bfloat16, device=device)
     for begin in range(0, len(out), _CHUNK):
         end = min(begin + _CHUNK, len(out))
-        number = _mixed(torch.arange(begin, end, device=device), key) & ((1 << _BITS) - 1)
+        number = _mix(torch.arange(begin, end, device=device), key) & ((1 << _BITS) - 1)
         middle = (2 * number - ((1 << _BITS) - 1)).to(torch.float32).mul_(0.5)
         out[begin:end] = middle.mul_(scale)
     return out.view(shape)
 
 
-def _mixed(x: Tensor, key: int) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) of key + x, on int64 [n], which wraps."""
+def _mix(x: Tensor, key: int) -> Tensor:
+    """Apply SplitMix64's finaliser (Steele, Lea, Flood 2014) to key + x, on int64 [n], which wraps around."""
     x = x.mul_(-7046029254386353131).add_(key)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = x.bitwise_xor_((x >> shift) & ((1 << 64 - shift) - 1)).mul_(factor)
@@ -97,7 +99,7 @@ def _mixed(x: Tensor, key: int) -> Tensor:
 
 
 def size_of(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Shape of a weight of a decoder (`base.decoder_plan`)."""
+    """Return the shape of a weight of a decoder (`base.decoder_plan`)."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head = int(config.get("head_dim") or hidden // heads)
     inner = int(config["moe_intermediate_size" if ".experts." in name else "intermediate_size"])
@@ -113,12 +115,14 @@ def size_of(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def make(out: Path, config: Mapping[str, Any], seed: int = 0, std: float = STD) -> Path:
-    """Write `out` unless it exists; returns it. config: a Hugging Face config, whose tokens become words `w0`, `w1`, ...
-    Raises UnsupportedModel for one that artd does not train."""
+    """Write `out` unless it exists. Returns `out`. `config`: a Hugging Face config, whose tokens become words `w0`, `w1`, ...
+
+    Raises UnsupportedModel for a model that artd does not train.
+    """
     plan_for(config)
     if out.exists():
         return out
-    with appearing(out) as partial:
+    with create_folder(out) as partial:
         write_json(partial / "config.json", dict(config) | {"torch_dtype": "bfloat16"})
         write_json(partial / SEEDED, {"version": VERSION, "seed": seed, "std": std})
         write_tokenizer(partial, int(config["vocab_size"]), int(config["max_position_embeddings"]))

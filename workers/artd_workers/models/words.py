@@ -1,6 +1,6 @@
-"""A tokenizer made on the spot: words `w0`, `w1`, ... apart by white space, without any special token.
+"""Makes a tokenizer of words `w0`, `w1`, ... separated by white space, without any special token.
 
-Purpose: random models need token ids to have a spelling, and nothing that ends a sequence but its length. Owner of: no state.
+Random models need token ids that have a spelling, and nothing but length may end a sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 def write_tokenizer(folder: Path, size: int, length: int) -> None:
-    """`tokenizer.json` and its settings. size: words, any other one is `w0`; length: longest sequence."""
+    """Write `tokenizer.json` and its settings. `size`: number of words, any other word is `w0`; `length`: longest sequence in
+    tokens."""
     words = {f"w{number}": number for number in range(size)}
     unused: dict[str, Any] = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     tokenizer = unused | {

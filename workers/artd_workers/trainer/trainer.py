@@ -211,14 +211,14 @@ class Trainer:
                 registry.adopt(self.config.family)
                 Objective(self.spec.loss)  # a run whose loss cannot be had fails before its first step
                 policy, self._trained = open_model(self.spec, self.ranks.parallel)
-                self._base_files.unchanged()
+                self._base_files.check_unchanged()
             with self.ranks.in_step():
                 self._serving = serving.serving_of(policy, self._trained, self.spec, self._port, self.ranks)
             self._policy = policy
             seconds["build"] = time.perf_counter() - started
         else:  # the served weights are made from the base files, which are read again
             with self.ranks.share_errors():
-                self._base_files.unchanged()
+                self._base_files.check_unchanged()
         return self._policy
 
     def _base_scores(self, policy: Policy) -> canary.Base | None:
@@ -226,7 +226,7 @@ class Trainer:
         Collective: every rank calls it.
         """
         if self.spec.rollout_weights_mode == "lora" and self._base is None:
-            self._base = canary.of_base(policy)
+            self._base = canary.score_base(policy)
         return self._base
 
     def _begin(self, job: Run, seconds: dict[str, float]) -> State:
@@ -265,9 +265,9 @@ class Trainer:
         started = time.perf_counter()
         with Staging(Path(job.dir), seconds.progress) as staging:
             self._trained.stage(staging)
-            staging.sharded(OPTIMIZER_FILE, moments)
+            staging.add_shards(OPTIMIZER_FILE, moments)
             staging.json(folder.STATE, state)
-            staging.weights(self.spec.rollout_weights_mode, snapshot.entries, self._trained.held())
+            staging.weights(self.spec.rollout_weights_mode, snapshot.entries, self._trained.held_entries())
             sha = staging.finish(
                 run=self.config.run, step=job.step, epoch=job.epoch, lineage=job.lineage,
                 parent=job.parent.sha if job.parent else "", batch=job.batch_sha, base_digest=self.config.base_digest,

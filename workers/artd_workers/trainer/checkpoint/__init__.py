@@ -1,1 +1,1 @@
-"""Checkpoint folders: written, read back, and measured against what was trained."""
+"""Checkpoint folders: writes them, reads them back, and measures them against what was trained."""

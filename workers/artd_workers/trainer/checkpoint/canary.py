@@ -1,7 +1,7 @@
-"""The canary of a checkpoint: fixed prompts and what the trainer thinks of them.
+"""Makes the canary of a checkpoint: fixed prompts, and the logprobs that the trainer gives their tokens.
 
-Purpose: an engine that claims to serve a checkpoint must give the same logprobs. Owner of: no state.
-Invariants: prompts depend on the vocabulary and the special ids alone, so that all checkpoints of a run share them.
+An engine that serves the checkpoint must give the same logprobs. The prompts depend only on the vocabulary and the special ids,
+so all checkpoints of a run share them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from artd_workers.trainer.tree_mask import hidden
 PROMPTS, TOKENS = 4, 32
 _SEED = 20_640
 FP32_TOY, FP32, BF16_MEAN, BF16_MAX = 1e-5, 2e-4, 0.05, 2.0
-"""Bounds in nats, at least: fp32 models of at most `TOY_LAYERS` layers, other fp32 ones, the mean of bf16 engines; a single token
-may stray much further in bf16 where it is improbable."""
+"""The smallest bounds in nats: for fp32 models of at most `TOY_LAYERS` layers, for other fp32 models, and for the mean and the maximum of bf16
+engines. In bf16 a single improbable token may differ much more than the mean."""
 ROUTED_MEAN, ROUTED_MAX = 0.2, 4.0
-"""The same where rounding may send a token to another expert. Seen in bf16 with random weights of std 0.08 to 0.3: means of
+"""The smallest bounds where rounding may send a token to another expert. Measured in bf16 with random weights of std 0.08 to 0.3: means of
 0.02 to 0.11, single tokens up to 1.5."""
 COARSE, FINE = 3.0, 8.0
-"""How many times what `rounding.otherwise` makes of the canary an engine may be off; deep or sharp models amplify rounding.
-COARSE: of a trainer that rounds to bf16 itself, where one nudge lets all that follows round otherwise (36 layers of Qwen3-8B with
-random weights on an H200: it made a mean of 0.053, and the engine was 0.044 to 0.058 off). FINE: of an fp32 trainer, where nothing but
-the nudges shows (Hugging Face's models in bf16 were 1.5 to 3.5 times as far off; in fp32, 3 to 24 layers with weights of std 0.02
-to 0.25, 0.9 to 3.6 times in the mean and up to 4.8 times in the largest)."""
+"""An engine's difference may be this many times the difference that `rounding.otherwise` makes; deep or sharp models amplify rounding.
+
+COARSE is for a trainer that rounds to bf16 itself, where one changed rounding changes all later ones (36 layers of Qwen3-8B with random weights on
+an H200: a mean of 0.053, and the engine differed by 0.044 to 0.058). FINE is for an fp32 trainer, where only the added roundings show (Hugging Face's
+models in bf16 differed 1.5 to 3.5 times as much; in fp32, 3 to 24 layers with weights of std 0.02 to 0.25, 0.9 to 3.6 times in the mean and up
+to 4.8 times at most)."""
 TIE = 2.0
-"""An fp32 engine may choose otherwise where two experts' logits are closer than this many times its bound."""
+"""An fp32 engine may choose another expert where two experts' logits differ by less than this many times its bound."""
 TOY_LAYERS = 4
 
 
 def prompts(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """PROMPTS lists of TOKENS seeded ids, none of them special."""
+    """Return PROMPTS lists of TOKENS seeded ids, none of them special."""
     allowed = torch.tensor([i for i in range(plan.vocab_size) if i not in plan.special_ids])
     generator = torch.Generator().manual_seed(_SEED)
     chosen = allowed[torch.randint(len(allowed), (PROMPTS, TOKENS), generator=generator)]
@@ -53,10 +54,10 @@ def prompts(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def bounds(
     plan: Plan, engine_dtype: str, gap: float = math.inf, room: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[float, float]:
-    """(largest, mean) |difference| in nats that an engine of this dtype may show.
+    """Return the (largest, mean) |difference| in nats that an engine of this dtype may show.
 
-    gap: smallest distance of router logits that decided for an expert in the canary's tokens (inf: no routers).
-    room: (largest, mean) at least, of what rounding makes of this model.
+    `gap`: the smallest difference of router logits that decided for an expert in the canary's tokens (infinite without
+    routers). `room`: (largest, mean) difference that rounding explains for this model; the result is at least as large.
     """
     routed = (ROUTED_MAX, ROUTED_MEAN)
     if engine_dtype != "float32":
@@ -70,7 +71,7 @@ def bounds(
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of one forward, as `Policy.hidden_logits` takes them, that a policy is asked about."""
+    """Tokens of one forward, as `Policy.hidden_logits` takes them, with the rows whose next token is scored."""
 
     tokens: Tensor
     positions: Tensor
@@ -79,19 +80,24 @@ class Row:
 
 
 def row(plan: Plan) -> Row:
-    """All prompts in one row, each a tree of its own: the weights are read once instead of once per prompt. Asked about
-    every token but the last of each."""
+    """Return all prompts in one row, each a tree of its own, so that the weights are read once and not once per prompt.
+
+    Every token but the last of each prompt is scored.
+    """
     until = torch.arange(1, PROMPTS + 1).repeat_interleave(TOKENS) * TOKENS
     rows = torch.arange(PROMPTS * TOKENS).view(PROMPTS, TOKENS)[:, :-1].flatten()
-    # The dense mask: for so few tokens a GPU need not compile an attention of its own.
+    # A dense mask, because compiling an attention kernel is not worth it for so few tokens.
     return Row(torch.tensor(prompts(plan)).flatten(), torch.arange(TOKENS).repeat(PROMPTS), hidden(until), rows)
 
 
 def score(
     policy: Policy, engine_dtype: str, least: Callable[[float], float] = float, base: Base | None = None
 ) -> Canary:
-    """The canary of the policy as it is now. least: smallest of all ranks' values, where several make up the policy; base: what
-    `of_base` gave, for an engine that is served the adapter alone. Raises ArithmeticError when a score is not finite."""
+    """Return the canary of the policy as it is now. Raises ArithmeticError when a score is not finite.
+
+    `least` returns the smallest of all ranks' values, where several ranks make up the policy. `base`: the result of score_base,
+    for an engine that is served the adapter alone.
+    """
     asked = row(policy.plan)
     with narrowest_choices(policy.model) as gaps:
         found = logprobs(policy, asked)
@@ -99,7 +105,7 @@ def score(
         raise ArithmeticError("the updated weights give logprobs that are not finite; lower the learning rate")
     if policy.model.config.params_dtype != torch.float32:
         engine_dtype = "bfloat16"  # the trainer's own rounding is as coarse
-    moved = rounded(policy, asked, found, getattr(torch, engine_dtype))
+    moved = measure_rounding(policy, asked, found, getattr(torch, engine_dtype))
     narrowest = min([*gaps, base.gap if base is not None else math.inf], default=math.inf)
     largest, mean = bounds(policy.plan, engine_dtype, least(narrowest), room(policy, moved))
     told = Canary(prompts=_rows(asked.tokens), logprobs=_rows(found), max_abs=largest, mean_abs=mean)
@@ -110,27 +116,30 @@ def score(
 
 @dataclass(frozen=True)
 class Base:
-    """The canary without the adapter. logprobs: as of `logprobs`; gap: between the two experts that were hardest to choose from
-    (infinite without experts): an engine's rounding may choose the other one in these scores, too."""
+    """The canary without the adapter. `logprobs`: as from `logprobs`. `gap`: see `bounds`.
+
+    An engine's rounding may choose another expert in these scores, too.
+    """
 
     logprobs: Tensor
     gap: float
 
 
-def of_base(policy: Policy) -> Base:
+def score_base(policy: Policy) -> Base:
     with detached(policy.model), narrowest_choices(policy.model) as gaps:
         found = logprobs(policy, row(policy.plan))
     return Base(found, min(gaps, default=math.inf))
 
 
-def rounded(policy: Policy, asked: Row, found: Tensor, dtype: torch.dtype) -> Tensor:
-    """|difference| of each score that one rounding to `dtype` of every module's output makes. found: `logprobs` without it."""
+def measure_rounding(policy: Policy, asked: Row, found: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the |difference| of each score when every module's output is rounded once to `dtype`. `found`: the scores without
+    it."""
     with otherwise(policy.model, dtype):
         return (logprobs(policy, asked) - found).abs()
 
 
 def room(policy: Policy, moved: Tensor) -> tuple[float, float]:
-    """(largest, mean) difference in nats that rounding explains. moved: of `rounded`."""
+    """Return the (largest, mean) difference in nats that rounding explains. `moved`: the result of `measure_rounding`."""
     times = FINE if _is_fine(policy) else COARSE
     return times * float(moved.max()), times * float(moved.mean())
 
@@ -145,7 +154,7 @@ def _rows(flat: Tensor) -> tuple[tuple[Any, ...], ...]:
 
 @torch.no_grad()
 def logprobs(policy: Policy, asked: Row) -> Tensor:
-    """Of the tokens after `asked.rows`, fp32 [n]."""
+    """Return the logprobs of the tokens after `asked.rows`, fp32 [n]."""
     targets = asked.tokens[asked.rows + 1]
     heat = torch.ones(len(targets))
     return policy.score(asked.tokens, asked.positions, asked.seen, asked.rows, targets, heat).logprobs

@@ -1,9 +1,8 @@
-"""A checkpoint folder: written once, complete and fsynced before its manifest, read back bit for bit.
+"""A checkpoint folder: what it contains, and how it is read back bit for bit.
 
-Purpose: the durable form of a step: adapter or every weight, optimizer, RNG, data position, the table of weights as served,
-canary.
-Owner of: nothing; `staging` writes. Invariants: safetensors and JSON only (no pickle); nothing of a folder is used whose sha256
-is not the manifest's.
+It is the durable form of a step: adapter or every weight, optimizer, RNG, data position, the table of served weights, and the
+canary. `writer` writes it, every file before the manifest. It has safetensors and JSON only, no pickle. A file whose sha256 is
+not the manifest's is never used.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .writer import Files
 SUFFIX = ".safetensors"
 STATE = "state.json"
 SHARD = 1 << 30
-"""Bytes of one file of moments: files are hashed, written and read beside each other, and one alone by one core."""
+"""Bytes of one file of moments. Several files are hashed, written and read in parallel; a single one keeps one core busy."""
 READERS = 8
 
 
@@ -48,8 +47,11 @@ class CheckpointError(ValueError):
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """`state.json`. rng: base64 of torch's CPU generator state; cuda_rng: of the GPU's, not there without one;
-    batches, trained_tokens: consumed since step 0."""
+    """The content of `state.json`.
+
+    `rng`: base64 of the state of torch's CPU generator; `cuda_rng`: of the GPU's, unset without a GPU. `batches`,
+    `trained_tokens`: consumed since step 0.
+    """
 
     step: int
     rng: str = ""
@@ -60,7 +62,8 @@ class State(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A committed checkpoint in memory: adapter in PEFT names or weights in Hugging Face names, optimizer tensors by name."""
+    """A committed checkpoint in memory: an adapter by PEFT names or weights by Hugging Face names, and the optimizer's tensors
+    by name."""
 
     manifest: CheckpointManifest
     weights: dict[str, Tensor]
@@ -69,13 +72,13 @@ class Loaded:
 
 
 def with_rng(state: State, cuda: bool) -> State:
-    """The state with the generators as they are now. cuda: the GPU's too."""
+    """Return the state with the present states of the generators. `cuda`: the GPU's too."""
     gpu = _text(torch.cuda.get_rng_state()) if cuda else UNSET
     return msgspec.structs.replace(state, rng=_text(torch.get_rng_state()), cuda_rng=gpu)
 
 
 def set_rng_state(state: State, cuda: bool) -> None:
-    """Undo `with_rng`. What was trained without a GPU tells nothing of its generator."""
+    """Restore the generators from `with_rng`. A checkpoint that was trained without a GPU has no state of its generator."""
     torch.set_rng_state(_bytes(state.rng))
     if cuda and state.cuda_rng is not UNSET:
         torch.cuda.set_rng_state(_bytes(state.cuda_rng))
@@ -90,7 +93,7 @@ def _bytes(text: str) -> Tensor:
 
 
 def entry_of(name: str, tensor: Tensor) -> WeightEntry:
-    """Table entry of a contiguous CPU tensor; sha256 of its bytes."""
+    """Return the table entry of a contiguous CPU tensor, with the sha256 of its bytes."""
     raw = tensor.detach().view(-1).view(torch.uint8).numpy().data
     return WeightEntry(
         name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashlib.sha256(raw).hexdigest()
@@ -98,26 +101,28 @@ def entry_of(name: str, tensor: Tensor) -> WeightEntry:
 
 
 def is_listed(tensor: Tensor, entry: WeightEntry) -> bool:
-    """Whether a contiguous CPU tensor has the bytes of a row of a weight table."""
+    """Return whether a contiguous CPU tensor has the bytes that an entry of a weight table lists."""
     return (sum_of(tensor) if entry.sum64 is not None else entry_of(entry.name, tensor).sha256) == entry.known
 
 
 class Staging(Files):
-    """`Files` that takes tensors too."""
+    """`Files` that also takes tensors."""
 
     def tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a safetensors file; the same tensors give the same bytes. They may not change before `finish` returns, and
-        what goes wrong is raised there."""
+        """Write a safetensors file; the same tensors give the same bytes.
+
+        The tensors must not change before `finish` returns; `finish` also raises any error of this write.
+        """
         self.stream(name, tensor_file.chunks(tensors))
 
-    def sharded(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """The same in files of about `SHARD` bytes; see `shards_of`."""
+    def add_shards(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors as `tensors` does, in files of about `SHARD` bytes; see `shards_of`."""
         for file, part in shards(name, tensors).items():
             self.tensors(file, part)
 
 
 def shards(name: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Files by name, of about `SHARD` bytes each, with tensors in the order of their names."""
+    """Divide tensors into files of about `SHARD` bytes, sorted by their names. Returns {file: tensors}."""
     cut: list[dict[str, Tensor]] = [{}]
     room = SHARD
     for key in sorted(tensors):
@@ -130,13 +135,13 @@ def shards(name: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
 
 
 def _shard_names(name: str, count: int) -> list[str]:
-    """`name` itself where one file is enough, else as Hugging Face names the parts of a model."""
+    """Return `name` itself for one file, else names like those that Hugging Face gives the parts of a model."""
     stem = name.removesuffix(SUFFIX)
     return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)] if count > 1 else [name]
 
 
 def shards_of(name: str, files: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's files that hold what `Staging.sharded` wrote under this name. Raises KeyError where none does."""
+    """Return the files of a checkpoint that `Staging.add_shards` wrote under this name. Raises KeyError when there is none."""
     part = re.compile(rf"{re.escape(name.removesuffix(SUFFIX))}-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
     found = sorted(file for file in files if file == name or part.fullmatch(file))
     if not found:
@@ -145,7 +150,7 @@ def shards_of(name: str, files: Iterable[str]) -> list[str]:
 
 
 def read(ref: CheckpointRef, weights: str) -> Loaded:
-    """Read a committed checkpoint. weights: the file with what is trained, ADAPTER_FILE or MODEL_FILE.
+    """Read a committed checkpoint. `weights`: the file with what is trained, ADAPTER_FILE or MODEL_FILE.
 
     Raises CheckpointError when a file is missing or not the one committed.
     """
@@ -161,8 +166,8 @@ def read(ref: CheckpointRef, weights: str) -> Loaded:
             _read(folder / ADAPTER_CONFIG_FILE, shas[ADAPTER_CONFIG_FILE])  # the adapter's rank and scale
         return Loaded(
             manifest,
-            tensor_file.parsed(trained),
-            {key: tensor for file in moments for key, tensor in tensor_file.parsed(file).items()},
+            tensor_file.parse(trained),
+            {key: tensor for file in moments for key, tensor in tensor_file.parse(file).items()},
             msgspec.json.decode(state.data, type=State),
         )
     except CheckpointError:

@@ -1,17 +1,17 @@
-"""What is lost when an adapter is merged into weights of the engine's dtype: `merge_*` of a train job's metrics.
+"""Measures what is lost when an adapter is merged into weights of the engine's dtype: `merge_*` of a train job's metrics.
 
-Purpose: small updates vanish when W + (alpha/r) B A is rounded: a bf16 weight keeps its value until an update exceeds 1/512
-to 1/256 of it (what fp32 masters are for: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.1). For all
-adapted weights W with Delta = (alpha/r) B A, served S = round(W + Delta) and R = round(W), elements counted once each:
+Small updates vanish when W + (alpha/r) B A is rounded: a bf16 weight keeps its value until an update exceeds 1/512 to 1/256 of
+it (fp32 masters solve the same problem in training: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section
+3.1). For all adapted weights W with Delta = (alpha/r) B A, served S = round(W + Delta) and R = round(W), with each element
+counted once:
 
     merge_changed = number of S != R / number of elements
     merge_served  = sum of (S - R) Delta / sum of Delta Delta      (the projection of what is served on the exact update)
-    merge_kl      = mean over a row's tokens of KL(adapter || merged), in nats, of the whole vocabulary
+    merge_kl      = mean over a row's tokens of KL(adapter || merged), in nats, over the whole vocabulary
 
-Definitions: issue 6, deliverable 8. Owner of: no state. Invariants: after a measurement the policy is what it was, also
-after an error; one layer's merged weights are in memory at a time; B A is one product in fp32, so of the roundings that
-`merge` does in its own order about one in 10^5 may come out otherwise; all ranks of a model measure together, and get the
-same numbers.
+A measurement leaves the policy unchanged, also after an error. One layer's merged weights are in memory at a time. B A is one
+product in fp32, so about one in 10^5 roundings may differ from those of `merge`, which multiplies in its own order. Collective:
+all ranks of a model measure together, and get the same numbers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from . import canary
 from .canary import Row
 
 _CHUNK = 1 << 26
-"""Elements merged at a time, unless one matrix has more: a few fp32 buffers of 256 MiB."""
+"""Elements merged at a time, unless one matrix has more: this takes a few fp32 buffers of 256 MiB."""
 
 
 def metrics(policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> dict[str, float]:
-    """`measure` on the canary's prompts, for a run whose engine is served what was rounded; else nothing, and neither where the
-    model does not hold the stored base weights, of which the served ones are made.
+    """Return `measure` of the canary's prompts, where the engine is served rounded weights; else nothing.
 
-    Costs one pass over the adapted weights and two forwards of the canary's 128 tokens.
+    It returns nothing either where the model does not hold the stored base weights, from which the served ones are made. It
+    costs one pass over the adapted weights and two forwards of the canary's 128 tokens.
     """
     if spec.parameters != "lora" or spec.rollout_weights_mode != "merged" or spec.engine.dtype == "float32":
         return {}
@@ -51,11 +51,11 @@ def metrics(policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> dict[s
 
 @torch.no_grad()
 def measure(policy: Policy, dtype: torch.dtype, row: Row) -> dict[str, float]:
-    """merge_changed, merge_served (left out where the adapter changes nothing) and merge_kl of a policy with an adapter.
+    """Return merge_changed, merge_served (left out where the adapter changes nothing) and merge_kl of a policy with an adapter.
 
-    dtype: the engine's, to which every weight is rounded, also those without an adapter; row: tokens for the KL. Both
-    policies compute in the trainer's dtype and route live: what their KL is without any rounding of weights, the rounding
-    of the trainer's activations, is a floor below it.
+    `dtype`: the engine's, to which every weight is rounded, also one without an adapter. `row`: the tokens for the KL. Both
+    policies compute in the trainer's dtype and route live, so the rounding of the trainer's activations alone gives merge_kl a
+    lower limit.
     """
     exact = logprobs(policy, row)
     served = _Served(dtype)
@@ -69,24 +69,28 @@ def measure(policy: Policy, dtype: torch.dtype, row: Row) -> dict[str, float]:
 
 
 def logprobs(policy: Policy, row: Row) -> Tensor:
-    """Of every token of the vocabulary, fp64 [rows, vocab]."""
+    """Return the logprobs of every token of the vocabulary, fp64 [rows, vocab]."""
     return policy.logits(row.tokens, row.positions, row.seen, row.rows).double().log_softmax(-1)
 
 
 def divergence(one: Tensor, two: Tensor) -> float:
-    """KL(one || two) of logprobs [rows, vocab], in nats, mean over the rows."""
+    """Return KL(one || two) of logprobs [rows, vocab], in nats, the mean over the rows."""
     return float((one.exp() * (one - two)).sum(-1).mean())
 
 
 class _Served:
-    """Puts the weights that an engine would serve in place of a model's, and counts while it merges."""
+    """Replaces a model's weights by those that an engine would serve, and counts while it merges."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._counts: list[Tensor] = []
 
     def sums(self) -> list[float]:
-        """Over all adapted elements of the whole model: those that changed, (S - R) Delta, Delta Delta, and their number."""
+        """Return sums over all adapted elements of the whole model: how many changed, (S - R) Delta, Delta Delta, and their
+        number.
+
+        Collective: every rank calls it.
+        """
         total = torch.stack(self._counts).sum(0)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
@@ -94,14 +98,17 @@ class _Served:
 
     @contextmanager
     def instead(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a forward of the model takes served weights and no adapter: a layer's while it runs, all others throughout."""
+        """Make a forward of the model use served weights and no adapter.
+
+        A layer's weights are replaced while it runs, all other weights throughout.
+        """
         layers = {layer: dict(layer.named_modules(prefix="layer")) for layer in model.decoder.layers}
         inner = {module for modules in layers.values() for module in modules.values()}
         with ExitStack() as now, ExitStack() as whole:
-            whole.enter_context(self._swapped({path: one for path, one in model.named_modules() if one not in inner}))
+            whole.enter_context(self._replace({path: one for path, one in model.named_modules() if one not in inner}))
 
             def before(layer: nn.Module, _args: Any) -> None:
-                now.enter_context(self._swapped(layers[layer]))
+                now.enter_context(self._replace(layers[layer]))
 
             def after(_layer: nn.Module, _args: Any, _output: Any) -> None:
                 now.close()
@@ -112,8 +119,8 @@ class _Served:
             yield
 
     @contextmanager
-    def _swapped(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Inside, the parameters that these modules have themselves are as served. modules: by path in the model."""
+    def _replace(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Replace the parameters that these modules own by served ones. `modules`: by path in the model."""
         adapters = {one: adapter for one in modules.values() if (adapter := getattr(one, "adapter", None)) is not None}
         own = {id(parameter) for adapter in adapters.values() for parameter in adapter.parameters()}
         kept: list[tuple[nn.Parameter, Tensor]] = []
@@ -124,7 +131,7 @@ class _Served:
                         continue
                     kept.append((parameter, parameter.data))
                     if module in adapters:
-                        parameter.data = self._merged(parameter.data, adapters[module], ".experts." in path)
+                        parameter.data = self._merge(parameter.data, adapters[module], ".experts." in path)
                     else:
                         parameter.data = parameter.data.to(self._dtype).to(parameter.dtype)
                 if module in adapters:
@@ -136,8 +143,8 @@ class _Served:
             for module, adapter in adapters.items():
                 module.adapter = adapter
 
-    def _merged(self, weight: Tensor, adapter: Any, expert: bool) -> Tensor:
-        """weight [out, in], or [experts, out, in] -> the same with its adapter, as served, in its own dtype."""
+    def _merge(self, weight: Tensor, adapter: Any, expert: bool) -> Tensor:
+        """Merge a weight [out, in] or [experts, out, in] with its adapter, as served. Returns it in its own dtype."""
         state = parallel_state
         # Ranks that hold the same part each count their share of it.
         copies = state.get_expert_data_parallel_world_size() if expert else state.get_data_parallel_world_size(True)
@@ -151,7 +158,7 @@ class _Served:
         return out
 
     def _piece(self, weight: Tensor, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Fills out; gives what `sums` adds up, fp64."""
+        """Fill `out` with the merged weight. Returns what `sums` adds up, fp64."""
         weight, update = weight.float(), torch.bmm(b, a)
         before, served = weight.to(self._dtype), (weight + update).to(self._dtype)
         moved = served.float() - before.float()
@@ -162,5 +169,5 @@ class _Served:
 
 
 def _inner(one: Tensor, two: Tensor) -> Tensor:
-    """Sum of the products: of a line in fp32, of lines in fp64."""
+    """Return the sum of products: within a line in fp32, over the lines in fp64."""
     return (one * two).sum(-1).sum(dtype=torch.float64)

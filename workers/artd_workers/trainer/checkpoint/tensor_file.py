@@ -1,9 +1,9 @@
-"""A safetensors file chunk by chunk: written without a copy of it in memory, read into the one it stays in.
+"""Writes and reads a safetensors file in chunks: writing never copies all of it, and reading fills the memory in which it
+stays.
 
-Purpose: a checkpoint has tens of GB in a hundred thousand tensors. They are gathered where they lie, on a GPU too, and come to
-the host in few large copies. Owner of: the buffers of one file under way. Invariants: the bytes are those of
-`safetensors.torch.save(tensors, {"format": "pt"})` (format: huggingface/safetensors, README, "Format"); what is read has
-the sha256 asked for, and the very bytes that were hashed are used.
+A checkpoint has tens of GB in a hundred thousand tensors. They are gathered on their own device, a GPU too, and reach the host
+in few large copies. The bytes are those of `safetensors.torch.save(tensors, {"format": "pt"})` (format:
+huggingface/safetensors, README, "Format"). A file that is read is hashed, and the hashed bytes themselves are used.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from torch import Tensor
 from . import writer
 
 TYPES = {"I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By the format's names, in the order in which a file has them."""
+"""The format's name of each dtype, in the order in which a file stores them."""
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _ORDER = {dtype: number for number, dtype in enumerate(TYPES.values())}
 _WORD = 8
 _MAKING = Lock()
-"""One chunk is made at a time: that is Python, tensor by tensor, and several threads of it take the interpreter from each other,
-and from those that hash and write, 5 ms at a time. On an H200 eight threads made 10 GB of chunks in 5.1 s, one in 1.6."""
+"""Held while a chunk is made. That runs Python code for each tensor, and several such threads would take the interpreter from each other and from the
+threads that hash and write, 5 ms at a time. On an H200 eight threads made 10 GB of chunks in 5.1 s, one in 1.6 s."""
 Bytes = NDArray[np.uint8]
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The file's bytes; see `Files.stream`. Tensors of one device, with any strides, that do not change meanwhile. Raises
-    ValueError for a dtype that no checkpoint has."""
+    """Yield the file's bytes; see `Files.stream`. Raises ValueError for a dtype that no checkpoint has.
+
+    The tensors are on one device, with any strides, and must not change meanwhile.
+    """
     if odd := [name for name, tensor in tensors.items() if tensor.dtype not in _ORDER]:
         raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}, which no checkpoint holds")
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(device)  # chunks are gathered in another thread, on a stream of their own
+        torch.cuda.synchronize(device)  # another thread gathers the chunks, on a stream of its own
     return _one_at_a_time(_chunks(sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))))
 
 
@@ -82,7 +84,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _cut(tensors: Iterator[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Flat pieces of tensors of one dtype, as many together as `size` bytes hold."""
+    """Yield lists of flat pieces of tensors of one dtype; each list fills at most `size` bytes."""
     pieces: list[Tensor] = []
     room = 0
     for tensor in tensors:
@@ -102,29 +104,29 @@ def _cut(tensors: Iterator[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 class _OnHost:
-    """A buffer for one chunk after the other."""
+    """A host buffer that holds one chunk after the other."""
 
     def __init__(self, size: int) -> None:
         self._host = torch.empty(size, dtype=torch.uint8)
 
     def take(self, pieces: list[Tensor]) -> memoryview:
-        return _gathered(pieces, self._host).numpy().data
+        return _gather(pieces, self._host).numpy().data
 
 
 class _OnGpu(_OnHost):
-    """The same for tensors of a GPU: gathered there, and copied at once into pinned memory."""
+    """A buffer for tensors of a GPU: pieces are gathered there, and copied at once into pinned memory."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._stream = _stream(device)
 
     def take(self, pieces: list[Tensor]) -> memoryview:
-        if not pieces[0].is_cuda:  # an optimizer's count of steps
+        if not pieces[0].is_cuda:  # the optimizer's step count is on the CPU
             return super().take(pieces)
-        # Where a tensor did not lie together, its pieces are of a copy that is still being made.
+        # `reshape` may have copied a tensor that is not contiguous; wait until that copy is done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            found = _gathered(pieces, torch.empty(len(self._host), dtype=torch.uint8, device=pieces[0].device))
+            found = _gather(pieces, torch.empty(len(self._host), dtype=torch.uint8, device=pieces[0].device))
             host = self._host[: len(found)].copy_(found, non_blocking=True)
             self._stream.synchronize()
         return host.numpy().data
@@ -132,12 +134,12 @@ class _OnGpu(_OnHost):
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all files: the memory that torch keeps for a stream serves the next one too."""
+    """Return one stream for all files, so that the memory which torch keeps for it serves the next file too."""
     return torch.cuda.Stream(device)
 
 
-def _gathered(pieces: list[Tensor], into: Tensor) -> Tensor:
-    """Flat pieces of one dtype one behind the other in a buffer of bytes; the part of it that they fill."""
+def _gather(pieces: list[Tensor], into: Tensor) -> Tensor:
+    """Copy flat pieces of one dtype one after the other into a buffer of bytes. Returns the part that they fill."""
     into = into[: sum(map(_bytes, pieces))]
     torch.cat(pieces, out=into.view(pieces[0].dtype))
     return into
@@ -147,7 +149,7 @@ def _gathered(pieces: list[Tensor], into: Tensor) -> Tensor:
 
 
 def read(path: Path) -> tuple[Bytes, str]:
-    """A whole file, uint8, and its sha256, which is made beside reading. Raises OSError."""
+    """Read a whole file. Returns its bytes, uint8, and its sha256, which another thread computes meanwhile. Raises OSError."""
     sha, at = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="artd-read") as hashing:
         data = np.empty(path.stat().st_size, dtype=np.uint8)
@@ -157,8 +159,8 @@ def read(path: Path) -> tuple[Bytes, str]:
     return data[:at], sha.hexdigest()
 
 
-def parsed(data: Bytes) -> dict[str, Tensor]:
-    """The tensors of a file, in its order: parts of `data`, not copies. Raises ValueError for what is no such file."""
+def parse(data: Bytes) -> dict[str, Tensor]:
+    """Return the tensors of a file, in its order, as views of `data`. Raises ValueError for bytes that are not such a file."""
     try:
         start = _WORD + int.from_bytes(data[:_WORD].tobytes(), "little")
         fields = msgspec.json.decode(data[_WORD:start].tobytes(), type=dict[str, Any])

@@ -1,8 +1,7 @@
-"""The files of one checkpoint, on their way to the disk.
+"""Writes the files of one checkpoint to a staging folder, several large ones in parallel.
 
-Owner of: a staging folder until the daemon commits it, and the threads that write large files beside each other. Invariants:
-every file is durable before `manifest.json` is begun, so a manifest that can be read tells of a whole folder, even after a
-power loss; what a thread failed with is raised before that; no torch, so that whoever has no tensors writes the same way.
+Every file is durable before `manifest.json` is begun, so a manifest that can be read describes a complete folder, even after a
+power loss. An error of a thread is raised before that. It imports no torch, so code without tensors can use it too.
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ from artd_schema.manifest import MANIFEST_FILE, WEIGHTS_FILE, CheckpointManifest
 CHUNK = 32 << 20
 """Bytes of a large file that are hashed and written at a time."""
 BUFFERS = 3
-"""Chunks of a file in memory: one is made while one is hashed and one written."""
+"""Chunks of a file in memory: one is made while one is hashed and one is written."""
 STREAMS = 8
-"""Files that are written beside each other; the next one begins when one of them has ended."""
+"""Files that are written in parallel; the next one begins when one of them has ended."""
 SYNC_EVERY = 8 * CHUNK
-"""Bytes after which the disk is told to begin: left alone, Linux keeps a file of some GB in memory until its fsync."""
+"""Bytes after which the file is synced. Otherwise Linux keeps a file of some GB in memory until its final fsync."""
 
 
 class Files:
-    """Writes the files of one checkpoint. `finish` makes it complete; until then it has no manifest and counts for nothing.
-    Left by `with`, no thread of it works any more. progress: called after each file, and each chunk of a large one, by the
-    thread that wrote it."""
+    """Writes the files of one checkpoint. `finish` completes it; until then it has no manifest and does not count.
+
+    After `with`, none of its threads works any more. `progress` is called after each file and each chunk of a large one, by the
+    thread that wrote it.
+    """
 
     def __init__(self, folder: Path, progress: Callable[[], None] = lambda: None) -> None:
         if folder.exists():
@@ -60,10 +61,10 @@ class Files:
         self._progress()
 
     def stream(self, name: str, chunks: Iterator[memoryview]) -> None:
-        """Write a file beside whatever else is written; what goes wrong is raised by `finish`.
+        """Write a file in parallel to others; `finish` raises its errors.
 
-        chunks: asked for in another thread, one at a time. The memory of one may be used again when the one `BUFFERS` after it
-        is asked for.
+        Another thread reads `chunks`, one at a time. A chunk's memory may be used again when the chunk `BUFFERS` later is
+        requested.
         """
         self._streams.append(self._pool.submit(_pour, self.folder / name, chunks, self._stop, self._progress))
 
@@ -74,7 +75,7 @@ class Files:
         self.json(WEIGHTS_FILE, WeightTable(mode=mode, tensors=tuple(entries), held=tuple(held)))
 
     def finish(self, **fields: Any) -> str:
-        """Write the manifest from its remaining fields; returns its sha256. Raises OSError of any file."""
+        """Write the manifest with these further fields. Returns its sha256. Raises OSError of any file."""
         for error in self._wait():
             raise error
         self._files += [one.result() for one in self._streams]
@@ -88,21 +89,21 @@ class Files:
         return digest(data)
 
     def _wait(self) -> list[BaseException]:
-        """Until every stream has ended; the errors. One that fails ends the others."""
+        """Wait until every stream has ended. Returns the errors. The first one that fails ends the others."""
         done, _ = wait(self._streams, return_when=FIRST_EXCEPTION)
         if any(one.exception() for one in done):
             self._stop.set()
         errors = [error for one in self._streams if (error := one.exception())]
-        # What the others then end with says less than what the first one met.
+        # The first error comes first; the others only say that they were stopped.
         return sorted(errors, key=lambda error: isinstance(error, Stopped))
 
 
 class Stopped(Exception):
-    """A stream was told to end."""
+    """Raised in a stream that must end because another one failed."""
 
 
 def _pour(path: Path, chunks: Iterator[memoryview], stop: Event, progress: Callable[[], None]) -> FileEntry:
-    """Write a whole file and fsync it. Hashing, writing and waiting for the disk let the interpreter go: each in a thread."""
+    """Write a whole file and fsync it. Hashing, writing and syncing release the interpreter, so each has a thread."""
     if stop.is_set():
         raise Stopped(f"{path.name} was given up")
     sha, size, unsynced, handle = hashlib.sha256(), 0, 0, _create(path)
@@ -152,7 +153,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """fsync a folder: the names in it are durable."""
+    """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -63,7 +63,7 @@ class FusedAdapter(nn.Module):
         d_b = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
         return (*a.float().mul_(self.scale).split(rank), *d_b)
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def list_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(PEFT name, parameter): A then B of each part."""
         for part, a, b in zip(self.row.parts, self.a, self.b, strict=True):
             name_a, name_b = peft_names(part)
@@ -72,7 +72,7 @@ class FusedAdapter(nn.Module):
 
     def slots(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(PEFT name, tensor) of tensors by own name, which here is the same."""
-        return ((name, own[name]) for name, _ in self.named())
+        return ((name, own[name]) for name, _ in self.list_parameters())
 
 
 class Adapted(nn.Module):
@@ -142,13 +142,13 @@ class Lora:
         for path, adapter in self._adapters.items():
             model.get_submodule(path).adapter = adapter.to(device)
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def list_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(own name, parameter), in table order; own names are PEFT's but for grouped experts."""
         for adapter in self._adapters.values():
-            yield from adapter.named()
+            yield from adapter.list_parameters()
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.named()]
+        return [parameter for _, parameter in self.list_parameters()]
 
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients."""
@@ -156,7 +156,7 @@ class Lora:
 
     def sizes(self) -> dict[str, torch.Size]:
         """Shape of every tensor on disk by PEFT name, in table order."""
-        return {name: slot.shape for name, slot in self.outward(dict(self.named())).items()}
+        return {name: slot.shape for name, slot in self.outward(dict(self.list_parameters())).items()}
 
     def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by PEFT name, which is what is on disk, in table order; parts of the given ones, not copies."""
@@ -166,12 +166,12 @@ class Lora:
     def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by own name, on the CPU; raises ValueError when the names are not exactly this adapter's."""
         self._check_names(stored, self._names)
-        own = {name: torch.empty(parameter.shape, dtype=parameter.dtype) for name, parameter in self.named()}
+        own = {name: torch.empty(parameter.shape, dtype=parameter.dtype) for name, parameter in self.list_parameters()}
         for name, slot in self.outward(own).items():
             slot.copy_(stored[name])
         return own
 
-    def changed(self) -> None:
+    def refresh_weights(self) -> None:
         # torch's fused kernels write without counting it, and what was made of the old values would be taken for theirs.
         torch.autograd.graph.increment_version(self.parameters())
 
@@ -190,7 +190,7 @@ class Lora:
 
     def state(self) -> Adapter:
         """The live parameters without gradient (not copies) by PEFT name, in table order."""
-        return self.outward({name: parameter.detach() for name, parameter in self.named()})
+        return self.outward({name: parameter.detach() for name, parameter in self.list_parameters()})
 
     @torch.no_grad()
     def load(self, adapter: Mapping[str, Tensor]) -> None:
@@ -204,7 +204,7 @@ class Lora:
                 )
         # By whole parameters: on a GPU each copy has its price.
         own = self.inward(adapter)
-        for name, parameter in self.named():
+        for name, parameter in self.list_parameters():
             parameter.copy_(own[name])
 
     def _check_names(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:

@@ -1,1 +1,1 @@
-"""What is trained: LoRA adapters or every weight, whole or sharded."""
+"""The parameters that a run trains: LoRA adapters or every weight, on one rank or sharded."""

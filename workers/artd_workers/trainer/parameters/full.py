@@ -1,9 +1,9 @@
-"""Every weight of a model trained: fp32 masters, and beside them, on a GPU, the rounded weights that it computes with.
+"""Trains every weight of a model: fp32 masters and, on a GPU, the rounded weights that the model computes with.
 
-Purpose: `FullState` is a run's `Trained` and its own `ParameterSet`, in Megatron's layout. Owner of: the masters.
-Invariants: what is on disk, clipped and stepped is fp32; where the model computes in fp32 its weights are the masters, where
-it computes in bf16 they are the masters' rounding, made anew after whatever changes these; a weight's gradients are added up
-in fp32, row by row, and never stay beside the weight.
+`FullState` is a run's `Trained` and also its `ParameterSet`, in Megatron's layout. It owns the masters. What is stored, clipped
+and stepped is fp32. Where the model computes in fp32, its weights are the masters; where it computes in bf16, they are the
+masters' rounding, made again after each change. A weight's gradients are summed in fp32, row by row, and are never kept beside
+the weight.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class FullState:
     views = False
 
     def __init__(self, policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> None:
-        """policy: its weights require gradients from now on; `initialise` or `load` sets them. Raises ValueError when the
-        run cannot be served."""
+        """Make the weights of `policy` require gradients; `initialise` or `load` sets them.
+
+        Raises ValueError when the run cannot be served.
+        """
         rounded = policy.model.config.params_dtype != torch.float32
         if spec.rollout_weights_mode != "merged":
             raise ValueError("parameters='full' has no adapter to serve: use rollout_weights_mode='merged'")
@@ -47,7 +49,7 @@ class FullState:
         self._masters = self._make_masters(rounded)
 
     def _make_masters(self, rounded: bool) -> dict[str, nn.Parameter]:
-        """By name; rounded: the model's weights cannot be them."""
+        """Return the masters by name. `rounded`: the model's own weights are rounded and cannot be masters."""
         return {name: _master(one) if rounded else one for name, one in self._weights.items()}
 
     @property
@@ -56,7 +58,7 @@ class FullState:
 
     # ---- what the optimizer works on ----------------------------------------------------------------------------------
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def list_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._masters.items()
 
     def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -72,7 +74,7 @@ class FullState:
         return gradient_norm(list(self._masters.values()))
 
     @torch.no_grad()
-    def changed(self) -> None:
+    def refresh_weights(self) -> None:
         for name, weight in self._weights.items():
             if weight is not self._masters[name]:
                 weight.copy_(self._masters[name])
@@ -88,34 +90,34 @@ class FullState:
         self._set(tensors)
 
     def collect(self) -> None:
-        """One process has them all."""
+        """Do nothing: one process has all parameters."""
 
     def release(self) -> None:
-        """Nothing was brought."""
+        """Do nothing: `collect` brought nothing."""
 
     def state(self) -> dict[str, Tensor]:
-        """The masters on the CPU, without gradient, in Hugging Face names and the base's order; not all are copies."""
+        """Return the masters on the CPU, without gradient, by Hugging Face names in the base's order; not all are copies."""
         return self.outward({name: master.detach().cpu() for name, master in self._masters.items()})
 
     def stage(self, staging: Staging) -> None:
         staging.tensors(MODEL_FILE, self.state())
 
-    def held(self) -> tuple[WeightEntry, ...]:
+    def held_entries(self) -> tuple[WeightEntry, ...]:
         return ()  # there is no adapter
 
-    def served(self) -> Iterator[tuple[str, Tensor]]:
+    def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self._spec.engine.dtype)
-        # Rounded where they lie, so that a GPU sends the half. Copied even where nothing is rounded: training goes on.
+        # Round on the device, so that a GPU sends half the bytes. The result is a copy in any case, because training goes on.
         own = {name: master.detach().to(dtype).cpu() for name, master in self._masters.items()}
         return merged_tensors(self.outward(own), {}, 1.0, dtype)
 
     @torch.no_grad()
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
         self._fill({name: master.detach() for name, master in self._masters.items()}, tensors)
-        self.changed()
+        self.refresh_weights()
 
     def _fill(self, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors in Hugging Face names into own ones. Raises ValueError when names or shapes differ."""
+        """Copy tensors with Hugging Face names into own ones. Raises ValueError when names or shapes differ."""
         slots = apart(self._model, own)
         for name, tensor in self._codec.to_megatron(tensors):
             if tensor.shape != slots[name].shape:
@@ -126,22 +128,24 @@ class FullState:
 
 
 def _owners(policy: Policy) -> dict[str, nn.Parameter]:
-    """A model's parameters by name, in the order of the weight table; a layer's grouped experts are one."""
+    """Return a model's parameters by name, in the order of the weight table; a layer's grouped experts are one parameter."""
     parameters = dict(policy.model.named_parameters())
     names = (row.megatron for row in policy.plan.codec.rows)
     return {own: parameters[own] for own in (n if n in parameters else EXPERT.sub("", n) for n in names)}
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:
-    """An fp32 parameter that takes a weight's gradients."""
+    """Return an fp32 parameter that receives a weight's gradients."""
     master = nn.Parameter(torch.empty_like(weight, dtype=torch.float32))
     weight.register_post_accumulate_grad_hook(partial(_pass_on, master))
     return master
 
 
 def _pass_on(master: nn.Parameter, weight: Tensor) -> None:
-    """Add a weight's gradient to its master's. It comes rounded to the weight's dtype, once a row: docs/benchmarks.md, "Long rows", says
-    why that is left so."""
+    """Add a weight's gradient to its master's.
+
+    It arrives rounded to the weight's dtype, once per row; docs/benchmarks.md, "Long rows", says why.
+    """
     grad, weight.grad = weight.grad, None
     if grad is None:
         return

@@ -1,11 +1,10 @@
-"""Every weight trained by several processes that share each row: each has the whole model, and a part of every master.
+"""Trains every weight with several processes that share each row: each has the whole model and a shard of every master.
 
-Purpose: `ShardedState` is `FullState` with masters, and so the optimizer's moments, shared out evenly (ZeRO stage 1: Rajbhandari et
-al., arXiv:1910.02054, section 5.1). Megatron's distributed optimizer does the same, and gives the same numbers; docs/adr/0003 says
-why it is not used.
-Owner of: this rank's parts, each a stretch of a flattened weight; the sums of gradients of a step.
-Invariants: what is on disk does not tell how many processes there were; every method that says "together" is called by all
-ranks, in the same order; weights are equal on all ranks, bit for bit.
+`ShardedState` is `FullState` with the masters, and so the optimizer's moments, sharded evenly (ZeRO stage 1: Rajbhandari et
+al., arXiv:1910.02054, section 5.1). Megatron's distributed optimizer does the same and gives the same numbers; docs/adr/0003
+says why it is not used. It owns this rank's shards, each a stretch of a flattened weight, and the gradient sums of a step.
+Files on disk do not depend on the number of processes. Weights are equal on all ranks, bit for bit. All ranks call a method
+marked "Collective:", in the same order.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class ShardedState(FullState):
             self._sum(name)[: grad.numel()].add_(grad.flatten())
 
     def _sum(self, name: str) -> Tensor:
-        """Flat, with zeros behind up to what the ranks' parts are together."""
+        """Return a weight's gradient sum, flat, padded with zeros to a multiple of the ranks."""
         if name not in self._sums:
             master = self._masters[name]
             self._sums[name] = torch.zeros(len(master) * dist.get_world_size(), device=master.device)
         return self._sums[name]
 
     def gradient_norm(self) -> float:
-        """As of `FullState`, over all ranks, together; gives each rank its parts of the gradients."""
+        """Return the 2-norm over all ranks, and give each rank its shards of the gradients. Collective."""
         for name, master in self._masters.items():
             master.grad = torch.empty_like(master)
             dist.reduce_scatter_tensor(master.grad, self._sum(name))
@@ -63,27 +62,27 @@ class ShardedState(FullState):
         return math.sqrt(float(total))
 
     @torch.no_grad()
-    def changed(self) -> None:
-        """As of `FullState`, together."""
+    def refresh_weights(self) -> None:
+        """Make every rank's weights from the ranks' masters. Collective."""
         for name, weight in self._weights.items():
             weight.copy_(self._whole(name, self._masters[name].to(weight.dtype)))
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
-        """All ranks' parts of a tensor with a weight's shape, together, on the weight's device."""
+        """Gather all ranks' shards into a tensor with the weight's shape, on the weight's device. Collective."""
         weight = self._weights[name]
         flat = torch.empty(len(part) * dist.get_world_size(), dtype=part.dtype, device=weight.device)
         dist.all_gather_into_tensor(flat, part.to(weight.device))
         return flat[: weight.numel()].view(weight.shape)
 
     def _part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor."""
+        """Return this rank's shard of a tensor, flat."""
         size = dist.get_world_size()
         return F.pad(whole.flatten(), (0, -whole.numel() % size)).chunk(size)[dist.get_rank()]
 
     # ---- in checkpoints and engines -----------------------------------------------------------------------------------
 
     def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As of `FullState`, from the ranks' parts, together. Only the first rank gets numbers, on the CPU."""
+        """Gather the ranks' shards and convert them. Only the first rank gets numbers, on the CPU. Collective."""
         onto = "cpu" if dist.get_rank() == 0 else "meta"
         return super().outward({name: self._whole(name, own[name].detach()).to(onto) for name in self._weights})
 
@@ -92,7 +91,7 @@ class ShardedState(FullState):
 
     @torch.no_grad()
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
-        # Each rank reads all: nothing here waits for another, which may have failed to.
+        # Each rank reads everything, so none waits for another rank that may have failed.
         self._sums.clear()
         self.release()
         for name, whole in super().inward(tensors).items():
@@ -106,10 +105,10 @@ class ShardedState(FullState):
         self._collected = None
 
     def state(self) -> dict[str, Tensor]:
-        """The masters of `collect`, on the first rank."""
+        """Return the masters that `collect` gathered, on the first rank."""
         if self._collected is None:
-            raise RuntimeError("the masters lie in several processes: collect them first")
+            raise RuntimeError("the masters are in several processes: call collect() first")
         return self._collected
 
-    def served(self) -> Iterator[tuple[str, Tensor]]:
+    def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return merged_tensors(self.state(), {}, 1.0, getattr(torch, self._spec.engine.dtype))

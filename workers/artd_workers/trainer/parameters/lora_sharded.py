@@ -1,9 +1,9 @@
-"""An adapter of which each rank holds a part: gradients added up over the ranks, and the whole put together for the disk.
+"""An adapter of which each rank holds a shard: sums gradients over the ranks, and puts the whole together for the disk.
 
-Purpose: `SpreadLora` is `Lora` for a model that is spread over processes; what it reads and writes has the names, shapes and
-bits of one process, so a checkpoint does not tell how many there were. Owner of: no state beside `Lora`'s.
-Invariants: every method that says "together" is called by all ranks, in the same order; what each rank holds of the gradients
-before `gradient_norm` is a part of a sum, never a copy of it; copies of a parameter stay equal, bit for bit.
+`ShardedLora` is `Lora` for a model that several processes hold. It reads and writes the names, shapes and bits of one process,
+so a checkpoint does not depend on the number of processes. All ranks call a method marked "Collective:", in the same order.
+Before `gradient_norm`, a rank's gradients are parts of a sum, never copies of it. Copies of a parameter stay equal, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from artd_workers.trainer.parallel.layout import Parallel
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank holds of a whole tensor: its part `at`, which other ranks of `groups` have too; answers: it is this rank's
-    copy that counts where something is added up over all ranks."""
+    """What a rank holds of a whole tensor.
+
+    `at`: its shard, which other ranks of `groups` hold too. `answers`: whether this rank's copy counts where something is
+    summed over all ranks.
+    """
 
     at: tuple[slice, ...]
     groups: tuple[dist.ProcessGroup, ...]
     answers: bool
 
 
-class SpreadLora(Lora):
+class ShardedLora(Lora):
     """All adapters of this rank's part of a model."""
 
     views = False
@@ -43,14 +46,14 @@ class SpreadLora(Lora):
     def __init__(
         self, plan: Plan, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool, parallel: Parallel
     ) -> None:  # fmt: skip
-        """shapes: as of `Lora`, of the whole weights."""
+        """Make the adapters. `shapes`: (out, in) of the whole weights, as for `Lora`."""
         codec = parallel.codec(plan)
         super().__init__(codec, parallel.shapes(codec, shapes), rank, alpha, grouped)
         with torch.device("meta"):
             self._whole = Lora(plan.codec, shapes, rank, alpha, grouped)
-        self._shapes = {name: parameter.shape for name, parameter in self._whole.named()}
-        # A layer's own number counts within its stage.
-        self._whole_names = {name: parallel.whole_name(name, plan) for name, _ in self.named()}
+        self._shapes = {name: parameter.shape for name, parameter in self._whole.list_parameters()}
+        # A rank numbers layers within its pipeline stage.
+        self._whole_names = {name: parallel.whole_name(name, plan) for name, _ in self.list_parameters()}
         self._own_names = {whole: name for name, whole in self._whole_names.items()}
         self._cuts = dict(self._cut())
         self._device = torch.device("cpu")
@@ -58,7 +61,7 @@ class SpreadLora(Lora):
     def _cut(self) -> Iterator[tuple[str, Cut]]:
         for path, adapter in self._adapters.items():
             here = places(".experts." in path)
-            for name, parameter in adapter.named():
+            for name, parameter in adapter.list_parameters():
                 yield (
                     name,
                     _cut(
@@ -77,12 +80,12 @@ class SpreadLora(Lora):
         return self._whole.sizes()
 
     def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As of `Lora`, of the whole adapter, together. Only the first rank gets numbers, copies of all ranks' tensors."""
+        """Convert the whole adapter. Only the first rank gets numbers, copies of all ranks' tensors. Collective."""
         onto = next(iter(own.values())).device
-        return self._whole.outward({name: self._joined_up(name, own, onto) for name in self._shapes})
+        return self._whole.outward({name: self._join(name, own, onto) for name in self._shapes})
 
-    def _joined_up(self, name: str, own: Mapping[str, Tensor], onto: torch.device) -> Tensor:
-        # Integers: a sum with zeros keeps every bit of a number, that of -0.0 too.
+    def _join(self, name: str, own: Mapping[str, Tensor], onto: torch.device) -> Tensor:
+        # As integers, a sum with zeros keeps every bit, also that of -0.0.
         whole = torch.zeros(self._shapes[name], dtype=torch.int32, device=self._device)
         here = self._own_names.get(name)
         if here is not None and (cut := self._cuts[here]).answers:
@@ -96,9 +99,9 @@ class SpreadLora(Lora):
         return {name: whole[self._whole_names[name]][cut.at].contiguous() for name, cut in self._cuts.items()}
 
     def gradient_norm(self) -> float:
-        """As of `Lora`, over all ranks, together."""
+        """Return the 2-norm over all ranks, after summing the gradients. Collective."""
         counted: list[nn.Parameter] = []
-        for name, parameter in self.named():
+        for name, parameter in self.list_parameters():
             cut = self._cuts[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -115,16 +118,19 @@ class SpreadLora(Lora):
 def lora_of(
     plan: Plan, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool, parallel: Parallel
 ) -> Lora:
-    """The adapters of a model, or of this rank's part of it; arguments as of `Lora`. The process groups exist."""
+    """Return the adapters of a model, or of this rank's part of it; arguments as for `Lora`. The process groups must exist."""
     if parallel.world == 1:
         return Lora(plan.codec, shapes, rank, alpha, grouped)
-    return SpreadLora(plan, shapes, rank, alpha, grouped, parallel)
+    return ShardedLora(plan, shapes, rank, alpha, grouped, parallel)
 
 
 @dataclass(frozen=True)
 class Places:
-    """tensor: tensor-parallel rank, expert: expert-parallel rank; same: group of the ranks that hold the same part of each
-    split weight; split: group of those that hold its other parts."""
+    """Where this rank is among the shards of a weight.
+
+    `tensor`: tensor-parallel rank; `expert`: expert-parallel rank; `same`: group of the ranks with the same shard of each split
+    weight; `split`: group of the ranks with its other shards.
+    """
 
     tensor: int
     expert: int
@@ -133,7 +139,7 @@ class Places:
 
 
 def places(expert: bool) -> Places:
-    """Of this rank, for the experts' weights or for the others."""
+    """Return the place of this rank. `expert`: for the experts' weights, else for the other weights."""
     state = parallel_state
     number = state.get_expert_model_parallel_rank()
     if expert:
@@ -146,7 +152,7 @@ def places(expert: bool) -> Places:
 
 
 def _cut(whole: torch.Size, own: torch.Size, by_expert: bool, places: Places) -> Cut:
-    """by_expert: the first dimension counts experts."""
+    """Return what this rank holds. `by_expert`: the first dimension counts experts."""
     at, split = [], False
     for dim, (size, part) in enumerate(zip(whole, own, strict=True)):
         index = places.expert if by_expert and dim == 0 else places.tensor

@@ -1,9 +1,8 @@
 """What a run trains: an adapter beside frozen weights, or every weight. All that differs between the two is here.
 
-Purpose: `open_model` reads a run's base model and says what of it is trained; the trainer then only speaks to a `Trained`.
-Owner of: no state: masters belong to `Lora` and `FullState` (`ShardedState`).
-Invariants: names and layouts on disk are Hugging Face's or PEFT's, never Megatron's; checkpoint 0 of full parameters is the
-base; what the engine is served is rounded once, from fp32 to its dtype.
+`open_model` reads a run's base model and says what of it is trained; the trainer then uses only the `Trained`. `Lora` and
+`FullState` (`ShardedState`) own the masters. Names and layouts on disk are Hugging Face's or PEFT's, never Megatron's.
+Checkpoint 0 of full parameters is the base. Served weights are rounded once, from fp32 to the engine's dtype.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ class Trained(Protocol):
 
     @property
     def kind(self) -> Parameters:
-        """As the manifest says it."""
+        """The manifest's `parameters`: `lora` or `full`."""
         ...
 
     @property
     def file(self) -> str:
-        """Safetensors file of a checkpoint folder that `load` takes."""
+        """The safetensors file of a checkpoint folder that `load` reads."""
         ...
 
     @property
     def parameters(self) -> ParameterSet:
-        """What the optimizer works on."""
+        """The parameters that the optimizer works on."""
         ...
 
     def initialise(self, seed: int) -> None:
@@ -63,28 +62,28 @@ class Trained(Protocol):
         ...
 
     def collect(self) -> None:
-        """Bring here what other ranks have of the parameters, for `stage` and `served`; every rank calls it."""
+        """Gather other ranks' shards for `stage` and `served_tensors`. Collective: every rank calls it."""
         ...
 
     def release(self) -> None:
-        """Forget what `collect` brought."""
+        """Free what `collect` gathered."""
         ...
 
     def stage(self, staging: Staging) -> None:
-        """Write the files of the parameters as they are now."""
+        """Write the files of the present parameters."""
         ...
 
-    def served(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, new tensor) of what the engine is served, in push order."""
+    def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, new tensor) of what the engine is served, in push order."""
         ...
 
-    def held(self) -> tuple[WeightEntry, ...]:
-        """What an engine that is served the adapter alone must hold of it; empty where it is served merged weights."""
+    def held_entries(self) -> tuple[WeightEntry, ...]:
+        """Return table entries of what an engine must hold of the adapter; empty where it is served merged weights."""
         ...
 
 
 class AdapterState:
-    """A LoRA adapter; the base stays as it is."""
+    """A LoRA adapter; the base weights stay frozen."""
 
     kind: Parameters = "lora"
     file = ADAPTER_FILE
@@ -113,25 +112,25 @@ class AdapterState:
         staging.json(ADAPTER_CONFIG_FILE, config)
 
     def _whole(self) -> Adapter:
-        """The adapter where it lies: the live one, or what `collect` brought."""
+        """Return the adapter on its device: the live one, or what `collect` gathered."""
         return self.parameters.state() if self._collected is None else self._collected
 
-    def _stored(self) -> Adapter:
-        """The adapter on the CPU, copied there in few pieces; on a CPU the live one."""
+    def _copy_to_cpu(self) -> Adapter:
+        """Return the adapter on the CPU, copied in few pieces; on a CPU it is the live one."""
         if self._collected is not None:
             return {name: tensor.cpu() for name, tensor in self._collected.items()}
-        return self.parameters.outward({name: one.detach().cpu() for name, one in self.parameters.named()})
+        return self.parameters.outward({name: one.detach().cpu() for name, one in self.parameters.list_parameters()})
 
-    def held(self) -> tuple[WeightEntry, ...]:
+    def held_entries(self) -> tuple[WeightEntry, ...]:
         if self._spec.rollout_weights_mode != "lora":
             return ()
         return held.entries(self._whole(), self.parameters.scale, getattr(torch, self._spec.engine.dtype))
 
-    def served(self) -> Iterator[tuple[str, Tensor]]:
+    def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
         if self._spec.rollout_weights_mode == "lora":
-            return ((name, tensor.clone()) for name, tensor in sorted(self._stored().items()))
+            return ((name, tensor.clone()) for name, tensor in sorted(self._copy_to_cpu().items()))
         dtype = getattr(torch, self._spec.engine.dtype)
-        # The merge is elementwise: a GPU gives the same bits.
+        # The merge is elementwise, so a GPU gives the same bits.
         merged = merged_tensors(self.base, self._whole(), self.parameters.scale, dtype)
         return ((name, tensor.cpu()) for name, tensor in merged)
 

@@ -72,7 +72,7 @@ class OnHost:
     def stage(self) -> Snapshot:
         if not self._ranks.first:
             return Snapshot((), ())
-        tensors = tuple((folder.entry_of(name, tensor), tensor) for name, tensor in self._trained.served())
+        tensors = tuple((folder.entry_of(name, tensor), tensor) for name, tensor in self._trained.served_tensors())
         return Snapshot(tuple(entry for entry, _ in tensors), tensors)
 
 
@@ -121,7 +121,7 @@ def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | Non
         return _on_host(trained, ranks, lost)
     weight_lock = WeightLock({}, device=policy.device)
     if isinstance(lora := trained.parameters, Lora):
-        live = {name: parameter.detach() for name, parameter in lora.named()}
+        live = {name: parameter.detach() for name, parameter in lora.list_parameters()}
         weight_lock = WeightLock(live, partial(Lora.outward, lora), lora.scale, policy.device)
     spread = None if ranks.alone else _spread(codec, weights, shares, ranks)
     weight_source = WeightSource(port, codec, weights, weight_lock, getattr(torch, spec.engine.dtype), spread=spread)

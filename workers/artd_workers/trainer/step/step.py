@@ -49,7 +49,7 @@ class Optimizer:
     def make(cls, parameters: ParameterSet, spec: OptimizerSpec) -> Optimizer:
         """Fresh: no step taken."""
         kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in parameters.named():
+        for name, parameter in parameters.list_parameters():
             kinds[decays(name)].append(parameter)
         decay = {True: spec.weight_decay, False: 0.0}
         groups: list[dict[str, Any]] = [
@@ -64,12 +64,12 @@ class Optimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.set.named()]
+        return [parameter for _, parameter in self.set.list_parameters()]
 
     def step(self) -> None:
         """Change the parameters by their gradients."""
         self.torch.step()
-        self.set.changed()
+        self.set.refresh_weights()
 
     def state(self) -> dict[str, Tensor]:
         """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step. The
@@ -78,7 +78,7 @@ class Optimizer:
         step = 0
         for key in MOMENTS:
             own = {}
-            for name, parameter in self.set.named():
+            for name, parameter in self.set.list_parameters():
                 moments = self.torch.state.get(parameter, {})
                 held = moments[key] if moments else torch.zeros_like(parameter.detach())
                 own[name] = held if self.set.views else held.cpu()
@@ -93,7 +93,7 @@ class Optimizer:
         if step == 0:
             return
         moments = {key: self.set.inward(_of_kind(state, key)) for key in MOMENTS}
-        for name, parameter in self.set.named():
+        for name, parameter in self.set.list_parameters():
             own = {key: moments[key][name].to(parameter.device, copy=True) for key in MOMENTS}
             # torch's fused kernel reads the count where the parameter lies.
             counted = torch.tensor(step, device=parameter.device)

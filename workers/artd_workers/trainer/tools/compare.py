@@ -1,8 +1,7 @@
-"""Two checkpoint folders of the same job, compared: every metric, every tensor, every field.
+"""Compares two checkpoint folders of the same job: every metric, every tensor, every field.
 
-Purpose: say what a replayed job made otherwise, and by how much. Owner of: no state. Invariants: both folders are only
-read; equal means bit for bit (a NaN equals itself); of a checkpoint nothing is left out, not even a file that only one of
-the two folders has; one tensor at a time is in memory.
+It says what a replayed job made differently, and by how much. Both folders are only read. Equal means bit for bit; a NaN equals
+itself. Nothing of a checkpoint is left out, not even a file that only one folder has. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from artd_schema.manifest import MANIFEST_FILE, WEIGHTS_FILE, Canary, Checkpoint
 from artd_schema.replay_job import EnvironmentRow, ReplayRow
 
 CLOCKS = frozenset({"tokens_per_s"})
-"""Metrics that are a clock's reading: no run repeats them."""
+"""Metrics that depend on measured time, which no run repeats."""
 NUMBER_ABS, NUMBER_REL = 1e-4, 1e-3
-"""Numbers of another CPU, thread number or version may differ by NUMBER_ABS + NUMBER_REL * |committed|."""
+"""With another CPU, number of threads or version, a number may differ by NUMBER_ABS + NUMBER_REL * |committed|."""
 TENSOR_REL = 1e-2
-"""And its tensors by this, in the 2-norm: AdamW's first step is the gradient's sign, which rounding turns where it is 0."""
+"""There, a tensor may differ by this share of its 2-norm: AdamW's first step is the sign of the gradient, which rounding may flip where it is near 0."""
 _ELSEWHERE = ("files", "canary", "metrics", "environment")
 
 
 def compare(committed: Path, replayed: Path) -> Iterator[ReplayRow]:
-    """Rows of everything in the two folders: metrics, canary, manifest, then file by file."""
+    """Yield rows for everything in the two folders: metrics, canary, manifest, then file by file."""
     ours, theirs = (read_manifest(folder) for folder in (committed, replayed))
     yield from _metrics(ours.metrics, theirs.metrics)
     yield from _canary(ours.canary, theirs.canary)
@@ -46,7 +45,7 @@ def compare(committed: Path, replayed: Path) -> Iterator[ReplayRow]:
 
 
 def environment(committed: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[EnvironmentRow, ...]:
-    """In what two manifests' environments differ: one row for each dotted name."""
+    """Return where two manifests' environments differ: one row for each dotted name."""
     ours, theirs = _flat(committed), _flat(replayed)
     return tuple(
         EnvironmentRow(name=name, committed=ours.get(name, ""), replayed=theirs.get(name, ""))
@@ -106,12 +105,14 @@ def _scores(
 
 
 def _value(part: str, name: str, ours: object, theirs: object) -> ReplayRow:
-    """Two values of JSON; what is no short text or number is shown by its sha256."""
+    """Compare two JSON values. One that is neither a number nor a short text is shown by its sha256."""
     equal = to_json(ours) == to_json(theirs)
-    return ReplayRow(part=part, name=name, committed=_shown(ours), replayed=_shown(theirs), equal=equal, close=equal)
+    return ReplayRow(
+        part=part, name=name, committed=_summarise(ours), replayed=_summarise(theirs), equal=equal, close=equal
+    )
 
 
-def _shown(value: object) -> str | int | float | None:
+def _summarise(value: object) -> str | int | float | None:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
     return value if isinstance(value, str) and len(value) <= 64 else digest(to_json(value))
@@ -138,9 +139,9 @@ def _files(
 
 
 def _inside(ours: Path, theirs: Path, derived: bool) -> Iterator[ReplayRow]:
-    """Rows of what a file holds; none for a file whose bytes are all that there is to compare.
+    """Yield rows for the content of a file; none for a file that is compared only by its bytes.
 
-    derived: the stored tensors differ, so the hashes of the served ones, which follow from them, must differ too.
+    `derived`: the stored tensors differ, so the hashes of the served ones, which follow from them, must differ too.
     """
     if ours.suffix == ".safetensors":
         yield from _tensors(ours, theirs)
@@ -161,7 +162,7 @@ def _weights(ours: Path, theirs: Path, derived: bool) -> Iterator[ReplayRow]:
     theirs_by_name = {entry.name: entry.known for entry in tables[1].tensors}
     for entry in tables[0].tensors:
         a, b = entry.known, theirs_by_name.get(entry.name)
-        # A GPU lists checksums, a CPU sha256: then only the stored tensors tell.
+        # A GPU lists checksums, a CPU sha256. These cannot be compared; only the stored tensors can.
         equal = a == b if b is None or type(a) is type(b) else None
         close = equal is not False or (derived and b is not None)
         yield ReplayRow(part=WEIGHTS_FILE, name=entry.name, committed=a, replayed=b, equal=equal, close=close)
@@ -189,12 +190,12 @@ def _tensor(part: str, name: str, a: Tensor | None, b: Tensor | None) -> ReplayR
 
 
 def _sha(tensor: Tensor) -> str:
-    """sha256 of the raw little-endian bytes."""
+    """Return the sha256 of the raw little-endian bytes."""
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _relative(a: Tensor, b: Tensor) -> float | None:
-    """|a - b| over the larger of |a| and |b|, in the 2-norm and fp64; None where a value is not finite."""
+    """Return |a - b| over the larger of |a| and |b|, in the 2-norm and fp64; None where a value is not finite."""
     a, b = a.double(), b.double()
     found = float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp(min=1e-300))
     return found if math.isfinite(found) else None

@@ -1,8 +1,8 @@
-"""`python -m artd_workers.trainer.tools.export`: base and adapter merged, or weights trained in full, as a Hugging Face folder.
+"""`python -m artd_workers.trainer.tools.export`: writes a checkpoint as a Hugging Face folder, merged or fully trained.
 
-Purpose: the folder that `artctl export --format merged` hands out. Owner of: the output folder. Invariants: the one
-merge of `merge.py`, so the bits are those that the engine was served; where the checkpoint's `weights.json` lists the
-served tensors in the same dtype, every one is compared with it; experts have a checkpoint's names, one by one.
+`artctl export --format merged` runs it. It uses the same merge as serving, so the bits are those that the engine was served.
+Where the checkpoint's `weights.json` lists the served tensors in the same dtype, every tensor is compared with it. Experts have
+a checkpoint's names, one by one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", SE
 
 
 class ExportError(Exception):
-    """A checkpoint that cannot be exported: base or adapter is not what the step was trained on."""
+    """A checkpoint that cannot be exported: the base or the adapter is not what the step was trained on."""
 
 
 def export(base: Path, checkpoint: Path, out: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write `out`, which must not exist: weights of `dtype` in shards of at most `shard_bytes` (a larger tensor has one
-    of its own), config, tokenizer. Returns the number of tensors. Raises ExportError, ValueError (from the merge)."""
-    tensors, expected = _weights(base, checkpoint, dtype), _served(checkpoint, dtype)
+    """Write `out`, which must not exist: weights, config and tokenizer. Returns the number of tensors.
+
+    Weights have `dtype`, in shards of at most `shard_bytes`; a larger tensor gets a shard of its own. Raises ExportError, and
+    ValueError from the merge.
+    """
+    tensors, expected = _weights(base, checkpoint, dtype), _read_served_table(checkpoint, dtype)
     writer = _Shards(out, shard_bytes)
     out.mkdir(parents=True)
     for name, tensor in tensors:
@@ -57,7 +60,7 @@ def export(base: Path, checkpoint: Path, out: Path, dtype: torch.dtype, shard_by
 
 
 def _weights(base: Path, checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor of `dtype`) of every weight of a checkpoint, whose folder holds an adapter or all weights."""
+    """Yield (name, tensor of `dtype`) of every weight of a checkpoint, whose folder holds an adapter or all weights."""
     if (full := checkpoint / MODEL_FILE).is_file():
         return merged_tensors(Stored(full), {}, 1.0, dtype)
     config = json.loads((checkpoint / ADAPTER_CONFIG_FILE).read_text())
@@ -65,8 +68,8 @@ def _weights(base: Path, checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple
     return merged_tensors(open_base(base), adapter, config["lora_alpha"] / config["r"], dtype)
 
 
-def _served(checkpoint: Path, dtype: torch.dtype) -> dict[str, WeightEntry]:
-    """Rows of the merged tensors as served in this dtype, by name; empty when the table does not tell."""
+def _read_served_table(checkpoint: Path, dtype: torch.dtype) -> dict[str, WeightEntry]:
+    """Return the entries of the merged tensors, by name, if they were served in this dtype; else nothing."""
     path = checkpoint / WEIGHTS_FILE
     if not path.is_file():
         return {}

@@ -1,9 +1,9 @@
-"""`python -m artd_workers.trainer.tools.replay_job`: a committed job done again in a scratch folder, and compared.
+"""`python -m artd_workers.trainer.tools.replay_job`: does a committed job again in a scratch folder, and compares.
 
-Purpose: the part of `artd replay-job` that needs torch. Request: one `ReplayRequest` as JSON on stdin; answer: one
-`ReplayReport` as a JSON line on stdout, exit 0 (1 when its `error` is set). Owner of: the scratch folder that the
-request names. Invariants: the work is `Trainer.run` and nothing else, with the threads of the committed run; inputs and
-result are used only after their sha256 was found to be the committed one; nothing else is written to stdout.
+It is the part of `artd replay-job` that needs torch. Request: one `ReplayRequest` as JSON on stdin. Answer: one `ReplayReport`
+as a JSON line on stdout, exit 0, or 1 when its `error` is set; nothing else is written to stdout. The work is `Trainer.run` and
+nothing else, with the threads of the committed run. Inputs and result are used only after their sha256 was found to be the
+committed one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from artd_workers.trainer.__main__ import versions
 
 
 class Damaged(ValueError):
-    """A committed file is gone or not what was committed: there is nothing to replay from or to compare with."""
+    """A committed file is gone or not what was committed, so there is nothing to replay from or to compare with."""
 
 
 def replay(request: ReplayRequest) -> ReplayReport:
@@ -38,7 +38,7 @@ def replay(request: ReplayRequest) -> ReplayReport:
 
     started = time.perf_counter()
     committed = check_checkpoint(request.committed)
-    # A restored folder is another instance than the one that did the job.
+    # A restored folder is another instance than the one that did the job, and the manifest names the instance.
     request = msgspec.structs.replace(request, run=msgspec.structs.replace(request.run, instance=committed.instance))
     rows = list(check_batch(request.run))
     threads = _train(request, committed.environment)
@@ -51,7 +51,7 @@ def replay(request: ReplayRequest) -> ReplayReport:
 
 
 def _train(request: ReplayRequest, environment: dict[str, Any]) -> int:
-    """Run the job; returns the number of threads."""
+    """Run the job. Returns the number of threads."""
     import torch
 
     from artd_workers.trainer.placement import prepare
@@ -73,35 +73,36 @@ def _train(request: ReplayRequest, environment: dict[str, Any]) -> int:
 
 
 def check_checkpoint(ref: CheckpointRef) -> CheckpointManifest:
-    """The manifest of a committed folder, of which every file is what was committed. Raises Damaged."""
+    """Return the manifest of a committed folder, after checking every file. Raises Damaged."""
     folder = Path(ref.dir)
     raw = _read(folder / MANIFEST_FILE)
     if digest(raw) != ref.sha:
-        raise Damaged(_damaged(folder / MANIFEST_FILE, digest(raw), ref.sha))
+        raise Damaged(_describe_damage(folder / MANIFEST_FILE, digest(raw), ref.sha))
     manifest = msgspec.json.decode(raw, type=CheckpointManifest)
     for entry in manifest.files:
         if (found := _hash(folder / entry.name)) != entry.sha256:
-            raise Damaged(_damaged(folder / entry.name, found, entry.sha256))
+            raise Damaged(_describe_damage(folder / entry.name, found, entry.sha256))
     return manifest
 
 
 def check_batch(run: Run) -> Iterator[ReplayRow]:
-    """One row for each tensor of the batch and of its replay bundle; none for init. Raises Damaged, naming file and tensor."""
+    """Yield one row for each tensor of the batch and of its replay bundle; none for init. Raises Damaged, which names file and
+    tensor."""
     if not run.batch:
         return
-    batch = _decoded(Path(run.manifest), run.batch_sha, BatchManifest)
+    batch = _decode(Path(run.manifest), run.batch_sha, BatchManifest)
     yield from _tensors("batch", Path(run.batch), batch.tensors)
     if batch.replay:
         if not run.replay_manifest:
             raise Damaged(f"batch {run.batch_sha[:16]} was trained with expert replay, but the job names no bundle")
-        bundle = _decoded(Path(run.replay_manifest), batch.replay, ReplayManifest)
+        bundle = _decode(Path(run.replay_manifest), batch.replay, ReplayManifest)
         yield from _tensors("replay", Path(run.replay), bundle.tensors)
 
 
-def _decoded(path: Path, sha: str, kind: Any) -> Any:
+def _decode(path: Path, sha: str, kind: Any) -> Any:
     raw = _read(path)
     if digest(raw) != sha:
-        raise Damaged(_damaged(path, digest(raw), sha))
+        raise Damaged(_describe_damage(path, digest(raw), sha))
     return msgspec.json.decode(raw, type=kind)
 
 
@@ -119,7 +120,7 @@ def _tensors(part: str, path: Path, described: dict[str, TensorInfo]) -> Iterato
         raise Damaged(f"{path} cannot be read: {error}") from None
     for name, info in described.items():
         if found[name] != info.sha256:
-            raise Damaged(f"tensor {name}: {_damaged(path, found[name], info.sha256)}")
+            raise Damaged(f"tensor {name}: {_describe_damage(path, found[name], info.sha256)}")
         yield ReplayRow(part=part, name=name, committed=info.sha256, replayed=found[name], equal=True, close=True)
 
 
@@ -138,7 +139,7 @@ def _hash(path: Path) -> str:
         raise Damaged(f"{path} is missing") from None
 
 
-def _damaged(path: Path, found: str, wanted: str) -> str:
+def _describe_damage(path: Path, found: str, wanted: str) -> str:
     return f"{path} is damaged: its sha256 is {found[:16]}, committed was {wanted[:16]}"
 
 
@@ -146,12 +147,12 @@ def _damaged(path: Path, found: str, wanted: str) -> str:
 
 
 def answer(raw: bytes) -> ReplayReport:
-    """The report for a request in JSON; every error is in it."""
+    """Return the report for a request in JSON. It contains every error."""
     try:
         return replay(msgspec.json.decode(raw, type=ReplayRequest))
     except Exception as error:
         traceback.print_exc()
-        # What Trainer.run refuses is said in words; anything else is a bug, and its kind helps to find it.
+        # A refusal of Trainer.run explains itself. Any other error is a bug, which its type helps to find.
         said = isinstance(error, ValueError | ArithmeticError | OSError)
         return ReplayReport(error=str(error) if said and str(error) else f"{type(error).__name__}: {error}")
 

@@ -1,9 +1,9 @@
-"""`python -m artd_workers.trainer.tools.score FOLDER`: sequences scored by a committed checkpoint, with expert replay and without.
+"""`python -m artd_workers.trainer.tools.score FOLDER`: scores sequences with a committed checkpoint, with router replay and
+without.
 
-Purpose: the trainer's side of `artctl mismatch`, in the layout of `artd_schema.score`. Owner of: `scores.safetensors` of the
-folder, written once all is scored. Invariants: the weights are the fp32 masters that training starts from (base and adapter
-unmerged, or every parameter), whatever the engine serves; both passes run in one process on the same threads; nothing else of
-the folder is changed.
+It is the trainer's side of `artctl mismatch`, in the layout of `artd_schema.score`. It writes only `scores.safetensors` to the
+folder, after everything is scored. The weights are the fp32 masters that training starts from (base and adapter unmerged, or
+every parameter), whatever the engine serves. Both passes run in one process with the same threads.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ if TYPE_CHECKING:
 
 
 class ScoreError(ValueError):
-    """The folder does not hold what it should; names the file and what is wrong with it."""
+    """The folder does not hold what it should; the text names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One sequence: tokens int64 [s], of which those from `prompt` on are scored; candidates int64 [s - prompt, K] ids that
-    are scored in their place too; routes [MoE layers, s - 1, topk] of all but the last token, or None."""
+    """One sequence: `tokens` int64 [s], of which those from `prompt` on are scored.
+
+    `candidates`: int64 [s - prompt, K] ids that are scored in their place too. `routes`: [MoE layers, s - 1, topk] of all but
+    the last token, or None.
+    """
 
     tokens: Tensor
     prompt: int
@@ -50,7 +53,7 @@ class Piece:
 
 
 def read_pieces(folder: Path, request: ScoreRequest, vocab_size: int) -> list[Piece]:
-    """Raises ScoreError."""
+    """Read the sequences of a folder. Raises ScoreError."""
     path = folder / SEQUENCES
     try:
         columns = load_file(path)
@@ -97,14 +100,14 @@ def _cut(
 
 @torch.no_grad()
 def score(policy: Policy, pieces: list[Piece], way: Pass) -> dict[str, Tensor]:
-    """One pass over all pieces; columns as `artd_schema.score` has them, without the pass's name."""
+    """Score all pieces in one pass. Returns the columns of `artd_schema.score`, without the pass's name."""
     found: dict[str, list[Tensor]] = {"logprobs": [], "candidates": [], "top_ids": [], "top_logprobs": []}
     for piece in pieces:
         size, targets = len(piece.tokens) - 1, piece.tokens[piece.prompt :, None]
         at, routes = torch.arange(piece.prompt - 1, size), piece.routes if way == REPLAY else None
 
         def read(hidden: Tensor, weight: Tensor, piece: Piece = piece, targets: Tensor = targets) -> Tensor:
-            """The logits of a long sequence never exist all at once."""
+            """Score in chunks, so that the logits of a long sequence never exist all at once."""
             for here in chunks(len(hidden)):
                 logprobs = (hidden[here] @ weight.t()).float().log_softmax(-1)
                 top = logprobs.topk(piece.candidates.shape[1], -1)
@@ -119,7 +122,7 @@ def score(policy: Policy, pieces: list[Piece], way: Pass) -> dict[str, Tensor]:
 
 
 def answer(folder: Path) -> None:
-    """Read the folder's request, score, write the scores. Raises ScoreError, CheckpointError, ValueError, OSError."""
+    """Read the folder's request, score, and write the scores. Raises ScoreError, CheckpointError, ValueError, OSError."""
     try:
         request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=ScoreRequest)
     except (OSError, *UNREADABLE) as error:

@@ -160,14 +160,14 @@ class GroupedAdapter(nn.Module):
         d_b = torch.empty_like(self.b).copy_(own.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))
         return a[:, : parts * rank].unflatten(1, (parts, rank)).float().mul_(self.scale), d_b
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def list_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(own name, parameter)."""
         yield f"{self._path}.lora_A", self.a
         yield f"{self._path}.lora_B", self.b
 
     def slots(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(PEFT name, its part of the own tensor), expert by expert; `own` by own name, of the parameters' shapes."""
-        a, b = (own[name] for name, _ in self.named())
+        a, b = (own[name] for name, _ in self.list_parameters())
         for expert, row in enumerate(self._rows):
             for index, part in enumerate(row.parts):
                 name_a, name_b = peft_names(part)
