@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from artd_schema.spec import LossSpec
-from artd_workers.trainer.batch.row_schedule import trained_in
+from artd_workers.trainer.batch.row_schedule import cut_trained
 from artd_workers.trainer.parallel import context, ranks
 from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.step.losses import LOSSES
@@ -37,7 +37,7 @@ def main() -> None:
 def parts(kind: str, rank: int) -> list[dict[str, Any]]:
     batch, objective, found = make_batch(), Objective(LossSpec(kind=kind)), []
     for row in batch.rows:
-        mine, _ = trained_in(row, rank, CUT)
+        mine, _ = cut_trained(row, rank, CUT)
         values = (mine.old_logprobs + 0.1).double().requires_grad_()
         part, _ = objective.row_loss(mine, values, shares(batch, "token"), batch.sequences)
         part.backward()

@@ -133,7 +133,7 @@ def gradients(policy: Policy) -> Gradients:
 
 def trained(policy: Policy, row: int, routes: Tensor | None) -> tuple[Tensor, Gradients]:
     """Loss and all gradients of one row in a step of its own."""
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         value = loss(policy, row, routes)
         value.backward()
         step.finish()

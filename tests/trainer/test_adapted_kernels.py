@@ -93,7 +93,7 @@ class OnePair:
         self.a, self.b = nn.Parameter(draw(EXPERTS, parts, RANK, width)), nn.Parameter(draw(EXPERTS, parts, out, RANK))
         self.scale = 0.5
 
-    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

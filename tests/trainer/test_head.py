@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_all_logits_in_float64(trained: bool) 
     (logprobs * counts).sum().backward()
     own = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
     with Logits(WORDS, weight.numel()) as seen:
-        found = logits.scored(*own, targets, heat)
+        found = logits.score_targets(*own, targets, heat)
         (found[0] * counts).sum().backward()
     assert found.dtype == torch.float32 and (found[0] - logprobs).abs().max() <= 1e-5
     assert (found[1] - entropy).abs().max() <= 1e-5
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_all_logits_in_float64(trained: bool) 
 def test_an_entropy_gives_no_gradient() -> None:
     hidden, weight, targets, heat, _ = drawn()
     leaf = hidden.clone().requires_grad_()
-    logits.scored(leaf, weight, targets, heat)[1].sum().backward()
+    logits.score_targets(leaf, weight, targets, heat)[1].sum().backward()
     assert not leaf.grad.any()
 
 
@@ -70,7 +70,7 @@ def test_no_token_is_no_error() -> None:
     """Of a row whose trained tokens other ranks have."""
     hidden, weight, targets, heat, _ = drawn()
     leaf = hidden[:0].clone().requires_grad_()
-    found = logits.scored(leaf, weight, targets[:0], heat[:0])
+    found = logits.score_targets(leaf, weight, targets[:0], heat[:0])
     found.sum().backward()
     assert found.shape == (2, 0) and leaf.grad.shape == (0, WIDTH)
 

@@ -77,7 +77,7 @@ def step(policy: Policy, trained: Any) -> tuple[Found, int]:
     shape = policy.plan.routes
     assert shape is not None
     routes = moe_rig.routes_rig.random_routes(shape, len(ROW.tokens), seed=3)
-    with policy.replaying(True) as replay, Wide(len(ROW.tokens) * shape.topk) as wide:
+    with policy.open_replay(True) as replay, Wide(len(ROW.tokens) * shape.topk) as wide:
         found = policy.score(
             ROW.tokens, ROW.positions, ROW.until, ROW.at, ROW.targets, ROW.temperatures, routes
         ).logprobs

@@ -172,7 +172,7 @@ def trained(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     row, shape = rig.only_row(moe_pieces(), 80), policy.plan.routes
     assert shape is not None and policy.lora is not None
     routes = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3)
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         found = policy.score(
             row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes
         ).logprobs
@@ -212,7 +212,7 @@ def test_experts_take_rows_that_a_dispatcher_sorted(toy_folders: dict[str, Path]
     counts = torch.bincount(chosen.flatten(), minlength=shape.experts)
     rows, _ = experts(x[order.order // shape.topk], counts, probs.flatten()[order.order])
     inputs = (x, probs, experts.linear_fc1.adapter.a, experts.linear_fc1.adapter.b, experts.linear_fc2.adapter.b)
-    found, wanted = rows[order.place].unflatten(0, (9, -1)).sum(1), experts.routed(x, probs, order)
+    found, wanted = rows[order.place].unflatten(0, (9, -1)).sum(1), experts.apply_routed(x, probs, order)
     assert (found - wanted).abs().max() <= 1e-5
     slopes = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
     assert all(rig.relative(a, b) <= 1e-5 for a, b in zip(*slopes, strict=True))
@@ -264,7 +264,7 @@ def test_recomputed_layers_are_replayed_and_change_nothing(
         policy = Policy(plan, build(plan, base, ALONE, one), lora)
         row = rig.only_row(moe_pieces(), 80)
         routes = moe_rig.routes_rig.random_routes(plan.routes, len(row.tokens), seed=3)
-        with policy.replaying(True) as step:
+        with policy.open_replay(True) as step:
             policy.score(
                 row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes
             ).logprobs.sum().backward()
@@ -291,7 +291,7 @@ def test_an_adapter_joined_is_the_adapter(toy_folders: dict[str, Path]) -> None:
     for path in ("self_attention.linear_qkv", "self_attention.linear_proj"):
         linear = one.model.get_submodule(f"decoder.layers.1.{path}")
         x = torch.randn(5, 1, linear.adapter.a[0].shape[1], generator=torch.Generator().manual_seed(6))
-        a, b = linear.adapter.joined(torch.float32)
+        a, b = linear.adapter.join(torch.float32)
         assert (x @ a.t() @ b.t() - linear.adapter(x)).abs().max() <= 1e-6
 
 
@@ -305,15 +305,15 @@ def test_what_is_made_of_an_adapter_follows_its_parameters(toy_folders: dict[str
     optimizer.torch.param_groups[0]["fused"] = True
     for _, parameter in lora.list_parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = [linear.adapter.joined(torch.float32) for linear in linears]
-    assert all(one is linear.adapter.joined(torch.float32) for one, linear in zip(before, linears, strict=True))
+    before = [linear.adapter.join(torch.float32) for linear in linears]
+    assert all(one is linear.adapter.join(torch.float32) for one, linear in zip(before, linears, strict=True))
     optimizer.step()
-    after = [linear.adapter.joined(torch.float32) for linear in linears]
+    after = [linear.adapter.join(torch.float32) for linear in linears]
     assert not any(
         torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True)
     )
     lora.load({name: torch.zeros_like(tensor) for name, tensor in lora.state().items()})
-    assert not any(part.any() for linear in linears for part in linear.adapter.joined(torch.float32))
+    assert not any(part.any() for linear in linears for part in linear.adapter.join(torch.float32))
 
 
 def test_an_adapted_product_is_a_linear_and_its_adapter(toy_folders: dict[str, Path]) -> None:
@@ -347,7 +347,7 @@ def test_a_grouped_router_that_strays_is_seen(toy_folders: dict[str, Path]) -> N
 
     routes = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3)
     grouped.model.decoder.layers[1].mlp.router.register_forward_hook(stray)
-    with grouped.replaying(True) as step, torch.no_grad():
+    with grouped.open_replay(True) as step, torch.no_grad():
         grouped.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes)
         with pytest.raises(ReplayError, match="MoE layer 1: the router differs from the given routes in 1 places"):
             step.finish()
@@ -360,7 +360,7 @@ def test_what_is_sent_is_copied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = torch.arange(5 * 7 * 6).view(5, 7, 6)
     for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.bool):
         for given in (whole.to(dtype), whole.to(dtype)[1:, :4, ::2], whole.to(dtype)[:0]):
-            found = placement._pinned(given)
+            found = placement._pin(given)
             assert found.dtype == dtype and found.is_contiguous() and torch.equal(found, given)
 
 
@@ -381,7 +381,7 @@ def test_replay_costs_one_conversion_a_row_whatever_the_layers(toy_folders: dict
     assert shape is not None and shape.layers > 1
     routes, counts = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3).to(torch.uint8), []
     for given in (None, routes):
-        with grouped.replaying(given is not None) as step, Counting() as counting:
+        with grouped.open_replay(given is not None) as step, Counting() as counting:
             grouped.score(
                 row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, given
             ).logprobs.sum().backward()
@@ -403,7 +403,7 @@ def test_routes_that_are_written_to_in_a_step_are_seen(toy_folders: dict[str, Pa
     routes = moe_rig.routes_rig.random_routes(shape, len(row.tokens), seed=3)
     grouped.model.decoder.layers[1].mlp.router.register_forward_hook(write)
     match = "micro-batch 0: its routes were written to"
-    with grouped.replaying(True), torch.no_grad(), pytest.raises(ReplayError, match=match):
+    with grouped.open_replay(True), torch.no_grad(), pytest.raises(ReplayError, match=match):
         grouped.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, routes)
 
 

@@ -107,7 +107,7 @@ def test_gradients_through_router_weights_are_finite_differences() -> None:
         logits = policy.hidden_logits(row.tokens, row.positions, row.hidden_from, row.at, FOREIGN[0])
         return -logits.log_softmax(-1).gather(-1, row.targets[:, None]).sum()
 
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         exact().backward()
         assert step.finish() == SHAPE.layers
     for router in routers(policy):
@@ -171,7 +171,7 @@ def test_recompute_changes_nothing(
     policies: dict[str, Policy], single: list[tuple[Tensor, Gradients]], kind: str
 ) -> None:
     policy = policies[kind]
-    with policy.replaying(True) as step, spied(policy) as seen:
+    with policy.open_replay(True) as step, spied(policy) as seen:
         value = loss(policy, 0, FOREIGN[0])
         value.backward()
         assert step.finish() == CALLS[kind] == len(seen)
@@ -186,7 +186,7 @@ def test_two_micro_batches_in_flight(
     """F0 F1 B0 B1; F0 F1 B1 B0; one backward of both; F0 F1 B0 F2 B1 B2 (pipelined, F2 is row 0 again)."""
     policy = policies[kind]
     rows = [0, 1, 0] if order == "between" else [0, 1]
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         values = [loss(policy, row, FOREIGN[row]) for row in (0, 1)]
         if order == "together":
             (values[0] + values[1]).backward()
@@ -211,7 +211,7 @@ def test_a_live_forward_inside_a_step_is_live(policies: dict[str, Policy]) -> No
     plain = loss(policy, 1, None)
     plain.backward()
     wanted = gradients(policy)
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         value = loss(policy, 0, FOREIGN[0])
         live = loss(policy, 1, None)
         value.backward()
@@ -275,9 +275,9 @@ def test_gradients_need_a_step(policy: Policy) -> None:
 
 def test_steps_do_not_nest(policy: Policy) -> None:
     with (
-        policy.replaying(True),
+        policy.open_replay(True),
         pytest.raises(RuntimeError, match="open already"),
-        policy.replaying(True),
+        policy.open_replay(True),
     ):
         pass
 
@@ -288,7 +288,7 @@ def test_steps_do_not_nest(policy: Policy) -> None:
 def test_a_router_call_outside_any_micro_batch_is_refused(policy: Policy) -> None:
     """Such as a recompute that no backward of a micro-batch has announced."""
     layer = policy.model.decoder.layers[1].mlp
-    with policy.replaying(True), torch.no_grad():
+    with policy.open_replay(True), torch.no_grad():
         loss(policy, 0, FOREIGN[0])
         with pytest.raises(ReplayError, match="MoE layer 1 was called outside any micro-batch"):
             layer(torch.zeros(4, 1, moe_rig.CONFIG["hidden_size"]))
@@ -298,7 +298,7 @@ def test_a_router_call_outside_any_micro_batch_is_refused(policy: Policy) -> Non
 def test_a_backward_that_comes_too_late_is_refused(policies: dict[str, Policy], moment: str) -> None:
     """Its recompute would route live."""
     policy = policies["full"]
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         value = loss(policy, 0, FOREIGN[0])
         if moment == "after finish":
             step.finish()
@@ -312,7 +312,7 @@ def test_a_backward_that_comes_too_late_is_refused(policies: dict[str, Policy], 
 
 def test_missing_calls_are_seen(policies: dict[str, Policy]) -> None:
     policy = policies["full"]
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         step.recomputed = (2,) * SHAPE.layers
         loss(policy, 0, FOREIGN[0]).backward()
         with pytest.raises(ReplayError, match=r"micro-batch 0, MoE layer 0: .* 1 forwards and 1 recomputed ones"):
@@ -323,10 +323,10 @@ def test_missing_calls_are_seen(policies: dict[str, Policy]) -> None:
 def test_a_surplus_call_gets_no_routes(policies: dict[str, Policy]) -> None:
     """They are gone by then."""
     policy = policies["full"]
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         step.recomputed = (0, 1, 1, 1)
         value = loss(policy, 0, FOREIGN[0])
-        with pytest.raises(ReplayError, match="micro-batch 0, MoE layer 0: routes were asked for once more"):
+        with pytest.raises(ReplayError, match="micro-batch 0, MoE layer 0: routes were needed once more"):
             value.backward()
     policy.model.zero_grad(set_to_none=True)
 
@@ -335,7 +335,7 @@ def test_a_surplus_call_gets_no_routes(policies: dict[str, Policy]) -> None:
 def test_routes_leave_the_device_with_their_row(policies: dict[str, Policy], kind: str) -> None:
     """Whatever else is in flight; and nothing that was used is kept to be compared at the step's end."""
     policy = policies[kind]
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         values = [loss(policy, row, FOREIGN[row]) for row in (0, 1)]
         for number in (1, 0):
             held = [micro.staged is not None for micro in step._micros]
@@ -351,7 +351,7 @@ def test_routes_leave_the_device_with_their_row(policies: dict[str, Policy], kin
 
 def test_recomputed_layers_keep_routes_in_a_byte(policies: dict[str, Policy]) -> None:
     policy = policies["full"]
-    with policy.replaying(True) as step:
+    with policy.open_replay(True) as step:
         value = loss(policy, 0, FOREIGN[0])
         staged = step._micros[0].staged
         assert staged is not None and staged.dtype == torch.uint8
@@ -368,7 +368,7 @@ def test_a_router_that_strays_from_its_target_is_seen(policy: Policy) -> None:
         return out[0], used
 
     handle = routers(policy)[1].register_forward_hook(stray)
-    with policy.replaying(True) as step, torch.no_grad():
+    with policy.open_replay(True) as step, torch.no_grad():
         loss(policy, 1, FOREIGN[1])
         with pytest.raises(ReplayError, match="micro-batch 0, MoE layer 1: the router differs"):
             step.finish()
@@ -406,7 +406,7 @@ def test_nothing_stays_after_an_exception(policies: dict[str, Policy], place: st
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("broken")
 
-    with pytest.raises(OSError, match="broken"), policy.replaying(True):
+    with pytest.raises(OSError, match="broken"), policy.open_replay(True):
         if place == "router":
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(routers(policy)[1], "routing", fail)

@@ -91,7 +91,7 @@ def test_what_a_failed_job_left_goes_with_the_next_load(toy_folders: dict[str, P
         train_step(one.policy, one.optimizer, make_batch(), LossSpec(), 0, cancelled=lambda: next(asked))
     one.state.collect()
     one.load(start)
-    with pytest.raises(RuntimeError, match="collect them first"):
+    with pytest.raises(RuntimeError, match="call collect"):
         one.state.state()
     one.step()
     assert_same(one.files(), wanted)

@@ -150,7 +150,7 @@ class Layer:
             OnePair(draw, experts, 2, self.hidden, self.inner),
             OnePair(draw, experts, 1, self.inner, self.hidden),
         )
-        (self.a1, self.b1), (self.a2, self.b2) = (pair.joined(self.dtype) for pair in self.pairs)
+        (self.a1, self.b1), (self.a2, self.b2) = (pair.join(self.dtype) for pair in self.pairs)
         self.low1, self.low2 = draw(rows, 2 * RANK), draw(rows, RANK)
         self.both, self.out = draw(rows, 2 * self.inner), draw(rows, self.hidden)
         self.slope = draw(rows, self.inner)
@@ -176,7 +176,7 @@ class OnePair(nn.Module):
                 d: ((SCALE * self.a.flatten(1, 2)).to(d), joined.to(d)) for d in (torch.bfloat16, torch.float16)
             }
 
-    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self._joined[dtype]
 
     def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

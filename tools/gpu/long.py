@@ -112,7 +112,7 @@ def short(layers: int) -> Item:
         batch = rows.with_routes(policy, rows.packed(2, 1, each, length - each, length, vocab))
         optimizer, rates = Optimizer.make(lora, OptimizerSpec(lr=1e-6)), dict[str, list[float]]()
         for way in ("before", "now", "before", "now"):
-            with mock.patch.object(head, "scored", before if way == "before" else head.scored):
+            with mock.patch.object(head, "score_targets", before if way == "before" else head.score_targets):
                 found = timed(policy, optimizer, batch, tiny, 3)
             rates.setdefault(way, []).append(found["tokens_per_s"])
             yield found | {"what": "rows of 8,192 tokens", "head": way}
@@ -128,7 +128,7 @@ def short(layers: int) -> Item:
 
 
 def before(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, group: None = None) -> Tensor:
-    """As `head.scored`, for a frozen weight on one rank."""
+    """As `head.score_targets`, for a frozen weight on one rank."""
     assert group is None
     return torch.stack(_Whole.apply(hidden @ weight.t(), targets, temperatures))
 

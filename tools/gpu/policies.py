@@ -61,7 +61,7 @@ def scored(policy: Policy, batch: Batch, seen: Callable[[Any], Tensor], replayed
 
 def gradient(policy: Policy, batch: Batch) -> Tensor:
     """The adapter's gradient of the sum of trained logprobs, fp64, in the order on disk."""
-    with policy.replaying(True) as replay:
+    with policy.open_replay(True) as replay:
         for r in batch.rows:
             policy.score(
                 r.tokens, r.positions, r.until, r.at, r.targets, r.temperatures, r.routes

@@ -129,7 +129,7 @@ def profile(tiny: bool) -> Iterator[dict[str, Any]]:
     settle(tiny)
     whole, row = time.perf_counter() - started, batch.rows[0].to(policy.device)
     settle(tiny)
-    with policy.replaying(True):
+    with policy.open_replay(True):
         started = time.perf_counter()
         policy.score(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
         launched = time.perf_counter() - started

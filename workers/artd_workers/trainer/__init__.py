@@ -1,5 +1,4 @@
-"""The trainer worker: Megatron-Core GPTModel + LoRA on CPU, durable checkpoints, live pushes.
+"""The trainer worker: Megatron-Core's GPTModel with LoRA or every weight trained, durable checkpoints, live pushes.
 
-Purpose: turn (parent checkpoint, packed batch) into the next checkpoint folder, and send committed weights.
-Owner of: the resident weights, tagged (run, step, checkpoint sha, fence). Invariants: see `worker.py`.
+It turns a parent checkpoint and a packed batch into the next checkpoint folder, and sends committed weights.
 """

@@ -18,19 +18,19 @@ from artd_workers.gpus import refusal
 
 
 def versions() -> dict[str, str]:
-    """Versions that a bitwise repeat needs."""
+    """Return the versions that a bitwise repetition needs."""
     packages = ("torch", "megatron-core", "safetensors", "numpy")
     return {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
 
 
 def _fail(why: str) -> int:
-    """The last line of its log: what is told of a trainer that ends by itself."""
+    """Print why the trainer ends; the daemon reports the log's last line. Returns the exit status."""
     print(f"trainer worker: {why}", file=sys.stderr)
     return 1
 
 
 def main() -> int:
-    # The daemon asks one that stands still where it does, before it ends it.
+    # Before the daemon ends a stalled trainer, it sends SIGUSR1 for the stacks.
     faulthandler.register(signal.SIGUSR1, file=2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     link = Link.from_env("trainer", versions())
@@ -43,10 +43,10 @@ def main() -> int:
             return _fail("Welcome carries no trainer configuration")
         spec = welcome.trainer.spec
         base = BaseFiles(spec.model, welcome.trainer.base)
-        if refused := refusal("trainer.device", spec.trainer.device):  # before torch is imported, at every start
+        if refused := refusal("trainer.device", spec.trainer.device):  # at every start, before torch is imported
             return _fail(refused)
         logging.getLogger("megatron").setLevel(logging.ERROR)
-        # Megatron warns of each accelerator package that a CPU does not need.
+        # Megatron warns of each missing accelerator package, which a CPU does not need.
         warnings.filterwarnings("ignore", module=r"megatron\..*")
         from .placement import device_of, prepare
 

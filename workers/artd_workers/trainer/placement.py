@@ -1,9 +1,8 @@
-"""Where a model lives and in what numbers it computes: all that differs between the CPU and a GPU, by name.
+"""Says where a model lives and in what numbers it computes: everything that differs between CPU and GPU, by name.
 
-Purpose: `Placement` chooses the device, the dtype of base weights and activations, whether the experts of a layer are one
-parameter (grouped products) or many, and what is recomputed; `model.build` takes one, `of` makes a run's. Owner of: no state.
-Invariants: masters of what is trained and the optimizer's moments are fp32 everywhere; nothing here imports
-Transformer Engine, which exists only where there is a GPU.
+`Placement` chooses the device, the dtype of base weights and activations, whether the experts of a layer are one parameter
+(grouped products) or many, and what is recomputed. `of` makes a run's, and `model.build` takes it. Masters and the optimizer's
+moments are fp32 everywhere. Nothing here imports Transformer Engine, which exists only with a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +19,12 @@ from artd_workers.transfer import stock
 
 @dataclass(frozen=True)
 class Placement:
-    """device: `cpu` or `cuda`; dtype: of base weights and activations; grouped: a layer's experts are one parameter;
-    recompute: how many layers, from the first, keep only their input and run again in the backward; selective: the sparse
-    part of every layer does so instead."""
+    """Where and how a model computes.
+
+    `device`: `cpu` or `cuda`. `dtype`: of base weights and activations. `grouped`: a layer's experts are one parameter.
+    `recompute`: how many layers, from the first, keep only their input and run again in the backward. `selective`: the sparse
+    part of every layer does so instead.
+    """
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -40,7 +42,7 @@ class Placement:
         return self.selective or self.recompute > 0
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of TransformerConfig."""
+        """Return the arguments for TransformerConfig."""
         numbers = {
             "params_dtype": self.dtype,
             "pipeline_dtype": self.dtype,
@@ -56,13 +58,13 @@ class Placement:
 
 
 CPU = Placement()
-"""float32, one expert after the other: a batch gives the same bits again."""
+"""float32, one expert after the other, so a batch gives the same bits again."""
 CUDA = Placement("cuda", torch.bfloat16, grouped=True)
-"""bf16 by Transformer Engine, FlexAttention and grouped products."""
+"""bf16 with Transformer Engine, FlexAttention and grouped products."""
 
 
 def device_of(spec: RunSpec) -> str:
-    """`cpu` or `cuda`. Raises ValueError when the run asks for what is not there."""
+    """Return `cpu` or `cuda`. Raises ValueError when the run wants a GPU and there is none."""
     asked = spec.trainer.device
     if asked == "cpu":
         return asked
@@ -77,20 +79,20 @@ def device_of(spec: RunSpec) -> str:
 
 
 def prepare(spec: RunSpec) -> None:
-    """Set the environment that a run's libraries read when they are imported: before Megatron-Core is."""
+    """Set the environment that a run's libraries read when they are imported. Call it before Megatron-Core is imported."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device_of(spec) == "cuda":
         for name, value in stock.ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if spec.trainer.tensor_parallel > 1:
-            # One queue for all launches, as Megatron's overlaps expect; a push's own would wait behind those of a train step.
+            # Megatron's overlaps expect one queue for all launches. Only then, because a push's launches wait behind a train step's.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 
 def of(spec: RunSpec, layers: int) -> Placement:
-    """A run's placement. Raises ValueError when its device cannot do what it asks for."""
+    """Return a run's placement. Raises ValueError when its device cannot do what the run wants."""
     device, asked = device_of(spec), spec.trainer
     dtype = getattr(torch, asked.dtype)
     if device == "cpu":
@@ -104,22 +106,24 @@ def of(spec: RunSpec, layers: int) -> Placement:
 
 
 def ahead(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device; from the CPU to a GPU by way of pinned memory, so that nothing waits for what the GPU does."""
+    """Copy a tensor to a device without waiting: from the CPU to a GPU by way of pinned memory."""
     if device.type == "cuda" and not tensor.is_cuda:
-        return _pinned(tensor).to(device, non_blocking=True)
+        return _pin(tensor).to(device, non_blocking=True)
     return tensor.to(device)
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, by this thread alone: torch's own wakes all its threads for more than 32 k numbers, and they
-    are in the way of the one that launches kernels."""
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to pinned memory with this thread alone.
+
+    torch's own copy wakes all its threads for more than 32 k numbers, and they disturb the thread that launches kernels.
+    """
     held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     held.numpy()[...] = tensor.numpy()
     return held
 
 
 def behind(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU, to be read once the device was waited for; nothing waits here."""
+    """Copy a tensor to the CPU without waiting; it may be read after the device was waited for."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

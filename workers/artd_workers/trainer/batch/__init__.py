@@ -1,1 +1,1 @@
-"""A packed batch as the trainer reads it: rows, tree mask, routes, and which rank trains which row."""
+"""A packed batch as the trainer reads it: rows, routes, and which rank trains which row."""

@@ -1,8 +1,8 @@
-"""The replay bundle of a batch as the trainer reads it: verified against its manifest, its batch and its model.
+"""Reads the replay bundle of a batch, verified against its manifest, its batch and its model.
 
-Purpose: turn the bundle into expert ids per packed row, or refuse it. Owner of: no state.
-Invariants: the bundle belongs to this batch (digest of its tokens) and this model (`RouteShape`); every token has routes but
-a sequence's last one, which was never an input of the engine; anything else is a BatchError, which is permanent.
+The bundle gives expert ids per packed row. It must belong to this batch (digest of its tokens) and this model (`RouteShape`).
+Every token has routes but a sequence's last one, which the engine never reads. Anything else is a BatchError, which is
+permanent.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from artd_schema.trajectory import RouteShape
 
 
 class BatchError(ValueError):
-    """The batch is not what its manifest or the packer's rules say: training it again would fail again."""
+    """The batch is not what its manifest or the packer's rules say. Training it again would fail again."""
 
 
 @dataclass(frozen=True)
 class ReplayFiles:
-    """Where a replay bundle lies: its tensors (safetensors) and its manifest (JSON)."""
+    """The files of a replay bundle: its tensors (safetensors) and its manifest (JSON)."""
 
     tensors: Path
     manifest: Path
@@ -38,8 +38,11 @@ class ReplayFiles:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A verified file. routes: uint8 or int32 [layers, rows, S, topk]; covered: bool [rows, S], True where the engine told
-    the routes; batch: what it belongs to."""
+    """A verified bundle.
+
+    `routes`: uint8 or int32 [layers, rows, S, topk]. `covered`: bool [rows, S], True where the engine reported routes. `batch`:
+    the batch that it belongs to.
+    """
 
     manifest: ReplayManifest
     batch: BatchManifest
@@ -47,9 +50,9 @@ class Bundle:
     covered: Tensor
 
     def row(self, index: int, row: dict[str, Tensor], spans: list[tuple[int, int, int]]) -> Tensor:
-        """Routes [layers, s, topk] of one packed row. Raises BatchError, which names trajectory and position.
+        """Return the routes [layers, s, topk] of one packed row. Raises BatchError, which names trajectory and position.
 
-        row: its columns [s], without padding; spans: (segment, start, end) of its segments.
+        `row`: its columns [s], without padding. `spans`: (segment, start, end) of its segments.
         """
         parents = {int(row["parent_ids"][start]) for segment, start, _ in spans if row["parent_ids"][start] != segment}
         lasts = {end - 1 for segment, _, end in spans if segment not in parents}
@@ -60,16 +63,16 @@ class Bundle:
         return routes[:, :size].contiguous()
 
     def coverage(self, tokens: int) -> float:
-        """Share of the batch's packed tokens whose routes are known. Raises BatchError when the counts differ."""
+        """Return the share of the batch's packed tokens whose routes are known. Raises BatchError when the counts differ."""
         if tokens != self.manifest.tokens:
             raise BatchError(f"the replay bundle is of {self.manifest.tokens} tokens, and the batch has {tokens}")
         return self.manifest.covered / tokens
 
 
 def read_bundle(files: ReplayFiles | None, shape: RouteShape | None, batch: BatchManifest) -> Bundle | None:
-    """Read and verify the bundle of a batch; None when the run replays no experts.
+    """Read and verify the bundle of a batch. Returns None when the run replays no experts.
 
-    shape: what the model's routes look like (None: it is dense, or expert_replay=false). Raises BatchError; OSError when a
+    `shape`: of the model's routes, None for a dense model or with expert_replay=false. Raises BatchError, and OSError when a
     file cannot be read.
     """
     if shape is None:
@@ -145,7 +148,7 @@ def _tensor(
 
 
 def _namer(row: dict[str, Tensor], batch: BatchManifest) -> Callable[[int], str]:
-    """Position in a row -> its name in an error."""
+    """Return a function that names a position of the row in an error."""
 
     def name(at: int) -> str:
         if at >= len(row["tokens"]):
@@ -167,7 +170,7 @@ def _check_covered(covered: Tensor, size: int, lasts: set[int], where: Callable[
 
 
 def _check_ids(routes: Tensor, covered: Tensor, shape: RouteShape, where: Callable[[int], str]) -> None:
-    """routes: [layers, S, topk] with its padding, covered [S]."""
+    """Check expert ids. `routes`: [layers, S, topk] with padding; `covered`: [S]. Raises BatchError."""
     ids = routes.to(torch.int32)
     outside = ids >= shape.experts
     if (at := _first(outside.any(-1))) is not None:
@@ -180,14 +183,16 @@ def _check_ids(routes: Tensor, covered: Tensor, shape: RouteShape, where: Callab
         raise BatchError(f"{where(position)}: {ids_equal(layer, ids[layer, position].tolist())}")
     if (at := _first((ids != torch.arange(shape.topk)).any(-1) & ~covered)) is not None:
         raise BatchError(f"{where(at[1])} is marked as not covered, and has routes in MoE layer {at[0]}")
-    few = shape.topk == 1 and int(covered.sum()) * shape.layers <= FEW  # may all be expert 0, as at ingest
+    few = (
+        shape.topk == 1 and int(covered.sum()) * shape.layers <= FEW
+    )  # so few may really all be expert 0; intake allows it too
     if shape.experts > 1 and covered.any() and not few and not ids[:, covered].any():
         first = int(covered.nonzero()[0])
         raise BatchError(f"all routes from {where(first)} on are 0: {NOTHING}")
 
 
 def _first(bad: Tensor) -> tuple[int, int] | None:
-    """(layer, position) of the earliest position that is marked in bad [layers, S]."""
+    """Return (layer, position) of the earliest marked position of `bad` [layers, S], None when there is none."""
     if not bad.any():
         return None
     position, layer = bad.t().nonzero()[0].tolist()

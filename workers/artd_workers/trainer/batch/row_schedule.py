@@ -1,8 +1,7 @@
-"""Which rank trains which row, and what all ranks found together.
+"""Decides which rank trains which row, and sums what all ranks found.
 
-Purpose: ranks that hold copies of the attention take turns at the rows of a batch; `added` puts their findings together.
-Owner of: no state. Invariants: all ranks have as many turns, since the experts of one rank work for the rows of all; a row counts
-once, whoever else does it again to keep step.
+Ranks with copies of the attention train different rows of a batch. All ranks get equally many rows, because the experts of one
+rank work for the rows of all. A row counts once: a rank that has none left repeats one with zero weights, to stay in step.
 """
 
 from __future__ import annotations
@@ -25,9 +24,12 @@ from .rows import PackedRow
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A row as this rank trains it, with the trained tokens that are this rank's. index: of the row in the batch; first: how many
-    trained tokens of the batch come before these; counts: False when it is done only to keep step (its weights are zero)."""
+class ScheduledRow:
+    """A row as this rank trains it, with those of its trained tokens that belong to this rank.
+
+    `index`: the row's number in the batch. `first`: how many trained tokens of the batch come before these. `counts`: False
+    when the rank only stays in step (its weights are zero).
+    """
 
     index: int
     row: PackedRow
@@ -39,11 +41,11 @@ TRAINED = (
     "at", "targets", "old_logprobs", "advantages", "weights", "temperatures", "epochs", "trajectories", "segments",
     "sequences", "groups",
 )  # fmt: skip
-"""Fields of a row that hold something for each trained token."""
+"""The fields of a row that have one value for each trained token."""
 
 
-def turns(rows: Sequence[PackedRow], parallel: Parallel, device: torch.device) -> list[Turn]:
-    """This rank's turns at a batch's rows, in order, with their rows on `device`. rows: on the CPU."""
+def schedule_rows(rows: Sequence[PackedRow], parallel: Parallel, device: torch.device) -> list[ScheduledRow]:
+    """Return the rows that this rank trains, in order and on `device`. `rows`: all rows of the batch, on the CPU."""
     firsts = [0, *accumulate(len(row.at) for row in rows)]
     found, cuda = [], device.type == "cuda"
     for start in range(0, len(rows), parallel.replicas):
@@ -51,25 +53,28 @@ def turns(rows: Sequence[PackedRow], parallel: Parallel, device: torch.device) -
         index, counts = min(here, len(rows) - 1), here < len(rows)
         row = rows[index] if counts else replace(rows[index], weights=torch.zeros_like(rows[index].weights))
         if parallel.ep > 1 and not cuda:
-            # Megatron's exchange of tokens that a CPU can do wants as many from each.
-            row = filled(row, max(len(one.tokens) for one in rows[start : start + parallel.replicas]))
+            # Megatron's exchange of tokens on a CPU needs equally many from each rank.
+            row = pad_row(row, max(len(one.tokens) for one in rows[start : start + parallel.replicas]))
         before = 0
         if parallel.cp > 1:
-            row, before = trained_in(
+            row, before = cut_trained(
                 row, context.part_index(), context.tokens_per_rank(parallel, len(row.tokens), cuda)
             )
-        found.append(Turn(index, row.to(device), firsts[index] + before, counts))
+        found.append(ScheduledRow(index, row.to(device), firsts[index] + before, counts))
     return found
 
 
-def trained_in(row: PackedRow, index: int, size: int) -> tuple[PackedRow, int]:
-    """The row with the trained tokens alone whose predictors are in part `index`, parts of `size` tokens; how many come before."""
+def cut_trained(row: PackedRow, index: int, size: int) -> tuple[PackedRow, int]:
+    """Keep only the trained tokens whose predictors are in part `index`, where a part has `size` tokens.
+
+    Returns the row and how many of its trained tokens come before these.
+    """
     before, behind = (int((row.at < size * end).sum()) for end in (index, index + 1))
     return replace(row, **{name: getattr(row, name)[before:behind] for name in TRAINED}), before
 
 
-def filled(row: PackedRow, size: int) -> PackedRow:
-    """The row with tokens behind it that see themselves only, and that nothing sees, up to `size`."""
+def pad_row(row: PackedRow, size: int) -> PackedRow:
+    """Pad a row to `size` tokens. A padding token sees only itself, and no other token sees it."""
     extra = size - len(row.tokens)
     if extra <= 0:
         return row
@@ -78,8 +83,11 @@ def filled(row: PackedRow, size: int) -> PackedRow:
     return replace(row, tokens=tokens, positions=positions, until=tree_mask.fill(row.until, extra), routes=routes)
 
 
-def added(found: Tensor, parallel: Parallel) -> Tensor:
-    """Sum of what each rank found, on every rank; of ranks that share one row's products, and find the same, one counts."""
+def sum_over_ranks(found: Tensor, parallel: Parallel) -> Tensor:
+    """Return the sum of what each rank found. Collective: every rank calls it.
+
+    Of ranks that share one row's products, and so find the same, one counts.
+    """
     if parallel.world == 1:
         return found
     if parallel_state.get_tensor_model_parallel_rank():

@@ -1,8 +1,8 @@
-"""Packed rows as the trainer reads them: verified against their manifest, with the tree's mask and the scored tokens.
+"""Reads packed rows, verified against their manifest, with the tree's mask and the scored tokens.
 
-Purpose: turn `[rows, S]` tensors, and the replay bundle if there is one, into `PackedRow`s. Owner of: no state.
-Invariants: query q sees key k iff k's segment is q's own or an ancestor of it and k comes no later; a trained token at index
-i is predicted at i - 1, in the same segment; anything the packer does not promise is a BatchError, which is permanent.
+It turns `[rows, S]` tensors, and the replay bundle if there is one, into `PackedRow`s. Query q sees key k if k's segment is q's
+own or an ancestor of it, and k is not later. A trained token at index i is predicted at i - 1, in the same segment. Anything
+that the packer does not promise is a BatchError, which is permanent.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row without its padding. Per token [s]: tokens, positions int64; until int64, who may see it (see `tree`).
+    """One row without its padding.
 
-    Per trained token [n], in row order: at = index of its predictor, targets, old_logprobs, advantages, weights,
-    temperatures, epochs (-1 unknown), trajectories (index in the manifest), segments (id in the row), sequences and groups
-    (numbers in the batch, from 0). routes: expert ids [MoE layers, s, topk] to replay (uint8 or int32), None when no experts
-    are replayed.
+    Per token [s]: `tokens` and `positions` int64; `until` int64, the end of the tokens that may see it (see `tree_mask`). Per
+    trained token [n], in row order: `at` = index of its predictor, `targets`, `old_logprobs`, `advantages`, `weights`,
+    `temperatures`, `epochs` (-1 = unknown), `trajectories` (index in the manifest), `segments` (id in the row), `sequences` and
+    `groups` (numbers in the batch, from 0). `routes`: expert ids [MoE layers, s, topk] to replay (uint8 or int32), None when no
+    experts are replayed.
     """
 
     tokens: Tensor
@@ -71,12 +72,14 @@ class PackedRow:
 
     @property
     def hidden_from(self) -> Tensor:
-        """The mask written out: bool [s, s] (query, key)."""
+        """The dense mask: bool [s, s] (query, key), True where the query must not see the key."""
         return hidden(self.until)
 
     def to(self, device: torch.device) -> PackedRow:
-        """The row on a device, without a wait; all but `until` and the routes, which the model and its replay look at before they
-        send them there."""
+        """Copy the row to a device, without waiting.
+
+        `until` and the routes stay on the CPU, where the model and its replay read them first.
+        """
         if device.type == "cpu":
             return self
         stay = ("until", "routes")
@@ -87,8 +90,11 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows with at least one trained token, in order. counts: trained tokens per trajectory [trajectories]. coverage:
-    share of the packed tokens whose routes are known, None when no experts are replayed."""
+    """Rows with at least one trained token, in order.
+
+    `counts`: trained tokens of each trajectory [trajectories]. `coverage`: share of the packed tokens whose routes are known,
+    None when no experts are replayed.
+    """
 
     manifest: BatchManifest
     sha: str
@@ -102,7 +108,7 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """How many sequences are trained."""
+        """The number of trained sequences."""
         return 1 + max(int(row.sequences.max()) for row in self.rows)
 
 
@@ -114,8 +120,11 @@ def read_batch(
     shape: RouteShape | None = None,
     replay: ReplayFiles | None = None,
 ) -> Batch:
-    """Read and verify a batch. sha: sha256 of the manifest file; shape: of the routes to replay, None = replay no experts;
-    replay: the batch's bundle. Raises BatchError; OSError when a file cannot be read."""
+    """Read and verify a batch. Raises BatchError, and OSError when a file cannot be read.
+
+    `sha`: sha256 of the manifest file. `shape`: of the routes to replay, None = replay no experts. `replay`: the files of the
+    batch's bundle.
+    """
     raw = manifest.read_bytes()
     if hashlib.sha256(raw).hexdigest() != sha:
         raise BatchError(f"{manifest} does not have the sha256 {sha[:16]} that the job names: the batch is damaged")
@@ -175,7 +184,8 @@ def _groups(manifest: BatchManifest) -> Tensor:
 def _row(
     row: dict[str, Tensor], vocab_size: int, groups: Tensor, sequences: int, routes: Callable[..., Tensor] | None
 ) -> PackedRow:
-    """Cut a row. `groups` holds the group of each trajectory; `sequences` is how many the rows before this one train."""
+    """Cut a row. `groups`: the group of each trajectory; `sequences`: how many sequences the rows before this one train;
+    `routes`: see `Bundle.row`."""
     size = int((row["segment_ids"] >= 0).sum())
     if (row["segment_ids"][:size] < 0).any():
         raise BatchError("padding lies between tokens, not in one tail")
@@ -194,7 +204,7 @@ def _row(
     scored = {name: row[name][trained] for name in ("old_logprobs", "advantages", "weights", "temperatures")}
     owners = row["trajectory_index"][trained].long()
     _check_scored(scored, owners, len(groups))
-    # The packer keeps what a sequence trains in one segment that no other sequence has.
+    # The packer puts the trained tokens of a sequence into one segment of its own.
     number = torch.unique_consecutive(segments[trained], return_inverse=True)[1]
     return PackedRow(
         tokens, positions, until, at, tokens[trained], scored["old_logprobs"], scored["advantages"],
@@ -218,7 +228,7 @@ def _check_scored(scored: dict[str, Tensor], owners: Tensor, trajectories: int) 
 
 
 def _spans(segments: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(segment, start, end) of each run. Raises BatchError when an id comes twice."""
+    """Yield (segment, start, end) of each run of one segment's tokens. Raises BatchError when a segment has two runs."""
     seen: set[int] = set()
     start = 0
     for i in range(1, len(segments) + 1):
@@ -231,7 +241,7 @@ def _spans(segments: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _ancestors(row: dict[str, Tensor], spans: list[tuple[int, int, int]]) -> dict[int, set[int]]:
-    """Segment -> itself and its ancestors. Raises BatchError for a tree or positions that do not follow the rules."""
+    """Return each segment's ancestors and itself. Raises BatchError for a tree or positions that break the rules."""
     parents, positions = row["parent_ids"].tolist(), row["position_ids"].tolist()
     known: dict[int, set[int]] = {}
     ends: dict[int, int] = {}
@@ -250,7 +260,7 @@ def _ancestors(row: dict[str, Tensor], spans: list[tuple[int, int, int]]) -> dic
 
 
 def subtree_ends(spans: list[tuple[int, int, int]], ancestors: dict[int, set[int]]) -> Tensor:
-    """`until` int64 [s] of a row's (segment, start, end) runs. Raises BatchError when they are not in preorder."""
+    """Return `until` int64 [s] of a row's (segment, start, end) runs. Raises BatchError when they are not in preorder."""
     ends: dict[int, int] = {}
     for segment, start, end in spans:
         for above in ancestors[segment] - {segment}:

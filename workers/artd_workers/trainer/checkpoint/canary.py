@@ -18,9 +18,9 @@ from torch import Tensor
 from artd_schema.manifest import Canary
 from artd_workers.models.base import Plan
 from artd_workers.trainer.model.layers import narrowest_choices
-from artd_workers.trainer.model.lora import detached
+from artd_workers.trainer.model.lora import without_adapter
 from artd_workers.trainer.model.model import Policy
-from artd_workers.trainer.model.rounding import otherwise
+from artd_workers.trainer.model.rounding import perturb_rounding
 from artd_workers.trainer.tree_mask import hidden
 
 PROMPTS, TOKENS = 4, 32
@@ -32,7 +32,7 @@ ROUTED_MEAN, ROUTED_MAX = 0.2, 4.0
 """The smallest bounds where rounding may send a token to another expert. Measured in bf16 with random weights of std 0.08 to 0.3: means of
 0.02 to 0.11, single tokens up to 1.5."""
 COARSE, FINE = 3.0, 8.0
-"""An engine's difference may be this many times the difference that `rounding.otherwise` makes; deep or sharp models amplify rounding.
+"""An engine's difference may be this many times the difference that `rounding.perturb_rounding` makes; deep or sharp models amplify rounding.
 
 COARSE is for a trainer that rounds to bf16 itself, where one changed rounding changes all later ones (36 layers of Qwen3-8B with random weights on
 an H200: a mean of 0.053, and the engine differed by 0.044 to 0.058). FINE is for an fp32 trainer, where only the added roundings show (Hugging Face's
@@ -126,7 +126,7 @@ class Base:
 
 
 def score_base(policy: Policy) -> Base:
-    with detached(policy.model), narrowest_choices(policy.model) as gaps:
+    with without_adapter(policy.model), narrowest_choices(policy.model) as gaps:
         found = logprobs(policy, row(policy.plan))
     return Base(found, min(gaps, default=math.inf))
 
@@ -134,7 +134,7 @@ def score_base(policy: Policy) -> Base:
 def measure_rounding(policy: Policy, asked: Row, found: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the |difference| of each score when every module's output is rounded once to `dtype`. `found`: the scores without
     it."""
-    with otherwise(policy.model, dtype):
+    with perturb_rounding(policy.model, dtype):
         return (logprobs(policy, asked) - found).abs()
 
 

@@ -148,7 +148,7 @@ class _Served:
         state = parallel_state
         # Ranks that hold the same part each count their share of it.
         copies = state.get_expert_data_parallel_world_size() if expert else state.get_data_parallel_world_size(True)
-        a, b = adapter.join(torch.float32)
+        a, b = adapter.compute_join(torch.float32)
         out = torch.empty_like(weight)
         one = weight.ndim == 2
         stacks = tuple(tensor[None] if one else tensor for tensor in (weight, a, b, out))

@@ -1,8 +1,7 @@
-"""Values made of parameters, kept until one of these changes.
+"""Caches values that are computed from parameters, until a parameter changes.
 
-Purpose: an adapter's matrices in the model's dtype, joined as its products take them, are made once a step instead of in every
-layer call. Owner of: the last value. Invariants: any write to a parameter that torch counts (a load, `Optimizer.step`) makes a new
-value; the value has no graph.
+So an adapter's matrices, joined and in the model's dtype, are made once a step and not in every layer call. Any write to a
+parameter that torch counts (a load, `Optimizer.step`) makes a new value. The value has no graph.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Value = tuple[Tensor, Tensor]
 
 
 class Cached:
-    """make: gives the value for a dtype from the parameters as they are."""
+    """Holds one value. `make(dtype)` computes it from the present parameters."""
 
     def __init__(self, make: Callable[[torch.dtype], Value]) -> None:
         self._make = make
@@ -25,7 +24,7 @@ class Cached:
         self._value: Value | None = None
 
     def of(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> Value:
-        """The value of these parameters as they are now."""
+        """Return the value for the present parameters, computed if they changed."""
         key = (dtype, *((one.data_ptr(), one._version) for one in parameters))
         if self._value is None or key != self._key:
             with torch.no_grad():

@@ -1,9 +1,9 @@
-"""The layers of our GPTModels on a GPU: Transformer Engine's modules, FlexAttention for trees, grouped experts.
+"""The layers of artd's GPTModels on a GPU: Transformer Engine's modules, FlexAttention for trees, grouped experts.
 
-Purpose: the parts that `layers.block_spec` takes for a CUDA placement, and their TransformerConfig settings.
-Owner of: no state but what the layers share of the row at hand. Invariants: imported only where Transformer Engine exists; no patch
-of any library; a row's mask reaches the layers as Megatron's attention mask: None for a plain chain, `until` [1, 1, 1, s]
-(see `tree`) for a packed row, a dense bool [1, 1, s, s] (True = hidden) as the yardstick.
+It provides the parts that `layers.block_spec` uses for a CUDA placement, and their TransformerConfig settings. It is imported
+only where Transformer Engine exists, and patches no library. A row's mask reaches the layers as Megatron's attention mask: None
+for a plain chain, `until` [1, 1, 1, s] (see `tree_mask`) for a packed row, or a dense bool [1, 1, s, s] (True = hidden) for
+comparison. The layers share the present row's masks.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ EXPERTS: dict[str, Any] = {
 BLOCKS = {
     "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4, "bwd_num_stages": 3,
 }  # fmt: skip
-"""FlexAttention's backward of bf16 on an H200, heads of 128: the fastest of seven tried, a tenth faster than its own choice."""
+"""Block sizes of FlexAttention's bf16 backward: the fastest of seven tried on an H200 with heads of 128, a tenth faster than its default."""
 
 
 def settings(sparse: bool) -> dict[str, Any]:
-    """What differs from the CPU's TransformerConfig. sparse: the model has experts."""
+    """Return the TransformerConfig settings that differ from the CPU's. `sparse`: the model has experts."""
     return SETTINGS | (EXPERTS if sparse else {})
 
 
 class Beside(Adapted):
-    """An adapter that is no submodule: Transformer Engine refuses a linear that holds parameters of another dtype."""
+    """Holds an adapter that is not a submodule, because Transformer Engine refuses a linear with parameters of another dtype."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "adapter":
@@ -67,31 +67,31 @@ class Beside(Adapted):
             super().__setattr__(name, value)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        # An adapter means one rank and a frozen weight: torch's own products, whose launches cost a fraction.
+        # With an adapter there is one rank and a frozen weight. torch's products do, and launch much faster.
         if self.adapter is None or self.use_bias:
             return super().forward(input_, *args, **kwargs)
         return adapted_product(input_, self.weight, self.adapter), None
 
 
 class LoraColumn(Beside, TEColumnParallelLinear):
-    """Transformer Engine's column-parallel linear, or with an adapter one product of both."""
+    """Transformer Engine's column-parallel linear; with an adapter, one product of both."""
 
 
 class LoraRow(Beside, TERowParallelLinear):
-    """Transformer Engine's row-parallel linear, or with an adapter one product of both."""
+    """Transformer Engine's row-parallel linear; with an adapter, one product of both."""
 
 
 @lru_cache(1)
-def _compiled() -> Any:
-    # One kernel for each padded length (`tree.padding` keeps them few): those for any length are slower.
+def _compile_attention() -> Any:
+    # One kernel for each padded length, since kernels for any length are slower; `tree_mask.padding` keeps the lengths few.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 class RowAttention(MegatronModule):
-    """Core attention of a chain by Transformer Engine's fused kernels, or of any row by its dense mask.
+    """Computes the attention of a chain by Transformer Engine's fused kernels, or of any row by its dense mask.
 
-    query [s, b, heads, d], key and value [s, b, groups, d]; gives [s, b, heads * d].
+    query [s, b, heads, d], key and value [s, b, groups, d]; returns [s, b, heads * d].
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **rest: Any) -> None:
@@ -109,7 +109,7 @@ class RowAttention(MegatronModule):
 
 
 class TreeAttention(SelfAttention):
-    """Megatron's self-attention, which takes a tree's row through FlexAttention."""
+    """Megatron's self-attention, which uses FlexAttention for a packed row."""
 
     rows = tree_mask.RowMask()
 
@@ -121,24 +121,26 @@ class TreeAttention(SelfAttention):
         until = attention_mask.view(-1)
         mixed, _ = self.linear_qkv(hidden_states)
         groups, dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        turns = self.rows.turns(until, kwargs["rotary_pos_emb"])
+        rotations = self.rows.rotations(until, kwargs["rotary_pos_emb"])
         norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.q_layernorm is not None else None
         size, part = len(mixed), None
         padded = size + tree_mask.padding(size)
-        if size < len(until):  # other ranks have the rest of the row, in parts that need no padding
+        if size < len(until):  # context-parallel ranks have the rest of the row, in parts that need no padding
             padded, part = size, (context.part_index() * size, size)
         q, k, v = qkv_split.split(
-            mixed.view(size, groups, -1, dim), norms, turns, padded, self.config.layernorm_epsilon
+            mixed.view(size, groups, -1, dim), norms, rotations, padded, self.config.layernorm_epsilon
         )
         inward = (x.transpose(0, 1)[None] for x in (q, context.all_gather(k), context.all_gather(v)))
         scale, blocks = self.core_attention.scale, BLOCKS if mixed.dtype == torch.bfloat16 else None
-        out = _compiled()(*inward, block_mask=self.rows.of(until, *(part or ())), scale=scale, kernel_options=blocks)
-        # In memory a token's heads lie side by side, as the queries': this copies nothing, and `out[0]` would backwards.
+        out = _compile_attention()(
+            *inward, block_mask=self.rows.of(until, *(part or ())), scale=scale, kernel_options=blocks
+        )
+        # A token's heads are adjacent in memory, so this copies nothing. `out[0]` would copy in the backward.
         return self.linear_proj(_Front.apply(out.squeeze(0).transpose(0, 1).flatten(1), size)[:, None])
 
 
 class _Front(torch.autograd.Function):
-    """The first `size` rows; slicing's own backward writes them twice."""
+    """Takes the first `size` rows. The backward of slicing would write all rows twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
@@ -155,7 +157,7 @@ class _Front(torch.autograd.Function):
 
 
 class FrozenNorm(RmsNorm):
-    """RMS norm whose weight gets no gradient unless it asks for one, which other kernels compute all the same."""
+    """An RMS norm that computes no gradient of its weight unless the weight requires one; other kernels always do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.weight.requires_grad else _Norm.apply(x.contiguous(), self.weight, self.eps)
@@ -178,7 +180,7 @@ class DenseRouter(DenseRouting, TopKRouter):
     """Megatron's router for grouped experts on one rank."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [s, b, experts] in float32. A frozen gate needs no gradient, which the stock one would compute."""
+        """Return logits [s, b, experts] in float32. It computes no gradient of a frozen gate; Megatron's own router would."""
         if self.weight.requires_grad or input.dtype == torch.float32:
             return super().gating(input)
         return _Gate.apply(input, self.weight)
@@ -198,7 +200,7 @@ class _Gate(torch.autograd.Function):
 
 
 def kit(dtype: torch.dtype) -> Kit:
-    """The parts of a layer. Transformer Engine multiplies fp32 numbers as TF32: with fp32, torch's own linears."""
+    """Return the parts of a layer. Transformer Engine multiplies fp32 numbers as TF32, so fp32 uses torch's linears."""
     experts = grouped.sparse(TopKRouter, DenseRouter)
     column, row = (LoraColumnLinear, LoraRowLinear) if dtype == torch.float32 else (LoraColumn, LoraRow)
     return Kit(FrozenNorm, column, row, RowAttention, experts, TreeAttention)

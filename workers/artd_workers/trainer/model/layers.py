@@ -1,9 +1,8 @@
-"""The layers of our GPTModels: Megatron-Core's own modules, with the few that need CUDA replaced through its specs.
+"""The layers of artd's GPTModels: Megatron-Core's own modules, with the few that need CUDA replaced through its specs.
 
-Purpose: what `model.build` hands to Megatron: TransformerConfig settings and one layer spec per layer, dense or sparse,
-from the parts (`Kit`) of a placement. Owner of: no state.
-Invariants: no patch of any library; on the CPU every fusion is off (each needs CUDA or a compiler) and experts are computed
-one after the other, so that a batch gives the same bits again; nothing here balances load, drops or jitters tokens.
+It gives `model.build` TransformerConfig settings and one spec per layer, dense or sparse. It patches no library. On the CPU
+every fusion is off (each needs CUDA or a compiler) and experts are computed one after the other, so a batch gives the same bits
+again. Nothing here balances load, drops or jitters tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ CPU: dict[str, Any] = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""TransformerConfig of every model here, before its placement has its say."""
+"""Settings of TransformerConfig for every model here; the placement may override them."""
 CPU_EXPERTS: dict[str, Any] = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
@@ -69,14 +68,14 @@ CPU_EXPERTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.0,
     "moe_enable_routing_replay": True,
 }
-"""And of a mixture of experts. Without targets RouterReplay leaves the router's choice as it is, bit for bit."""
+"""Further settings for a mixture of experts. Without targets RouterReplay keeps the router's choice, bit for bit."""
 
 
 class MaskedAttention(MegatronModule):
-    """Core attention by torch's scaled dot product with an explicit mask.
+    """Computes attention by torch's scaled dot product with an explicit mask.
 
-    query [s, b, heads, d], key and value [s, b, groups, d], mask bool [b, 1, s, s] with True = hidden; gives
-    [s, b, heads * d]. All but the mask's keys are this rank's part of the row.
+    query [s, b, heads, d], key and value [s, b, groups, d], mask bool [b, 1, s, s] with True = hidden; returns [s, b, heads *
+    d]. All but the mask's keys are this rank's part of the row.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -91,12 +90,12 @@ class MaskedAttention(MegatronModule):
 
 
 class ExplicitRotary(RotaryEmbedding):
-    """Rotary angles of the positions that were set before the forward, instead of 0, 1, 2, ..."""
+    """Rotary angles for the positions that were set before the forward, instead of 0, 1, 2, ..."""
 
     positions: Tensor | None = None
 
     def forward(self, max_seq_len: int, *_: Any, **__: Any) -> Tensor:
-        """Angles [s, b, 1, d] of `positions` [b, s]."""
+        """Return the angles [s, b, 1, d] of `positions` [b, s]."""
         if self.positions is None or self.positions.shape[1] != max_seq_len:
             raise ValueError(f"set the positions of all {max_seq_len} tokens before a forward")
         angles = self.positions.to(self.inv_freq.dtype)[..., None] * self.inv_freq
@@ -104,21 +103,24 @@ class ExplicitRotary(RotaryEmbedding):
 
 
 class CpuRouter(TopKRouter):
-    """Megatron's router, whose gate stays where its weight is (the stock one moves a weight on the CPU to CUDA)."""
+    """Megatron's router, whose gate computes on its weight's device; the original moves a CPU weight to CUDA."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [s, b, experts] in float32 of hidden states [s, b, hidden]."""
+        """Return logits [s, b, experts] in float32 of hidden states [s, b, hidden]."""
         return router_gating_linear(input, self.weight, self.bias, torch.float32)
 
 
 class DenseCpuRouter(DenseRouting, CpuRouter):
-    """The same for grouped experts on one rank."""
+    """`CpuRouter` for grouped experts on one rank."""
 
 
 @contextmanager
 def narrowest_choices(model: nn.Module) -> Iterator[list[float]]:
-    """Collect, for each router call inside the block, the smallest distance in logits between the last expert that a token
-    was given and the first that it was not. Empty for a dense model."""
+    """Collect, for each router call inside the block, how narrowly experts were chosen.
+
+    That is the smallest difference in logits between the last expert that a token was given and the first that it was not. It
+    is empty for a dense model.
+    """
     gaps: list[float] = []
 
     def measure(router: TopKRouter, args: tuple[Tensor, ...], _output: object) -> None:
@@ -137,18 +139,21 @@ def narrowest_choices(model: nn.Module) -> Iterator[list[float]]:
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, which also serves sequence parallelism (Megatron's wrapper of it refuses that)."""
+    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper of it refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Each rank sees a part of the tokens: tells Megatron to add the ranks' gradients up.
+        # Each rank sees a part of the tokens. This flag makes Megatron sum the ranks' gradients.
         self.weight.sequence_parallel = config.sequence_parallel
 
 
 @dataclass(frozen=True)
 class Kit:
-    """The modules that a layer is put together from. experts: builder of a sparse layer's MLP; the others are classes.
-    whole: the class around `attention`, None = Megatron's own."""
+    """The modules that make up a layer.
+
+    `experts`: builder of a sparse layer's MLP; the others are classes. `whole`: the class around `attention`, None = Megatron's
+    own.
+    """
 
     norm: Any
     column: Any
@@ -162,7 +167,7 @@ class Kit:
 
 
 def kit_of(placement: Placement, parallel: Parallel = ALONE) -> Kit:
-    """The parts for a placement and a layout."""
+    """Return the modules for a placement and a layout."""
     kit = _kit_of(placement)
     return kit if parallel.tp == 1 else replace(kit, column=SplitColumn, row=SplitRow)
 
@@ -180,7 +185,7 @@ def _kit_of(placement: Placement) -> Kit:
 
 
 def config_of(plan: Plan, parallel: Parallel, placement: Placement) -> TransformerConfig:
-    """Megatron's configuration of a plan. Raises ValueError when the process groups have other sizes than `parallel`."""
+    """Return Megatron's configuration of a plan. Raises ValueError when the process groups have other sizes than `parallel`."""
     settings = CPU | (CPU_EXPERTS if plan.routes is not None else {})
     if placement.cuda:
         from . import cuda_layers
@@ -219,4 +224,4 @@ def _attention(mixer: Mixer, spec: ModuleSpec, kit: Kit) -> None:
 
 
 _MIXERS: dict[str, Callable[[Mixer, ModuleSpec, Kit], None]] = {"attention": _attention}
-"""Kind of a mixer -> puts its modules into a layer's spec."""
+"""Kind of a mixer -> function that puts its modules into a layer's spec."""

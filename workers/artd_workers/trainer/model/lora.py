@@ -1,9 +1,9 @@
-"""LoRA on every linear, as plain PEFT modules although Megatron fuses q, k, v and gate, up.
+"""LoRA on every linear, as plain PEFT modules, although Megatron fuses q, k, v and gate, up.
 
-Purpose: each Hugging Face linear has its own A [r, in] and B [out, r]; a fused Megatron linear adds its parts' products in
-Megatron's layout, by the codec table. Owner of: the adapter's fp32 master parameters.
-Invariants: parameters iterate in table order (the order of optimizer state on disk), and what is on disk has PEFT's names
-and shapes however the parameters are stored; A depends on (seed, name) alone.
+Each Hugging Face linear has its own A [r, in] and B [out, r]. A fused Megatron linear adds the products of its parts in
+Megatron's layout, by the codec's table. This file owns the adapter's fp32 masters. Parameters iterate in table order, the order
+of the optimizer's state on disk. Files on disk have PEFT's names and shapes, however the parameters are stored. A depends on
+(seed, name) alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .cached import Cached
 from .gradients import gradient_norm
 
 Adapter = dict[str, Tensor]
-"""Adapter tensors in PEFT names, fp32."""
+"""An adapter's tensors by PEFT name, fp32."""
 
 
 class FusedAdapter(nn.Module):
-    """The adapters of the parts of one Megatron linear. forward: x [..., in] -> addition [..., out] in its layout."""
+    """The adapters of the parts of one Megatron linear. `forward`: x [..., in] -> what to add [..., out], in Megatron's layout."""
 
     def __init__(
         self, codec: Codec, row: Row, sizes: tuple[int, ...], in_features: int, rank: int, scale: float
@@ -40,43 +40,44 @@ class FusedAdapter(nn.Module):
         self._codec, self.row, self.scale = codec, row, scale
         self.a = nn.ParameterList(nn.Parameter(torch.empty(rank, in_features)) for _ in sizes)
         self.b = nn.ParameterList(nn.Parameter(torch.zeros(size, rank)) for size in sizes)
-        self._joined = Cached(self.join)
+        self._joined = Cached(self.compute_join)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [(x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() for a, b in zip(self.a, self.b, strict=True)]
         return self._codec.fuse(self.row, parts, -1) * self.scale
 
-    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The adapters of all parts as one: A [parts * r, in], scaled, and B [out, parts * r] in Megatron's layout."""
+    def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the adapters of all parts as one: A [parts * r, in], scaled, and B [out, parts * r] in Megatron's layout. It
+        is cached."""
         return self._joined.of((*self.a, *self.b), dtype)
 
-    def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `joined` gives, made anew and kept by nobody."""
+    def compute_join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute what `join` returns, without keeping it."""
         rank, count = self.a[0].shape[0], len(self.a)
         apart = [F.pad(b, (i * rank, (count - 1 - i) * rank)) for i, b in enumerate(self.b)]
         return (self.scale * torch.cat(list(self.a))).to(dtype), self._codec.fuse(self.row, apart).to(dtype)
 
     def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of what `joined` gave -> of each A, then of each B; fp32."""
+        """Return the gradients of each A, then of each B, fp32, from those of what `join` returned."""
         rank = self.a[0].shape[0]
         parts = self._codec.split(self.row, b.float())
         d_b = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
         return (*a.float().mul_(self.scale).split(rank), *d_b)
 
     def list_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(PEFT name, parameter): A then B of each part."""
+        """Yield (PEFT name, parameter): A, then B of each part."""
         for part, a, b in zip(self.row.parts, self.a, self.b, strict=True):
             name_a, name_b = peft_names(part)
             yield name_a, a
             yield name_b, b
 
     def slots(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(PEFT name, tensor) of tensors by own name, which here is the same."""
+        """Yield (PEFT name, tensor) of tensors by own name, which is the same here."""
         return ((name, own[name]) for name, _ in self.list_parameters())
 
 
 class Adapted(nn.Module):
-    """Put before a linear's class: adds an adapter's product to what it gives, once one is attached."""
+    """A mixin for a linear's class: adds an adapter's product to the output, once an adapter is attached."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,16 +85,16 @@ class Adapted(nn.Module):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(input_, *args, **kwargs)
-        return self.adapted(out, input_), bias
+        return self.add_adapter(out, input_), bias
 
-    def adapted(self, out: Tensor, x: Tensor) -> Tensor:
-        """What the linear gave [..., out], with its adapter's product of x [..., in] added."""
+    def add_adapter(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add the adapter's product of x [..., in] to the linear's output [..., out]."""
         return out if self.adapter is None else out + self.adapter(x)
 
 
 @contextmanager
-def detached(model: nn.Module) -> Iterator[None]:
-    """Within the block the model computes without its adapter."""
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Let the model compute without its adapter inside the block."""
     held = {module: module.adapter for module in model.modules() if getattr(module, "adapter", None) is not None}
     try:
         for module in held:
@@ -105,23 +106,23 @@ def detached(model: nn.Module) -> Iterator[None]:
 
 
 class LoraColumnLinear(Adapted, ColumnParallelLinear):
-    """Megatron's column-parallel linear that adds an adapter's product, once one is attached."""
+    """Megatron's column-parallel linear with an adapter, once one is attached."""
 
 
 class LoraRowLinear(Adapted, RowParallelLinear):
-    """Megatron's row-parallel linear that adds an adapter's product, once one is attached."""
+    """Megatron's row-parallel linear with an adapter, once one is attached."""
 
 
 class Lora:
-    """All adapters of a model. scale: alpha / rank."""
+    """All adapters of a model. `scale`: alpha / rank."""
 
     views = True
 
     def __init__(
         self, codec: Codec, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool = False
     ) -> None:
-        """shapes: Hugging Face weight name -> (out, in) of every adapted weight; grouped: a layer's experts are one
-        parameter, as their weights are."""
+        """Make the adapters. `shapes`: Hugging Face weight name -> (out, in) of every adapted weight; `grouped`: a layer's
+        experts are one parameter."""
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         rows: dict[str, list[Row]] = {}
         for row in codec.lora_rows():
@@ -137,13 +138,13 @@ class Lora:
         self._names = tuple(name for row in codec.lora_rows() for part in row.parts for name in peft_names(part))
 
     def attach(self, model: GPTModel) -> None:
-        """Hang the adapters into their linears, on the model's device."""
+        """Attach the adapters to their linears, on the model's device."""
         device = next(model.parameters()).device
         for path, adapter in self._adapters.items():
             model.get_submodule(path).adapter = adapter.to(device)
 
     def list_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(own name, parameter), in table order; own names are PEFT's but for grouped experts."""
+        """Yield (own name, parameter), in table order. Own names are PEFT's, except for grouped experts."""
         for adapter in self._adapters.values():
             yield from adapter.list_parameters()
 
@@ -151,20 +152,20 @@ class Lora:
         return [parameter for _, parameter in self.list_parameters()]
 
     def gradient_norm(self) -> float:
-        """Global 2-norm of the gradients."""
+        """Return the global 2-norm of the gradients."""
         return gradient_norm(self.parameters())
 
     def sizes(self) -> dict[str, torch.Size]:
-        """Shape of every tensor on disk by PEFT name, in table order."""
+        """Return the shape of every tensor on disk by PEFT name, in table order."""
         return {name: slot.shape for name, slot in self.outward(dict(self.list_parameters())).items()}
 
     def outward(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by PEFT name, which is what is on disk, in table order; parts of the given ones, not copies."""
+        """Return tensors by PEFT name, as on disk, in table order; they are views of the given ones."""
         found = {name: tensor for adapter in self._adapters.values() for name, tensor in adapter.slots(own)}
         return {name: found[name] for name in self._names}
 
     def inward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by own name, on the CPU; raises ValueError when the names are not exactly this adapter's."""
+        """Return tensors by own name, on the CPU. Raises ValueError when the names are not exactly this adapter's."""
         self._check_names(stored, self._names)
         own = {name: torch.empty(parameter.shape, dtype=parameter.dtype) for name, parameter in self.list_parameters()}
         for name, slot in self.outward(own).items():
@@ -172,12 +173,12 @@ class Lora:
         return own
 
     def refresh_weights(self) -> None:
-        # torch's fused kernels write without counting it, and what was made of the old values would be taken for theirs.
+        # torch's fused optimizer kernels do not count their writes, so `Cached` would keep the old values.
         torch.autograd.graph.increment_version(self.parameters())
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """A: kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)), as PEFT; B: zero."""
+        """Set A as PEFT does, kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)), and B to zero."""
         start = {name: torch.zeros(size) for name, size in self.sizes().items()}
         for name, slot in start.items():
             if name.endswith(PEFT_B):
@@ -189,12 +190,12 @@ class Lora:
         self.load(start)
 
     def state(self) -> Adapter:
-        """The live parameters without gradient (not copies) by PEFT name, in table order."""
+        """Return the live parameters without gradient, not copies, by PEFT name in table order."""
         return self.outward({name: parameter.detach() for name, parameter in self.list_parameters()})
 
     @torch.no_grad()
     def load(self, adapter: Mapping[str, Tensor]) -> None:
-        """Copy tensors in PEFT names in. Raises ValueError when names, shapes or dtypes differ."""
+        """Copy in tensors with PEFT names. Raises ValueError when names, shapes or dtypes differ."""
         sizes = self.sizes()
         self._check_names(adapter, sizes)
         for name, size in sizes.items():
@@ -202,7 +203,7 @@ class Lora:
                 raise ValueError(
                     f"{name} is {tuple(adapter[name].shape)} {adapter[name].dtype}, not {tuple(size)} fp32"
                 )
-        # By whole parameters: on a GPU each copy has its price.
+        # Whole parameters, because each copy to a GPU has a cost.
         own = self.inward(adapter)
         for name, parameter in self.list_parameters():
             parameter.copy_(own[name])
@@ -213,15 +214,16 @@ class Lora:
 
 
 def shapes_of(codec: Codec, weights: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """(out, in) of every adapted weight."""
+    """Return (out, in) of every adapted weight."""
     return {part: (weights[part].shape[0], weights[part].shape[1]) for row in codec.lora_rows() for part in row.parts}
 
 
 def adapter_config(base: str, codec: Codec, rank: int, alpha: int) -> dict[str, Any]:
-    """`adapter_config.json` for PEFT and the engine.
+    """Return `adapter_config.json` for PEFT and the engine.
 
-    With transformers 5, PEFT takes gate, up and down for the fused experts' and leaves them out of dense layers between sparse
-    ones (seen: 0.21). There the weights themselves are named (`target_parameters`), which PEFT wraps in the same way.
+    With transformers 5, PEFT takes gate, up and down for the fused experts' weights, and leaves them out of dense layers
+    between sparse ones (seen in 0.21). There the weights themselves are named (`target_parameters`), which PEFT adapts in the
+    same way.
     """
     parts = [part for row in codec.lora_rows() for part in row.parts]
     targets = sorted({part.removesuffix(".weight").rsplit(".", 1)[1] for part in parts})

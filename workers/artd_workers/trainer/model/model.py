@@ -1,10 +1,9 @@
-"""Megatron-Core's GPTModel: built from a plan, with any mask, any positions and LoRA, and no patch of any library.
+"""Builds Megatron-Core's GPTModel from a plan, with any mask, any positions and LoRA, without patching a library.
 
-Purpose: `build` makes the module; `Policy` computes logprobs of chosen tokens. Owner of: the process-wide group of one
-rank that Megatron asks for (rendezvous in memory: no port of ours listens beyond loopback).
-Invariants: on the CPU weights and arithmetic are float32 whatever the checkpoint stores (a bf16 checkpoint is widened,
-exactly), on a GPU they are the placement's; base weights never require a gradient unless a test asks; no dropout, so a
-forward draws no random numbers.
+`build` makes the module; `Policy` computes logprobs of chosen tokens. This file owns the process-wide group of one rank that
+Megatron needs (its rendezvous is in memory, so no port listens beyond loopback). On the CPU weights and arithmetic are float32,
+whatever the checkpoint stores (widening bf16 is exact); on a GPU they follow the placement. Base weights require no gradient
+unless a test asks for one. There is no dropout, so a forward draws no random numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .lora import Lora
 
 
 def start_distributed(cuda: bool = False) -> None:
-    """Make the one-rank group that Megatron needs. Idempotent."""
+    """Make the one-rank group that Megatron needs, unless there is one."""
     if dist.is_initialized():
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -51,13 +50,13 @@ def start_distributed(cuda: bool = False) -> None:
 def build(
     plan: Plan, weights: Mapping[str, Tensor], parallel: Parallel = ALONE, placement: Placement = CPU
 ) -> GPTModel:
-    """A GPTModel with these base weights (Hugging Face names), frozen; in eval mode, or in train mode if layers are to be
-    recomputed, which Megatron only does then (nothing else hangs on it). Raises ValueError if the weights misfit.
+    """Build a GPTModel with these base weights (Hugging Face names), frozen. Raises ValueError if the weights do not fit.
 
-    parallel: this process holds one part of it, and Megatron's process groups exist.
+    It is in eval mode, or in train mode if layers are recomputed, because Megatron recomputes only then; nothing else depends
+    on the mode. `parallel`: this process holds one part of the model, and Megatron's process groups exist.
     """
     start_distributed(placement.cuda)
-    # Routers enter themselves into a process-wide list, which would keep every model before this one alive.
+    # Routers register in a process-wide list, which would keep every earlier model alive.
     RouterReplay.clear_global_router_replay_instances()
     config = config_of(plan, parallel, placement)
     layers = parallel.layers(plan)
@@ -75,7 +74,7 @@ def build(
 
 
 def _want_gradient(_embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    """Megatron recomputes a layer only for an input with a gradient, which a frozen embedding does not give."""
+    """Make the embedding's output require a gradient: Megatron recomputes a layer only for such an input."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
@@ -100,36 +99,36 @@ def load_base(model: GPTModel, plan: Plan, weights: Mapping[str, Tensor], parall
 
 @dataclass(frozen=True)
 class Scores:
-    """Per scored token [n]: logprob (natural log, at its temperature) and, without gradient, the entropy in nats."""
+    """Per scored token [n]: the logprob (natural logarithm, at its temperature) and the entropy in nats, without gradient."""
 
     logprobs: Tensor
     entropy: Tensor
 
     @classmethod
     def of(cls, found: Tensor) -> Scores:
-        """found: [2, n], as `head.scored` gives it."""
+        """Make scores of `found` [2, n], the result of `logits.score_targets`."""
         return cls(found[0], found[1].detach())
 
 
 class Policy:
-    """Model and adapter together. `lora` None = the base model."""
+    """A model and its adapter. `lora` None = the base model."""
 
     def __init__(self, plan: Plan, model: GPTModel, lora: Lora | None, parallel: Parallel = ALONE) -> None:
-        """parallel: as the model was built; the adapter is this rank's part of it."""
+        """Attach the adapter, which is this rank's part of it. `parallel`: the layout that the model was built with."""
         self.plan, self.model, self.lora, self.parallel = plan, model, lora, parallel
         self.device = next(model.parameters()).device
         config = model.config
         self.stage = Stage(parallel, (1, config.hidden_size), config.params_dtype, self.device)
         self._replay: Replay | None = None
         if plan.routes is not None:
-            # Of the routes of all layers, those of the stage's own.
+            # the layers, of all that have routes, that are in this pipeline stage
             self._own = parallel.expert_layers(plan)
             self._replay = Replay(model, msgspec.structs.replace(plan.routes, layers=self._own.stop - self._own.start))
         if lora is not None:
             lora.attach(model)
 
-    def replaying(self, wanted: bool) -> AbstractContextManager[Step | None]:
-        """A step whose forwards replay routes through their backwards; not wanted: None, and nothing is replayed."""
+    def open_replay(self, wanted: bool) -> AbstractContextManager[Step | None]:
+        """Open a step whose forwards and backwards replay routes. If not `wanted`, nothing is replayed and the block gets None."""
         if not wanted:
             return nullcontext()
         if self._replay is None:
@@ -139,47 +138,50 @@ class Policy:
     def hidden_logits(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None = None
     ) -> Tensor:
-        """Logits [n, vocab] of all words at `rows` [n] of one packed row, for few of them; otherwise as `projected`."""
+        """Return the logits [n, vocab] of all words at `rows` [n] of one packed row, for few rows; other arguments as for
+        `project_rows`."""
 
         def logits(hidden: Tensor, weight: Tensor) -> Tensor:
             found = hidden @ weight.t()
-            return tensor_linears.words(found) if self.parallel.sp else found
+            return tensor_linears.gather_logits(found) if self.parallel.sp else found
 
-        return self.projected(tokens, positions, seen, rows, routes, logits)
+        return self.project_rows(tokens, positions, seen, rows, routes, logits)
 
     def hidden_scores(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor,
         routes: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """fp32 [2, n]: logprobs and entropies (see `head.scored`) of `targets` [n] as predicted at `rows` [n], each at its
-        temperature [n] (> 0); otherwise as `projected`."""
+        """Return fp32 [2, n]: logprobs and entropies (see `logits.score_targets`) of `targets` [n], predicted at `rows` [n].
+
+        Each has its temperature [n] (> 0). Other arguments are those of `project_rows`.
+        """
         targets, temperatures = ahead(targets, self.device), ahead(temperatures, self.device)
         group = parallel_state.get_tensor_model_parallel_group() if self.parallel.sp else None
 
         def scores(hidden: Tensor, weight: Tensor) -> Tensor:
-            return head.scored(hidden, weight, targets, temperatures, group)
+            return head.score_targets(hidden, weight, targets, temperatures, group)
 
-        return self.projected(tokens, positions, seen, rows, routes, scores)
+        return self.project_rows(tokens, positions, seen, rows, routes, scores)
 
-    def projected(
+    def project_rows(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None,
         onto: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
-        """What `onto` makes of the hidden states [n, h] at `rows` [n] of one packed row and of this rank's part [words, h] of the
-        head; on a stage that is not the last, what it sends on.
+        """Return what `onto` makes of the hidden states [n, h] at `rows` [n] of one packed row, and of this rank's part [words,
+        h] of the head.
 
-        tokens, positions: int64 [s], any device; seen: `until` int64 [s] of a row in preorder (see `tree`; on the CPU), or
-        bool [s, s], True where query q (first) must not see key k. Only `rows` go through the language-model head.
-        Where ranks share a row, `rows` are among this rank's `own_tokens`.
-        routes: expert ids [MoE layers, s, topk] to replay instead of the live router's (with gradients only inside
-        `replaying`); None routes live.
+        On a pipeline stage that is not the last, it returns what the stage sends on. `tokens`, `positions`: int64 [s], any
+        device. `seen`: `until` int64 [s] of a row in preorder (see `tree_mask`; on the CPU), or bool [s, s], True where query q
+        (first) must not see key k. Only `rows` go through the language-model head. Where ranks share a row, `rows` are among
+        this rank's `own_tokens`. `routes`: expert ids [MoE layers, s, topk] to replay (with gradients only inside
+        `open_replay`); None routes live.
         """
         begin = self.own_tokens(len(tokens)).start
         rows = ahead(rows - begin if begin else rows, self.device)
 
         def project(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
             chosen = (
-                tensor_linears.chosen(hidden_states, rows)
+                tensor_linears.gather_hidden(hidden_states, rows)
                 if self.parallel.sp
                 else hidden_states.index_select(0, rows)[:, 0]
             )
@@ -201,8 +203,10 @@ class Policy:
         return self._replay.forward(forward, None if routes is None else self._own_routes(routes))
 
     def _inputs(self, tokens: Tensor, positions: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A row, or this rank's part of it, as the layers take it: token ids and positions [s'], mask as `layers` or
-        `cuda_layers` has it, whose keys are the whole row's."""
+        """Return a row, or this rank's part of it, as the layers take it: token ids and positions [s'], and the mask.
+
+        The mask is that of `layers` or `cuda_layers`; its keys are the whole row's.
+        """
         part = self._each(len(tokens))
         own = slice(part * context.part_index(), part * (context.part_index() + 1))
         multiple = part * self.parallel.cp
@@ -213,7 +217,7 @@ class Policy:
             return ids[own].to(self.device), at[own].to(self.device), mask[own].to(self.device)[None, None]
         extra = multiple - len(tokens)
         ids, at = (F.pad(ahead(x, self.device), (0, extra))[own] for x in (tokens, positions))
-        # Padding behind a chain may see the chain: nothing sees the padding.
+        # Padding after a chain may see the chain, because nothing sees the padding.
         chain = tree_mask.is_chain(seen) and self.parallel.cp == 1
         until = None if chain else ahead(tree_mask.fill(seen, extra), self.device)[None, None, None]
         return ids, at, until
@@ -222,12 +226,12 @@ class Policy:
         return context.tokens_per_rank(self.parallel, size, self.device.type == "cuda")
 
     def own_tokens(self, size: int) -> range:
-        """Which tokens of a row of `size` are this rank's, padding with it."""
+        """Return which tokens of a row of `size` are this rank's, padding included."""
         part = self._each(size)
         return range(part * context.part_index(), part * (context.part_index() + 1))
 
     def _own_routes(self, routes: Tensor) -> Tensor:
-        """Of a row's routes, those of this rank's layers and tokens."""
+        """Return a row's routes for this rank's layers and tokens."""
         near, part = self.parallel.tp, self._each(routes.shape[1])
         if self.parallel.world == 1:
             return routes
@@ -244,38 +248,40 @@ class Policy:
         temperatures: Tensor,
         routes: Tensor | None = None,
     ) -> Scores:
-        """`hidden_scores` at any `rows`, and on all ranks; where these share a row or the layers, without gradient."""
+        """Return `hidden_scores` at any `rows`, on all ranks; without gradient where ranks share a row or the layers.
+        Collective."""
         if self.parallel.cp == self.stage.count == 1:
             return Scores.of(self.hidden_scores(tokens, positions, seen, rows, targets, temperatures, routes))
         mine = self._mine(len(tokens), rows)
         out = self.hidden_scores(tokens, positions, seen, rows[mine], targets[mine], temperatures[mine], routes)
-        found = self._told(out.t() if self.stage.last else out, mine, 2, torch.float32)
+        found = self._gather_rows(out.t() if self.stage.last else out, mine, 2, torch.float32)
         return Scores.of(found.t())
 
     def logits(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, routes: Tensor | None = None
     ) -> Tensor:
-        """`hidden_logits` at any `rows`, and on all ranks; where these share a row or the layers, without gradient."""
+        """Return `hidden_logits` at any `rows`, on all ranks; without gradient where ranks share a row or the layers.
+        Collective."""
         if self.parallel.cp == self.stage.count == 1:
             return self.hidden_logits(tokens, positions, seen, rows, routes)
         mine = self._mine(len(tokens), rows)
         out = self.hidden_logits(tokens, positions, seen, rows[mine], routes)
-        return self._told(out, mine, self.plan.vocab_size, self.model.config.params_dtype)
+        return self._gather_rows(out, mine, self.plan.vocab_size, self.model.config.params_dtype)
 
     def _mine(self, size: int, rows: Tensor) -> Tensor:
-        """Which of `rows` are among this rank's tokens of a row of `size`; bool."""
+        """Return which of `rows` are among this rank's tokens of a row of `size`; bool [n]."""
         own = self.own_tokens(size)
         return (rows >= own.start) & (rows < own.stop)
 
-    def _told(self, out: Tensor, mine: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """[n, width] on all ranks, of which the last stage's each have the rows `mine`."""
+    def _gather_rows(self, out: Tensor, mine: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Return [n, width] on all ranks. The ranks of the last stage each have the rows `mine`. Collective."""
         found = torch.zeros(len(mine), width, dtype=dtype, device=self.device)
         if self.stage.last:
             found[mine.to(self.device)] = out.detach()
         return self.stage.broadcast_from_last(context.all_reduce(found))
 
     def score_sequence(self, tokens: Tensor, temperature: float = 1.0, routes: Tensor | None = None) -> Tensor:
-        """Logprobs [s - 1] of tokens 1.. of a plain sequence [s], without gradient. routes: as in `hidden_logits`."""
+        """Return logprobs [s - 1] of tokens 1.. of a plain sequence [s], without gradient. `routes`: as for `project_rows`."""
         size = len(tokens)
         until, rows, heat = tree_mask.chain(size), torch.arange(size - 1), torch.full((size - 1,), temperature)
         with torch.no_grad():

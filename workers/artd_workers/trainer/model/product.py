@@ -1,7 +1,7 @@
-"""A frozen linear and its adapter as one product, with a backward of its own.
+"""Computes a frozen linear and its adapter as one product, with its own backward.
 
-Purpose: what a GPU's linears compute once an adapter is attached. Owner of: no state. Invariants: plain torch (any device); the
-gradients reach the adapter's fp32 masters.
+A GPU's linears use it once an adapter is attached. It is plain torch and works on any device. The gradients reach the adapter's
+fp32 masters.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from .lora import FusedAdapter
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """x @ weight.t() with an adapter's product added to it in place, and so its gradients: nothing is written twice."""
+    """x @ weight.t(), to which an adapter's product is added in place; gradients are added in the same way, so nothing is
+    written twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, adapter: FusedAdapter, *_masters: Tensor) -> Tensor:
-        """x [..., in], weight [out, in]; masters: the adapter's A, then its B, which get the gradients."""
-        a, b = adapter.joined(x.dtype)
+        """Return the product of x [..., in] and weight [out, in]. The last arguments are the adapter's A, then its B, which get
+        gradients."""
+        a, b = adapter.join(x.dtype)
         flat = x.flatten(0, -2)
         low = flat @ a.t()
         ctx.save_for_backward(x, weight, low)
@@ -30,7 +32,7 @@ class AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, low = ctx.saved_tensors
-        a, b = ctx.adapter.joined(x.dtype)
+        a, b = ctx.adapter.join(x.dtype)
         slope, flat = grads[0].flatten(0, -2), x.flatten(0, -2)
         d_low = slope @ b
         masters = ctx.adapter.gradients(d_low.t() @ flat, slope.t() @ low)
@@ -40,5 +42,5 @@ class AdaptedProduct(torch.autograd.Function):
 
 
 def adapted_product(x: Tensor, weight: Tensor, adapter: FusedAdapter) -> Tensor:
-    """The product of a linear [out, in] and its adapter with x [..., in]."""
+    """Return the product of a linear [out, in] and its adapter with x [..., in]."""
     return AdaptedProduct.apply(x, weight, adapter, *adapter.a, *adapter.b)

@@ -1,9 +1,8 @@
-"""From a layer's joint product to queries, keys and values as FlexAttention takes them, in one pass.
+"""Makes queries, keys and values for FlexAttention from a layer's joint product, in one pass.
 
-Purpose: `split` cuts, normalises, rotates, repeats (a key and its value for each query head of their group) and pads.
-Repeated keys cost little memory and let FlexAttention's backward share a prompt's keys, which a whole tree looks at, among
-as many programs as there are query heads. Owner of: no state. Invariants: by one kernel where the norms are frozen; plain torch
-gives trained ones their gradient.
+`split` cuts, normalises, rotates, repeats (a key and its value for each query head of their group) and pads. Repeated keys cost
+little memory, and let FlexAttention's backward divide the keys of a prompt, which a whole tree sees, among as many programs as
+there are query heads. Where the norms are frozen one kernel does it; plain torch gives trained norms their gradient.
 """
 
 from __future__ import annotations
@@ -19,21 +18,24 @@ Norms = tuple[Tensor, Tensor]
 
 
 def split(
-    mixed: Tensor, norms: Norms | None, turns: tuple[Tensor, Tensor], padded: int, eps: float
+    mixed: Tensor, norms: Norms | None, rotations: tuple[Tensor, Tensor], padded: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed [s, groups, each + 2, dim]: a group's queries, its key, its value; turns: cosine and sine fp32 [s, dim / 2];
-    padded: length to fill up to with zeros. Gives q, k, v [padded, groups * each, dim]."""
+    """Return q, k, v [padded, groups * each, dim].
+
+    `mixed` [s, groups, each + 2, dim]: a group's queries, its key, its value. `rotations`: cosine and sine, fp32 [s, dim / 2].
+    `padded`: the length to which zeros are added.
+    """
     if mixed.is_cuda and (norms is None or not norms[0].requires_grad):
-        return _Split.apply(mixed, norms, turns, padded, eps)
-    return split_plainly(mixed, norms, turns, padded, eps)
+        return _Split.apply(mixed, norms, rotations, padded, eps)
+    return split_plainly(mixed, norms, rotations, padded, eps)
 
 
 def split_plainly(
-    mixed: Tensor, norms: Norms | None, turns: tuple[Tensor, Tensor], padded: int, eps: float
+    mixed: Tensor, norms: Norms | None, rotations: tuple[Tensor, Tensor], padded: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch."""
+    """Compute `split` in plain torch."""
     each, dim = mixed.shape[2] - 2, mixed.shape[3]
-    cos, sin = (turn[:, None, None] for turn in turns)
+    cos, sin = (rotation[:, None, None] for rotation in rotations)
     found = []
     for part, norm in ((mixed[:, :, :each], 0), (mixed[:, :, each : each + 1], 1)):
         x = part.float()
@@ -47,17 +49,17 @@ def split_plainly(
 
 
 class _Split(torch.autograd.Function):
-    """By one kernel each way."""
+    """Computes `split` with one kernel forward and one backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, norms: Norms | None, turns: tuple[Tensor, Tensor], padded: int, eps: float
+        ctx: Any, mixed: Tensor, norms: Norms | None, rotations: tuple[Tensor, Tensor], padded: int, eps: float
     ) -> Any:
         from artd_workers.trainer.model.kernels import qkv
 
-        ctx.save_for_backward(mixed, *turns, *(norms or ()))
+        ctx.save_for_backward(mixed, *rotations, *(norms or ()))
         ctx.eps = eps
-        return qkv.heads(mixed, norms, *turns, padded, eps)
+        return qkv.heads(mixed, norms, *rotations, padded, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

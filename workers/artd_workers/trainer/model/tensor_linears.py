@@ -1,8 +1,8 @@
 """Linears that tensor-parallel ranks split, with their adapters.
 
-Purpose: what a layer's attention and dense MLP compute where each rank has a part of the weight and a part of the row's tokens:
-the tokens are brought together before the product, or its sums are shared out behind it, once for weight and adapter.
-Owner of: no state. Invariants: any device; gradients of an adapter's copied matrix are each rank's part of a sum.
+Each rank has a part of the weight and a part of the row's tokens. Tokens are gathered before the product, or its sums are
+scattered after it, once for weight and adapter. It works on any device. Gradients of an adapter's copied matrix are each rank's
+part of a sum.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class SplitRow(RowParallelLinear):
         return reduce_scatter_to_sequence_parallel_region(adapted_product(input_, self.weight, self.adapter)), None
 
 
-def chosen(hidden: Tensor, rows: Tensor) -> Tensor:
-    """Hidden states [n, h] at `rows` of a row whose tokens are shared out, [s / tp, 1, h]; on all ranks."""
+def gather_hidden(hidden: Tensor, rows: Tensor) -> Tensor:
+    """Gather the hidden states [n, h] at `rows` of a row whose tokens the ranks share, [s / tp, 1, h]. Collective."""
     return gather_from_sequence_parallel_region(hidden)[rows, 0]
 
 
-def words(logits: Tensor) -> Tensor:
-    """Logits [n, vocab] from each rank's [n, vocab / tp]: for few tokens."""
+def gather_logits(logits: Tensor) -> Tensor:
+    """Gather the logits [n, vocab] from each rank's [n, vocab / tp]; use it for few tokens. Collective."""
     return gather_from_tensor_model_parallel_region(logits)

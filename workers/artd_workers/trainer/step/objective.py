@@ -12,7 +12,7 @@ from torch import Tensor
 from artd_schema.packages import PackageCode
 from artd_schema.spec import LossSpec
 from artd_workers.packages import load
-from artd_workers.trainer.batch.row_schedule import added
+from artd_workers.trainer.batch.row_schedule import sum_over_ranks
 from artd_workers.trainer.batch.rows import Batch, PackedRow
 from artd_workers.trainer.parallel import context
 from artd_workers.trainer.parallel.layout import Parallel
@@ -132,7 +132,7 @@ class Tally:
 
     def metrics(self, parallel: Parallel) -> dict[str, float]:
         """Add up over the ranks, and wait for the device. Collective: every rank calls it."""
-        totals, counts = added(self.found, parallel).tolist()
+        totals, counts = sum_over_ranks(self.found, parallel).tolist()
         return {
             name: total / count for name, total, count in zip(self._names, totals, counts, strict=True) if count > 0
         }

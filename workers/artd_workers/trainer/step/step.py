@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from artd_schema.spec import LossSpec, OptimizerSpec
-from artd_workers.trainer.batch.row_schedule import Turn, added, turns
+from artd_workers.trainer.batch.row_schedule import ScheduledRow, schedule_rows, sum_over_ranks
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.model.model import Policy, Scores
 from artd_workers.trainer.parameters.contract import ParameterSet
@@ -132,15 +132,15 @@ def train_step(
     started = time.perf_counter()
     parameters = optimizer.parameters
     # Ahead of their use, all of them: they are small beside the activations of one.
-    mine = turns(batch.rows, policy.parallel, policy.device)
+    mine = schedule_rows(batch.rows, policy.parallel, policy.device)
     into = _Found.of(policy, batch, loss)
     optimizer.torch.zero_grad(set_to_none=True)
     try:
-        with policy.replaying(batch.coverage is not None) as replay:
-            _pass_all(policy, mine, lambda turn: _forward(policy, turn, into), progress, cancelled)
-            into.measures.found = added(into.measures.found, policy.parallel)
+        with policy.open_replay(batch.coverage is not None) as replay:
+            _pass_all(policy, mine, lambda scheduled: _forward(policy, scheduled, into), progress, cancelled)
+            into.measures.found = sum_over_ranks(into.measures.found, policy.parallel)
             # The first wait for the device: what is read after it is there then.
-            parts = added(into.losses, policy.parallel).tolist()
+            parts = sum_over_ranks(into.losses, policy.parallel).tolist()
             own = into.tally.metrics(policy.parallel)
             _check_losses(parts)
             norm = optimizer.set.gradient_norm()
@@ -184,8 +184,8 @@ class _Found:
 
 def _pass_all(
     policy: Policy,
-    mine: Sequence[Turn],
-    forward: Callable[[Turn], Tensor],
+    mine: Sequence[ScheduledRow],
+    forward: Callable[[ScheduledRow], Tensor],
     progress: Callable[[], None],
     cancelled: Callable[[], bool],
 ) -> None:
@@ -207,9 +207,9 @@ def _pass_all(
         raise Cancelled(f"cancelled after {begun} of {len(mine)} rows")
 
 
-def _forward(policy: Policy, turn: Turn, into: _Found) -> Tensor:
+def _forward(policy: Policy, scheduled: ScheduledRow, into: _Found) -> Tensor:
     """Do a row forward; returns what its backward starts from. What it found goes to `into`, and nothing waits for it."""
-    row = turn.row
+    row = scheduled.row
     out = policy.hidden_scores(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
     if not policy.stage.last:
         return out
@@ -217,10 +217,10 @@ def _forward(policy: Policy, turn: Turn, into: _Found) -> Tensor:
         return out.sum() * 0.0
     scores = Scores.of(out)
     part, metrics = into.objective.row_loss(row, scores.logprobs, into.share, into.sequences)
-    if turn.counts:
-        into.measures.add(turn.first, scores.logprobs, scores.entropy)
+    if scheduled.counts:
+        into.measures.add(scheduled.first, scores.logprobs, scores.entropy)
         into.tally.add(metrics)
-        into.losses[turn.index] = part.detach()
+        into.losses[scheduled.index] = part.detach()
     # Without a trained token of its own, what a rank does for the others' tokens goes backward all the same.
     return part if len(row.at) else part + out.sum() * 0.0
 

@@ -117,7 +117,7 @@ def score(policy: Policy, pieces: list[Piece], way: Pass) -> dict[str, Tensor]:
                 found["top_logprobs"].append(top.values)
             return hidden
 
-        policy.projected(piece.tokens[:-1], torch.arange(size), chain(size), at, routes, read)
+        policy.project_rows(piece.tokens[:-1], torch.arange(size), chain(size), at, routes, read)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 

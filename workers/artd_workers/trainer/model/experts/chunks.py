@@ -1,8 +1,8 @@
-"""The experts of a layer applied to a long row some thousand tokens at a time, forward and backward.
+"""Applies the experts of a layer to a long row in chunks of some thousand tokens, forward and backward.
 
-Purpose: `apply` gives what `routed.apply` gives, and keeps of its work only what went in: gathered rows, activations and their gradients
-are topk times as many as tokens, and exist for one piece. What a piece's backward needs is computed again there. Owner of: no state.
-Invariants: any device, no wait for it; gradients of weights and adapters are added up over the pieces in fp32.
+`apply` returns what `routed.apply` returns, but saves only its inputs. Gathered rows, activations and their gradients, which
+have topk rows per token, exist for one chunk at a time; the backward computes them again. It works on any device and never
+waits for one. Gradients of weights and adapters are summed over the chunks in fp32.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from . import routed
 from .routed import Order, Pair
 
 TOKENS = 16_384
-"""Of a piece. For the 30B-A3B shape its work takes 1.4 GB, and each expert still gets a thousand rows."""
+"""Tokens of a chunk. For the 30B-A3B shape a chunk needs 1.4 GB, and each expert still gets a thousand rows."""
 
 
 def apply(
     x: Tensor, probs: Tensor, chosen: Tensor, weights: tuple[Tensor, Tensor], pairs: tuple[Pair, Pair] | None
 ) -> Tensor:
-    """x [T, hidden], probs and chosen expert ids [T, topk] -> [T, hidden]; weights and pairs as of `routed.apply`."""
+    """Return [T, hidden] from x [T, hidden], and probs and chosen expert ids [T, topk]. `weights`, `pairs`: see `routed.apply`."""
     masters = [tensor for pair in pairs or () for tensor in (pair.a, pair.b)]
     return _Pieces.apply(x, probs, chosen, pairs, *weights, *masters)
 
@@ -53,7 +53,7 @@ class _Pieces(torch.autograd.Function):
             part, share = x[here].detach().requires_grad_(), probs[here].detach().requires_grad_()
             with torch.enable_grad():
                 out = _one(part, share, chosen[here], ctx.pairs, tensors)
-            # The parameters themselves are asked for: their `.grad` stays as it is.
+            # `grad` returns the parameters' gradients and leaves their `.grad` unchanged.
             d_x[here], d_probs[here], *found = torch.autograd.grad(
                 out, [part, share, *(tensors[i] for i in asked)], grads[0][here]
             )

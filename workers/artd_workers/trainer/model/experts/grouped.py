@@ -1,9 +1,10 @@
-"""The experts of a layer as one parameter, multiplied in one grouped product, with an adapter for each of them.
+"""The experts of a layer as one parameter, multiplied in one grouped product, with an adapter for each expert.
 
-Purpose: `GroupedExperts` stands in for Megatron's SequentialMLP where a loop over experts would be too slow, `OneRankMoE` for
-its MoELayer where nothing has to be sent; `GroupedAdapter` is `lora.FusedAdapter` for all experts of a layer at once;
-`slots` gives a model's weights under the codec's names, expert by expert. Owner of: the experts' weights [experts, out, in] and the adapters' fp32 masters.
-Invariants: plain torch (any device); names and layouts outside this file are the codec's; no wait for the device.
+`GroupedExperts` replaces Megatron's SequentialMLP where a loop over experts would be too slow, and `OneRankMoE` its MoELayer
+where no token has to be sent. `GroupedAdapter` is `lora.FusedAdapter` for all experts of a layer at once. `slots` returns a
+model's weights by the codec's names, expert by expert. This file owns the experts' weights [experts, out, in] and the adapters'
+fp32 masters. It is plain torch, works on any device and never waits for one. Outside this file, names and layouts are the
+codec's.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from .routed import Order
 
 EXPERT = re.compile(r"\.local_experts\.\d+(?=\.)")
 ALIGNED = 8
-"""Numbers: grouped products of bf16 want rows of 16 bytes, so a small rank gets zeros beside it."""
+"""Grouped products of bf16 need rows of a multiple of 16 bytes, which is 8 numbers; a smaller rank is padded with zeros."""
 
 
 class GroupedLinear(nn.Module):
-    """Weights [experts, out, in] of one linear of every expert, and their adapters once they are attached."""
+    """The weights [experts, out, in] of one linear of every expert, and their adapters once they are attached."""
 
     def __init__(self, experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """All experts of one layer on this rank: Megatron's builder of experts calls it."""
+    """All experts of one layer on this rank. Megatron's builder of experts makes it."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
@@ -53,31 +54,38 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = GroupedLinear(num_local_experts, inner, hidden, config.params_dtype)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """What Megatron's dispatchers ask for: tokens [T, hidden] sorted by expert, their numbers [experts] (any device),
-        probs [T] -> [T, hidden], no bias."""
-        counts = tokens_per_expert.to(tokens.device, non_blocking=True)
-        return self.routed(tokens, probs[:, None], Order.sorted(counts, len(tokens))), None
+        """Compute what Megatron's dispatchers expect. Returns [T, hidden] and no bias.
 
-    def routed(self, tokens: Tensor, probs: Tensor, order: Order) -> Tensor:
-        """tokens [T, hidden], each to the experts that `order` says, weighted by probs [T, topk] -> [T, hidden]."""
+        `tokens` [T, hidden], sorted by expert; `tokens_per_expert` [experts], on any device; `probs` [T].
+        """
+        counts = tokens_per_expert.to(tokens.device, non_blocking=True)
+        return self.apply_routed(tokens, probs[:, None], Order.of_sorted(counts, len(tokens))), None
+
+    def apply_routed(self, tokens: Tensor, probs: Tensor, order: Order) -> Tensor:
+        """Return [T, hidden]: the experts of each token by `order`, weighted by `probs` [T, topk]. `tokens` [T, hidden]."""
         return routed.apply(tokens, probs, order, *self._tensors())
 
-    def chosen(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Tensor:
-        """The same for expert ids [T, topk]. Where every layer is computed again to save memory, a long row goes in pieces."""
+    def apply_chosen(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Tensor:
+        """Compute `apply_routed` for expert ids [T, topk].
+
+        Where every layer is recomputed to save memory, a long row is computed in chunks.
+        """
         if self.config.recompute_granularity == "full" and len(tokens) > chunks.TOKENS:
             return chunks.apply(tokens, probs, experts, *self._tensors())
-        return self.routed(tokens, probs, Order.of(experts, len(self.linear_fc1.weight)))
+        return self.apply_routed(tokens, probs, Order.of(experts, len(self.linear_fc1.weight)))
 
     def _tensors(self) -> Any:
-        """Weights, and their adapters once they are attached."""
+        """Return the weights, and their adapters once they are attached."""
         first, second = self.linear_fc1, self.linear_fc2
         pairs = (first.adapter, second.adapter) if first.adapter is not None and second.adapter is not None else None
         return (first.weight, second.weight), pairs
 
 
 class OneRankMoE(MoELayer):
-    """Megatron's mixture of experts where all experts are on this rank: nothing is dispatched, and a router gives
-    (probs [T, topk], expert ids [T, topk]) instead of maps over all experts."""
+    """Megatron's mixture of experts where all experts are on this rank.
+
+    Nothing is dispatched, and the router returns (probs [T, topk], expert ids [T, topk]) instead of maps over all experts.
+    """
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: None = None
@@ -89,13 +97,15 @@ class OneRankMoE(MoELayer):
     def _once(self, hidden_states: Tensor) -> Tensor:
         probs, chosen = self.router(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self.experts.chosen(tokens, probs, chosen)
+        out = self.experts.apply_chosen(tokens, probs, chosen)
         return out.view_as(hidden_states)
 
 
 class DenseRouting:
-    """Put before a router's class: gives each token's probabilities and experts [T, topk], by Megatron's own function.
-    What else its forward can do (losses, jitter, limits) is off in every model here."""
+    """A mixin that makes a router return each token's probabilities and experts [T, topk], by Megatron's own function.
+
+    The other abilities of the router's forward (losses, jitter, limits) are off in every model here.
+    """
 
     def forward(self: Any, input: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         config, logits = self.config, self.gating(input)
@@ -107,8 +117,10 @@ class DenseRouting:
 
 
 def sparse(router: Any, alone: Any) -> Any:
-    """Builder of a sparse layer's MLP with grouped experts. router: the class for experts on several ranks, alone: that for
-    one rank."""
+    """Return a builder of a sparse layer's MLP with grouped experts.
+
+    `router`: the router's class for experts on several ranks; `alone`: its class for one rank.
+    """
 
     def build(*args: Any, pg_collection: Any, **kwargs: Any) -> MoELayer:
         one = pg_collection.ep.size() == pg_collection.expt_tp.size() == 1
@@ -121,15 +133,17 @@ def sparse(router: Any, alone: Any) -> Any:
 
 
 class GroupedAdapter(nn.Module):
-    """Adapters of one linear of every expert. a: fp32 [experts, parts, r, in]; b: fp32 [experts, parts, out of a part, r].
+    """The adapters of one linear of every expert. `a`: fp32 [experts, parts, r, in]; `b`: fp32 [experts, parts, out of a part,
+    r].
 
-    A fused gate and up has two parts, one above the other in its output.
+    A fused gate and up has two parts, the first above the second in its output.
     """
 
     def __init__(
         self, path: str, rows: Sequence[Row], sizes: tuple[int, ...], in_features: int, rank: int, scale: float
     ) -> None:
-        """path: of the linear in the model; rows: of its experts, in order; sizes: out of each part, all equal."""
+        """Make the adapters. `path`: of the linear in the model; `rows`: of its experts, in order; `sizes`: out of each part,
+        all equal."""
         super().__init__()
         experts, parts = len(rows), len(sizes)
         if len(set(sizes)) > 1 or any(row.layout not in ("plain", "concat") for row in rows):
@@ -138,15 +152,18 @@ class GroupedAdapter(nn.Module):
         self.a = nn.Parameter(torch.empty(experts, parts, rank, in_features))
         self.b = nn.Parameter(torch.zeros(experts, parts, sizes[0], rank))
         self.scale = scale
-        self._joined = Cached(self.join)
-
-    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [experts, R, in], scaled, and B [experts, out, R]: the parts' ranks beside each other, B zero where a part's
-        output meets another's rank, R a multiple of ALIGNED."""
-        return self._joined.of((self.a, self.b), dtype)
+        self._joined = Cached(self.compute_join)
 
     def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `joined` gives, made anew and kept by nobody."""
+        """Return A [experts, R, in], scaled, and B [experts, out, R], kept until the parameters change.
+
+        The ranks of the parts are side by side, and B is zero where a part's output meets another part's rank. R is a multiple
+        of ALIGNED.
+        """
+        return self._joined.of((self.a, self.b), dtype)
+
+    def compute_join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute what `join` returns, without keeping it."""
         a, parts = self.a.flatten(1, 2), self.a.shape[1]
         apart = torch.eye(parts, device=a.device)[:, None, :, None]
         b = (self.b[:, :, :, None, :] * apart).flatten(3, 4).flatten(1, 2)
@@ -154,19 +171,20 @@ class GroupedAdapter(nn.Module):
         return F.pad(self.scale * a, (0, 0, 0, extra)).to(dtype), F.pad(b, (0, extra)).to(dtype)
 
     def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of what `joined` gave -> of `a` and `b`, fp32."""
+        """Return the gradients of `a` and `b`, fp32, from those of what `join` returned."""
         parts, rank = self.a.shape[1:3]
         own = b[..., : parts * rank].unflatten(1, (parts, -1)).unflatten(3, (parts, rank))
         d_b = torch.empty_like(self.b).copy_(own.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))
         return a[:, : parts * rank].unflatten(1, (parts, rank)).float().mul_(self.scale), d_b
 
     def list_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(own name, parameter)."""
+        """Yield (own name, parameter)."""
         yield f"{self._path}.lora_A", self.a
         yield f"{self._path}.lora_B", self.b
 
     def slots(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(PEFT name, its part of the own tensor), expert by expert; `own` by own name, of the parameters' shapes."""
+        """Yield (PEFT name, its part of the own tensor), expert by expert. `own`: tensors of the parameters' shapes, by own
+        name."""
         a, b = (own[name] for name, _ in self.list_parameters())
         for expert, row in enumerate(self._rows):
             for index, part in enumerate(row.parts):
@@ -176,12 +194,12 @@ class GroupedAdapter(nn.Module):
 
 
 def slots(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters by the codec's names; an expert's weight is its part of the layer's parameter."""
+    """Return a model's parameters by the codec's names; an expert's weight is its part of the layer's parameter."""
     return apart(model, dict(model.named_parameters()))
 
 
 def apart(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the shapes of a model's parameters, by the parameters' names -> by the codec's, as `slots`."""
+    """Convert tensors of the shapes of a model's parameters from the parameters' names to the codec's, as `slots` does."""
     out = dict(own)
     for path, module in model.named_modules():
         if isinstance(module, GroupedLinear):

@@ -1,11 +1,10 @@
-"""The experts of a layer applied to routed tokens: one function with a backward of its own, for any device.
+"""Applies the experts of a layer to routed tokens: one function with its own backward, for any device.
 
-Purpose: `apply` sorts tokens by expert, multiplies them in grouped products with their adapters, and adds each token's results
-up. Written as one function, because autograd over the single steps writes every product of an adapter to memory and reads it
-again to add it. Owner of: no state.
-Invariants: no wait for the device; on a GPU the steps between the products are those of `kernels` and `adapted_kernels`,
-elsewhere the plain torch of this file; gradients of adapters reach their fp32 masters row by row, those of frozen weights are
-not computed.
+`apply` sorts tokens by expert, multiplies them in grouped products with their adapters, and sums each token's results. It is
+one function because autograd over the single steps would write every product of an adapter to memory and read it again to add
+it. It never waits for the device. On a GPU, `kernels.sparse` and `kernels.adapted` do the steps between the products, elsewhere
+the plain torch of this file. Gradients of adapters reach their fp32 masters row by row; those of frozen weights are not
+computed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Order:
-    """Which expert gets which rows. order: int64 [R], slot (token * topk + choice) of each row, sorted by expert; place: its
-    inverse; ends: int32 [experts], where each expert's rows end."""
+    """Which expert gets which rows.
+
+    `order`: int64 [R], the slot (token * topk + choice) of each row, sorted by expert. `place`: the inverse of `order`. `ends`:
+    int32 [experts], where each expert's rows end.
+    """
 
     order: Tensor
     place: Tensor
@@ -30,8 +32,8 @@ class Order:
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int) -> Order:
-        """chosen: expert ids [T, topk]."""
-        # Few bits to sort by: one pass of a radix sort.
+        """Sort the rows of these choices. `chosen`: expert ids [T, topk]."""
+        # With few bits the radix sort needs one pass.
         kind = torch.uint8 if experts <= 256 else torch.int32
         found, order = chosen.flatten().to(kind).sort(stable=True)
         ids = torch.arange(experts, device=chosen.device, dtype=kind)
@@ -41,38 +43,42 @@ class Order:
         return cls(order, place, ends, chosen.shape[1])
 
     @classmethod
-    def sorted(cls, counts: Tensor, rows: int) -> Order:
-        """Of rows that lie expert by expert already; counts: of each expert."""
+    def of_sorted(cls, counts: Tensor, rows: int) -> Order:
+        """Return the order of rows that are already sorted by expert. `counts`: rows of each expert."""
         order = torch.arange(rows, device=counts.device)
         return cls(order, order, counts.cumsum(0).to(torch.int32), 1)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What it is made of besides `topk`, in order."""
+        """Its tensors, in the order of the fields."""
         return self.order, self.place, self.ends
 
 
 class Pair(Protocol):
-    """Adapters of one linear of all experts. a: fp32 [experts, parts, r, in]; b: fp32 [experts, parts, out of a part, r]."""
+    """The adapters of one linear of all experts. `a`: fp32 [experts, parts, r, in]; `b`: fp32 [experts, parts, out of a part,
+    r]."""
 
     a: Tensor
     b: Tensor
     scale: float
 
-    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [experts, R, in], scaled, and B [experts, out, R]."""
+    def join(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A [experts, R, in], scaled, and B [experts, out, R]."""
         ...
 
     def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of what `joined` gave -> of `a` and `b`."""
+        """Return the gradients of `a` and `b` from those of what `join` returned."""
         ...
 
 
 def apply(
     x: Tensor, probs: Tensor, order: Order, weights: tuple[Tensor, Tensor], pairs: tuple[Pair, Pair] | None
 ) -> Tensor:
-    """x [T, hidden], probs [T, topk] -> [T, hidden]. weights: [experts, 2 inner, hidden] and [experts, hidden, inner];
-    pairs: their adapters, with which the weights are frozen."""
+    """Return [T, hidden] from x [T, hidden] and probs [T, topk].
+
+    `weights`: [experts, 2 inner, hidden] and [experts, hidden, inner]. `pairs`: their adapters; with adapters the weights are
+    frozen.
+    """
     if pairs is None:
         return _Bare.apply(x, probs, order, *weights)
     masters = (tensor for pair in pairs for tensor in (pair.a, pair.b))
@@ -88,7 +94,7 @@ class _Bare(torch.autograd.Function):
         inner = steps.activate(both, flat, way.order)
         del rows
         out = F.grouped_mm(inner, second.transpose(1, 2), offs=way.ends)
-        # Not `rows`: to gather them again is cheap, and for 48 layers of the 30B-A3B shape they are 10 GB.
+        # `rows` are not saved: gathering them again is cheap, and for 48 layers of the 30B-A3B shape they take 10 GB.
         ctx.save_for_backward(x, probs, *way.tensors, first, second, both)
         ctx.topk = way.topk
         return steps.collect(out, way.place, way.topk)
@@ -108,13 +114,14 @@ class _Bare(torch.autograd.Function):
 
 
 class _Adapted(torch.autograd.Function):
-    """The same with adapters. What lies by token is read again where its rows are asked for: it is an eighth of their size."""
+    """Computes `_Bare` with adapters. Rows are gathered again where they are needed, because the tokens take an eighth of their
+    memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, way: Order, pairs: Any, *tensors: Tensor) -> Tensor:
         first, second = tensors[:2]
         steps, thin = _steps(x), _adapted_steps(x)
-        (a1, b1), (a2, b2) = (pair.joined(x.dtype) for pair in pairs)
+        (a1, b1), (a2, b2) = (pair.join(x.dtype) for pair in pairs)
         rows, low1 = thin.gather(x, way, a1.transpose(1, 2))
         both = F.grouped_mm(rows, first.transpose(1, 2), offs=way.ends)
         del rows
@@ -130,7 +137,7 @@ class _Adapted(torch.autograd.Function):
         x, probs, order, place, ends, first, second, both, low1, low2 = ctx.saved_tensors
         steps, thin, grad = _steps(x), _adapted_steps(x), grads[0].contiguous()
         way = Order(order, place, ends, ctx.topk)
-        (a1, b1), (a2, b2) = (pair.joined(x.dtype) for pair in ctx.pairs)
+        (a1, b1), (a2, b2) = (pair.join(x.dtype) for pair in ctx.pairs)
         slope, small = thin.gather(grad, way, b2)
         d_inner = F.grouped_mm(slope, second, offs=way.ends)
         del slope
@@ -161,7 +168,7 @@ def _adapted_steps(x: Tensor) -> Any:
 
 
 class Plain:
-    """`kernels` in plain torch."""
+    """`kernels.sparse` in plain torch."""
 
     @staticmethod
     def take(x: Tensor, order: Tensor, topk: int) -> Tensor:
@@ -189,7 +196,7 @@ class Plain:
 
 
 class PlainAdapted:
-    """`adapted_kernels` in plain torch."""
+    """`kernels.adapted` in plain torch."""
 
     @staticmethod
     def gather(x: Tensor, way: Order, weight: Tensor) -> tuple[Tensor, Tensor]:

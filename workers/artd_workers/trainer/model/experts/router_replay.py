@@ -1,16 +1,19 @@
-"""Expert replay: Megatron-Core's RouterReplay, driven so that every token goes to the experts that the engine chose for it.
+"""Router replay: drives Megatron-Core's RouterReplay so that every token goes to the experts that the engine chose for it.
 
-Purpose: `Replay.step` opens a step; each forward in it is a micro-batch, and each router call gets the routes of its
-(micro-batch, layer), while the live router still gives the differentiable probabilities. Owner of: action and target of the
-model's RouterReplay instances, set for the length of one router call and never longer.
-Invariants: a recomputed forward gets the routes of the micro-batch whose backward is running. A hook on each micro-batch's
-output says which one that is, so any number may be in flight and go backward in any order (RouterReplay's own FIFO serves
-one order only); no router call of a step goes unnoticed: `Step.finish` raises unless each (micro-batch, layer) was called as
-often as forward and recompute ask for, and each call used exactly its target's experts. Outside a step nothing is replayed.
-Memory: a micro-batch's routes are on the device from its first router call to its last expected one; where layers are recomputed in
-the dtype that they came in (a byte a choice), and a layer's are widened to RouterReplay's int64 for one call.
-Cost: a micro-batch's routes go to the device in one copy, and where nothing is recomputed in one conversion for all layers; a
-router that gives its target itself back, as those of one rank do, is checked without any work of the device; top-k is not computed.
+`Replay.step` opens a step. Each forward in it is a micro-batch, and each router call gets the routes of its (micro-batch,
+layer); the live router still gives the differentiable probabilities. Action and target of the model's RouterReplay instances
+are set for one router call at a time.
+
+A recomputed forward gets the routes of the micro-batch whose backward is running. A hook on each micro-batch's output says
+which one that is, so any number may be in flight and go backward in any order; RouterReplay's own FIFO serves one order only.
+`Step.finish` raises unless each (micro-batch, layer) was called as often as forward and recomputation need, and each call used
+exactly its target's experts. Outside a step nothing is replayed.
+
+Memory: a micro-batch's routes are on the device from its first router call to its last expected one. Where layers are
+recomputed, the routes keep the dtype that they came in (a byte per choice), and a layer's are widened to RouterReplay's int64
+for one call. Cost: a micro-batch's routes are copied to the device at once and, where nothing is recomputed, converted at once
+for all layers. A router that returns its target itself, as on one rank, is checked without device work, and top-k is not
+computed.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from artd_workers.trainer.placement import ahead, behind
 
 
 class ReplayError(ValueError):
-    """A model that cannot replay routes, or a step that did not replay what it was given: trying again would not help."""
+    """A model cannot replay routes, or a step did not replay what it was given. Trying again would not help."""
 
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -44,17 +47,18 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "moe_expert_capacity_factor": (None,),
     "cuda_graph_impl": ("none",),
 }
-"""Options of TransformerConfig under which routers take the given experts; with others Megatron skips RouterReplay (fused,
-sinkhorn, quantile), moves or drops tokens after it (capacity), trains the wrong scores (forced), or runs no hooks (graphs)."""
+"""Values of TransformerConfig under which routers use the given experts. With other values Megatron skips RouterReplay (fused, sinkhorn,
+quantile), moves or drops tokens after it (capacity), trains the wrong scores (forced), or runs no hooks (graphs)."""
 
 
 @dataclass(eq=False)
 class _Micro:
-    """One forward of a step. routes: [layers, T, topk] of this rank's tokens, None = the live router decides.
+    """One forward of a step.
 
-    forward, again: calls of each layer's router in the forward, and in recomputed forwards; recomputed: how many of those each
-    layer gets in a backward. staged: the routes on the device, from the first call to the last expected one (`done` from then on);
-    version: torch's count of writes to them then.
+    `routes`: [layers, T, topk] of this rank's tokens, None = the live router decides. `forward`, `again`: calls of each layer's
+    router in the forward and in recomputed forwards. `recomputed`: how often a backward recomputes each layer. `staged`: the
+    routes on the device, from the first call to the last expected one; `done` from then on. `version`: torch's write count of
+    `staged` when it was made.
     """
 
     index: int
@@ -68,24 +72,27 @@ class _Micro:
     version: int = 0
 
     def target(self, layer: int, device: torch.device) -> Tensor:
-        """Routes of a layer as RouterReplay takes them. The first call sends those of all layers: by then the GPU has the first
-        layer's attention to do, and does not wait for the copy."""
+        """Return the routes of a layer as RouterReplay takes them.
+
+        The first call sends the routes of all layers. By then the GPU is busy with the first layer's attention, so it does not
+        wait for the copy.
+        """
         assert self.routes is not None
         if self.done:
             raise ReplayError(
-                f"micro-batch {self.index}, MoE layer {layer}: routes were asked for once more than the forward and its "
+                f"micro-batch {self.index}, MoE layer {layer}: routes were needed once more than the forward and its "
                 "recompute need: report this as a bug"
             )
         if self.staged is None:
             staged = ahead(self.routes, device)
-            # Where nothing is recomputed, the backward keeps every layer's int64 anyway: one conversion is cheaper than many.
+            # Where nothing is recomputed, the backward keeps every layer's int64 anyway, so one conversion for all is cheaper.
             self.staged = staged if any(self.recomputed) else staged.to(torch.int64)
             self.version = self.staged._version
         return self.staged[layer].to(torch.int64)
 
-    def called(self, layer: int) -> None:
-        """Count a router call that is over; behind the last one that needs them, the routes leave the device. Raises
-        ReplayError when they were written to."""
+    def count_call(self, layer: int) -> None:
+        """Count a finished router call; after the last expected one, free the routes. Raises ReplayError when they were written
+        to."""
         (self.again if self.backward else self.forward)[layer] += 1
         if self.backward:
             over = all(map(ge, self.again, self.recomputed))
@@ -95,7 +102,7 @@ class _Micro:
             self.leave()
 
     def leave(self) -> None:
-        """Nothing will need the routes any more. Raises ReplayError when they were written to."""
+        """Free the routes. Raises ReplayError when they were written to."""
         if self.staged is not None and self.staged._version != self.version:
             raise ReplayError(f"micro-batch {self.index}: its routes were written to in the step: report this as a bug")
         self.done, self.staged = True, None
@@ -103,7 +110,7 @@ class _Micro:
 
 @dataclass(eq=False)
 class Step:
-    """One optimizer step's forwards and backwards. Made by `Replay.step`."""
+    """The forwards and backwards of one optimizer step. `Replay.step` makes it."""
 
     routers: tuple[nn.Module, ...]
     shape: RouteShape
@@ -118,9 +125,9 @@ class Step:
     _closed: bool = False
 
     def forward(self, call: Callable[[], Tensor], routes: Tensor | None) -> Tensor:
-        """Run a micro-batch's forward; gives what `call` gives, on which the backward must depend.
+        """Run a micro-batch's forward and return the result of `call`, on which the backward must depend.
 
-        routes: integer ids [layers, T, topk] of all its tokens, row = position * batch + index in the batch; None = route
+        `routes`: integer ids [layers, T, topk] of all its tokens, row = position * batch + index in the batch; None = route
         live. Raises ReplayError.
         """
         if routes is not None:
@@ -141,9 +148,9 @@ class Step:
         return out
 
     def finish(self) -> int:
-        """After the last backward: number of router calls that were replayed, each checked.
+        """End the step after the last backward. Returns the number of replayed router calls, each of them checked.
 
-        Raises ReplayError when one is missing, came too often or used other experts than it was given.
+        Raises ReplayError when a call is missing, came too often or used other experts than it was given.
         """
         self.close()
         self._count()
@@ -163,8 +170,8 @@ class Step:
                 )
 
     def _count(self) -> None:
-        """Compare what the calls since the last time used with what they were given, call by call on the device."""
-        # A recomputed layer's call may come between calls of another micro-batch: these differ in length.
+        """Compare on the device the experts that the latest calls used with those that they were given."""
+        # A recomputed layer's call may come between calls of another micro-batch, which has another length.
         while self._used:
             shape = self._used[0][3].shape
             here = [call for call in self._used if call[3].shape == shape]
@@ -187,11 +194,11 @@ class Step:
                 )
 
     def close(self) -> None:
-        """No backward of a replayed micro-batch may begin from now on."""
+        """Allow no further backward of a replayed micro-batch."""
         self._closed = True
 
     def before(self, layer: int, router: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of a router."""
+        """Set a router's target before its forward (forward pre-hook)."""
         micro = self._now
         if micro is None:
             raise ReplayError(f"MoE layer {layer} was called outside any micro-batch of the step: report this as a bug")
@@ -207,7 +214,7 @@ class Step:
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def after(self, layer: int, router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Forward hook of a router: counts the call, and keeps what it used to be compared with the target, unless it is the target."""
+        """Count a router's call after its forward (hook), and keep what it used for comparison unless it is the target itself."""
         micro = self._now
         if micro is None or micro.routes is None:
             return
@@ -217,7 +224,7 @@ class Step:
             raise ReplayError(
                 f"micro-batch {micro.index}: its routes were written to in the step, by MoE layer {layer}: report this as a bug"
             )
-        micro.called(layer)
+        micro.count_call(layer)
         if used is not target:
             self._used.append((micro.index, layer, used.detach(), target))
         if micro.done:
@@ -239,7 +246,7 @@ class Replay:
     """Replays routes in the MoE layers of one model."""
 
     def __init__(self, model: nn.Module, shape: RouteShape) -> None:
-        """shape: of the routes that will come. Raises ReplayError when this model would not take them."""
+        """Check the model. `shape`: of the routes to replay. Raises ReplayError when this model cannot replay them."""
         self._model, self._shape = model, shape
         self._config: TransformerConfig = model.config
         for name, allowed in ALLOWED.items():
@@ -258,10 +265,10 @@ class Replay:
 
     @contextmanager
     def step(self) -> Iterator[Step]:
-        """A step: forwards by `Step.forward`, their backwards, then `Step.finish`. Leaves nothing behind, whatever happens."""
+        """Open a step: forwards by `Step.forward`, their backwards, then `Step.finish`. It restores the routers in any case."""
         if self._step is not None:
             raise RuntimeError("a step of expert replay is open already")
-        self._step = step = Step(self._routers, self._shape, self._config, self._recomputed())
+        self._step = step = Step(self._routers, self._shape, self._config, self._count_recomputed())
         hooks = [
             hook
             for layer, router in enumerate(self._routers)
@@ -281,7 +288,7 @@ class Replay:
                 clear(router)
 
     def forward(self, call: Callable[[], Tensor], routes: Tensor | None) -> Tensor:
-        """`call` as a micro-batch of the open step. Without one: with these routes if no gradient is asked for."""
+        """Run `call` as a micro-batch of the open step. Without an open step, `routes` need a forward without gradients."""
         if self._step is not None:
             return self._step.forward(call, routes)
         if routes is None:
@@ -293,8 +300,8 @@ class Replay:
             step.finish()
         return out
 
-    def _recomputed(self) -> tuple[int, ...]:
-        """How often each MoE layer runs again in a backward."""
+    def _count_recomputed(self) -> tuple[int, ...]:
+        """Return how often a backward recomputes each MoE layer."""
         config = self._config
         if not self._model.training or config.recompute_granularity is None:
             return (0,) * len(self._routers)
@@ -305,14 +312,16 @@ class Replay:
 
 
 def clear(router: nn.Module) -> None:
-    """Take target, action and Megatron's FIFO from a router."""
+    """Remove target, action and Megatron's FIFO from a router."""
     router.router_replay.clear_indices()
     router.router_replay.clear_router_replay_action()
 
 
 def strays(used: Tensor, target: Tensor) -> Tensor:
-    """In how many places each of n calls differs from its target [n, T, topk]; used: maps bool [n, T, experts], or experts
-    [n, T, topk] in the target's order."""
+    """Return in how many places each of n calls differs from its target [n, T, topk].
+
+    `used`: bool maps [n, T, experts], or experts [n, T, topk] in the target's order.
+    """
     if used.dtype != torch.bool:
         return (used != target).sum((1, 2))
     return used.sum((1, 2)) + target[0].numel() - 2 * used.gather(2, target).sum((1, 2))

@@ -1,9 +1,10 @@
-"""Triton kernels of experts with adapters: the adapters' thin products inside the passes that go over memory anyway.
+"""Triton kernels of experts with adapters: they compute the adapters' thin products inside passes over memory that are needed
+anyway.
 
-Purpose: what `routed` calls on a GPU where experts have adapters; `routed.PlainAdapted` says in plain torch what each computes.
-As products of their own they would take as long as memory takes to read or write each tensor once more. Owner of: no state.
-Invariants: as in `kernels`; a program works on rows of one expert, and finds them from `ends` alone; every sum has one
-program and one order, so the same rows give the same bits.
+`routed` calls them on a GPU where experts have adapters; `routed.PlainAdapted` says in plain torch what each computes. Separate
+products would take as long as reading or writing each tensor once more. As in `sparse`, arithmetic is fp32. A program works on
+rows of one expert, which it finds from `ends` alone. Every sum has one program and one order, so the same rows give the same
+bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program works on at a time, and its warps."""
+    """What a program works on at a time, and its number of warps."""
 
     rows: int
     columns: int
@@ -34,13 +35,13 @@ TILES = {
     "gather": Tile(64, 128, 4), "widen": Tile(64, 128, 4), "activate": Tile(64, 64, 4), "activate_backward": Tile(64, 64, 4),
     "gradients": Tile(32, 128, 4),
 }  # fmt: skip
-"""By function: the fastest on an H200 for the 30B-A3B shape (`tools/gpu/kernels.py`). Not tuned where they run: other tiles may
-give other bits."""
+"""The tiles of each function, the fastest on an H200 for the 30B-A3B shape (`tools/gpu/kernels.py`). They are fixed, because other tiles may give other
+bits."""
 
 
 @triton.jit
 def _tile(ends, number, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(expert, first row, end of the expert's rows) of a tile of ROWS rows; nothing is left where first >= end."""
+    """Return (expert, first row, end of the expert's rows) of a tile of ROWS rows; the tile is empty where first >= end."""
     at = tl.arange(0, PADDED)
     end = tl.load(ends + at, mask=at < EXPERTS, other=0)
     begin = tl.load(ends + at - 1, mask=(at > 0) & (at < EXPERTS), other=0)
@@ -77,7 +78,8 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 def gather(x: Tensor, way: Order, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, width], weight [experts, width, r] -> rows x[order // topk] [R, width], and each times its expert's weight."""
+    """Return rows x[order // topk] [R, width], and the product of each with its expert's weight. x [T, width], weight [experts,
+    width, r]."""
     count, width, rank = len(way.order), x.shape[1], weight.shape[2]
     rows, low = x.new_empty(count, width), x.new_empty(count, rank)
     by_expert, by_column, by_rank = weight.stride()
@@ -114,7 +116,7 @@ def _widen(  # type: ignore[no-untyped-def]
 
 
 def widen(y: Tensor, low: Tensor, weight: Tensor, way: Order) -> None:
-    """Add to y [R, width], in place, low [R, r] times its expert's weight [experts, r, width]."""
+    """Add to y [R, width], in place, the product of low [R, r] and its expert's weight [experts, r, width]."""
     width, rank = y.shape[1], low.shape[1]
     by_expert, by_rank, by_column = weight.stride()
     tile = TILES["widen"]
@@ -127,7 +129,7 @@ def widen(y: Tensor, low: Tensor, weight: Tensor, way: Order) -> None:
 
 @triton.jit
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    # 1 / (1 + exp(-x)) to 4e-7, by a third of the instructions: this is what the passes below would wait for.
+    # 1 / (1 + exp(-x)) to 4e-7, in a third of the instructions, which would limit the passes below.
     root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
     return root * root
 
@@ -170,8 +172,10 @@ def _activate(  # type: ignore[no-untyped-def]
 
 
 def activate(both: Tensor, low: Tensor, b: Tensor, a: Tensor, probs: Tensor, way: Order) -> tuple[Tensor, Tensor]:
-    """Adds low [R, r] times b [experts, 2 inner, r] to `both` [R, 2 inner] in place; gives silu(gate) * up * probs[order]
-    [R, inner], and that times a [experts, r', inner]: [R, r']. probs: flat."""
+    """Add low [R, r] times b [experts, 2 inner, r] to `both` [R, 2 inner] in place, and activate it.
+
+    Returns silu(gate) * up * probs[order] [R, inner], and its product with a [experts, r', inner]: [R, r']. `probs`: flat.
+    """
     rows, inner, rank, rank_out = len(both), both.shape[1] // 2, low.shape[1], a.shape[1]
     out, low_out = both.new_empty(rows, inner), both.new_empty(rows, rank_out)
     tile = TILES["activate"]
@@ -233,8 +237,11 @@ def _activate_backward(  # type: ignore[no-untyped-def]
 def activate_backward(
     grad: Tensor, low: Tensor, a: Tensor, both: Tensor, b: Tensor, probs: Tensor, way: Order
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `activate`, whose first result has the gradient grad [R, inner] + low [R, r'] times a [experts, r', inner]: gradients
-    of `both` and of the flat `probs`, its first result again, and the first of these times b: [R, r]."""
+    """Compute the backward of `activate`, whose first result has the gradient grad [R, inner] + low [R, r'] times a [experts,
+    r', inner].
+
+    Returns the gradients of `both` and of the flat `probs`, the first result again, and the gradient of `both` times b: [R, r].
+    """
     rows, inner = grad.shape
     rank, rank_out = low.shape[1], b.shape[2]
     d_both, out, d_probs = torch.empty_like(both), torch.empty_like(grad), torch.empty_like(probs)
@@ -276,10 +283,11 @@ def _gradient(  # type: ignore[no-untyped-def]
 
 def _products(thin: Tensor, wide: Tensor, gathered: bool, way: Order, out: Tensor, scale: float, sizes: tuple[int, ...],
               strides: tuple[int, ...]) -> Tensor:  # fmt: skip
-    """out [experts, ...] = for each part of the wide columns and its ranks, the sum over an expert's rows of wide times thin.
+    """Fill out [experts, ...]: for each part of the wide columns and its ranks, the sum over an expert's rows of wide times
+    thin.
 
-    gathered: wide is [T, width], and its rows are wide[order // topk]; sizes: parts, ranks of each; strides of `out`: of
-    experts, ranks, columns.
+    `gathered`: wide is [T, width], and its rows are wide[order // topk]. `sizes`: number of parts, ranks of each. `strides` of
+    `out`: of experts, ranks, columns.
     """
     parts, rank = sizes
     width = wide.shape[1]
@@ -297,8 +305,11 @@ def _products(thin: Tensor, wide: Tensor, gathered: bool, way: Order, out: Tenso
 def gradients(
     pair: Pair, way: Order, x: tuple[Tensor, bool], low: Tensor, slope: tuple[Tensor, bool], d_low: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a linear's adapters, fp32: of `pair.a` and `pair.b`. x: what went in, low: that times A, slope: gradient
-    of what came out, d_low: that times B; with x and slope whether they lie by token, not by row."""
+    """Return the gradients of a linear's adapters, fp32: of `pair.a` and `pair.b`.
+
+    `x`: the input; `low`: the input times A; `slope`: gradient of the output; `d_low`: that times B. The flag beside `x` and
+    `slope` says whether they are by token, not by row.
+    """
     parts, rank, width = pair.a.shape[1:]
     d_a, d_b = torch.empty_like(pair.a), torch.empty_like(pair.b)
     _products(d_low, *x, way, d_a, pair.scale, (1, parts * rank), (math.prod(pair.a.shape[1:]), width, 1))
@@ -307,7 +318,7 @@ def gradients(
 
 
 def _programs(way: Order, tile: Tile) -> tuple[int]:
-    """As many programs as there may be tiles, whatever the experts' shares."""
+    """Return the largest number of tiles that there may be, however the rows are shared among the experts."""
     return (triton.cdiv(len(way.order), tile.rows) + len(way.ends),)
 
 
@@ -317,5 +328,5 @@ def _sizes(way: Order, tile: Tile) -> dict[str, int]:
 
 
 def _ranks(rank: int) -> int:
-    """A tensor core's product has 16 numbers at least."""
+    """Return the padded rank: a tensor core's product has at least 16 numbers."""
     return max(16, triton.next_power_of_2(rank))

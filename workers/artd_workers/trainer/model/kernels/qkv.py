@@ -1,6 +1,7 @@
-"""Triton kernels of `heads`: a token's queries, key and value from the joint product and back, in one pass each way.
+"""Triton kernels of `qkv_split`: they make a token's queries, key and value from the joint product, and their gradient, in one
+pass each.
 
-Purpose: `heads.split_plainly` in one kernel, and its gradient. Owner of: no state. Invariants: as in `kernels`.
+They compute what `qkv_split.split_plainly` computes. Arithmetic is fp32, as in `sparse`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor
 
 
 @triton.jit
-def _turned(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     source, weight, cos, sin, eps, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The two halves of one head, normalised and rotated."""
+    """Return the two halves of one head, normalised and rotated."""
     cols = tl.arange(0, BLOCK)
     mask = cols < HALF
     low = tl.load(source + cols, mask=mask, other=0.0).to(tl.float32)
@@ -42,13 +43,13 @@ def _heads(  # type: ignore[no-untyped-def]
     here = mask & (token < size)
     turn = tl.load(cos + token * HALF + cols, mask=here, other=0.0)
     tilt = tl.load(sin + token * HALF + cols, mask=here, other=0.0)
-    # Padding reads the last token and is turned to zero, so that it holds nothing.
+    # Padding reads the last token; cosine and sine are 0 there, so the result is zero.
     source = mixed + (tl.minimum(token, size - 1) * GROUPS + group) * (EACH + 2) * dim
     for head in tl.static_range(EACH):
-        low, high = _turned(source + head * dim, q_weight, turn, tilt, eps, NORM, HALF, BLOCK)
+        low, high = _rotate(source + head * dim, q_weight, turn, tilt, eps, NORM, HALF, BLOCK)
         tl.store(q + out + head * dim, low, mask=mask)
         tl.store(q + out + head * dim + HALF, high, mask=mask)
-    low, high = _turned(source + EACH * dim, k_weight, turn, tilt, eps, NORM, HALF, BLOCK)
+    low, high = _rotate(source + EACH * dim, k_weight, turn, tilt, eps, NORM, HALF, BLOCK)
     v_low = tl.load(source + (EACH + 1) * dim + cols, mask=here, other=0.0)
     v_high = tl.load(source + (EACH + 1) * dim + HALF + cols, mask=here, other=0.0)
     for head in tl.static_range(EACH):
@@ -59,10 +60,10 @@ def _heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turned_backward(  # type: ignore[no-untyped-def]
+def _rotate_backward(  # type: ignore[no-untyped-def]
     low, high, source, weight, cos, sin, eps, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Gradient of one head's halves before `_turned`, from that of its results."""
+    """Return the gradient of one head's halves before `_rotate`, from the gradient of its results."""
     cols = tl.arange(0, BLOCK)
     mask = cols < HALF
     low, high = low * cos + high * sin, high * cos - low * sin
@@ -99,7 +100,7 @@ def _heads_backward(  # type: ignore[no-untyped-def]
             tl.load(at, mask=mask, other=0.0).to(tl.float32),
             tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32),
         )
-        low, high = _turned_backward(low, high, mixed + base + head * dim, q_weight, turn, tilt, eps, NORM, HALF, BLOCK)
+        low, high = _rotate_backward(low, high, mixed + base + head * dim, q_weight, turn, tilt, eps, NORM, HALF, BLOCK)
         tl.store(d_mixed + base + head * dim + cols, low, mask=mask)
         tl.store(d_mixed + base + head * dim + HALF + cols, high, mask=mask)
         at = dk + token * k_token + number * k_head + cols
@@ -108,7 +109,7 @@ def _heads_backward(  # type: ignore[no-untyped-def]
         at = dv + token * v_token + number * v_head + cols
         v_low += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         v_high += tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    k_low, k_high = _turned_backward(
+    k_low, k_high = _rotate_backward(
         k_low, k_high, mixed + base + EACH * dim, k_weight, turn, tilt, eps, NORM, HALF, BLOCK
     )
     at = d_mixed + base + EACH * dim + cols
@@ -119,7 +120,7 @@ def _heads_backward(  # type: ignore[no-untyped-def]
 
 
 def heads(mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, padded: int, eps: float) -> Any:
-    """See `heads.split`: mixed [s, groups, each + 2, dim] -> q, k, v [padded, groups * each, dim]."""
+    """Return q, k, v [padded, groups * each, dim] from mixed [s, groups, each + 2, dim]; see `qkv_split.split`."""
     size, groups, each, dim = mixed.shape
     q, k, v = (mixed.new_empty(padded, groups * (each - 2), dim) for _ in range(3))
     weights = (cos, cos) if norms is None else norms
@@ -135,7 +136,7 @@ def heads_backward(
     grads: tuple[Tensor, Tensor, Tensor], mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor,
     eps: float,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `mixed` from those of q, k, v, whose last stride is 1."""
+    """Return the gradient of `mixed` from those of q, k, v, whose last stride is 1."""
     size, groups, each, dim = mixed.shape
     out = torch.empty_like(mixed)
     weights = (cos, cos) if norms is None else norms

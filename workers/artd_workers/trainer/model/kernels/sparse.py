@@ -1,8 +1,8 @@
-"""Triton kernels of the sparse layers and of norms: one pass over memory where plain torch makes several.
+"""Triton kernels of sparse layers and norms: one pass over memory where plain torch needs several.
 
-Purpose: what `routed` and frozen norms call on a GPU; `routed.Plain` says in plain torch what each computes. Owner of:
-no state. Invariants: sums and products are fp32 whatever the tensors are; a length is never compiled in, so a row of any
-length runs the same kernel; imported only where tensors are on a GPU (or by tests, in Triton's interpreter).
+`routed` and frozen norms call them on a GPU; `routed.Plain` says in plain torch what each computes. Sums and products are fp32,
+whatever the tensors are. No length is compiled in, so rows of any length use the same kernel. It is imported only where tensors
+are on a GPU, or by tests in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _take(x, order, out, WIDTH: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.cons
 
 
 def take(x: Tensor, order: Tensor, topk: int) -> Tensor:
-    """x [T, width] -> x[order // topk] [len(order), width]."""
+    """Return x[order // topk] [len(order), width] from x [T, width]."""
     width = x.shape[1]
     out = x.new_empty(len(order), width)
     _take[(len(order),)](x, order, out, WIDTH=width, TOPK=topk, BLOCK=triton.next_power_of_2(width))
@@ -42,7 +42,7 @@ def _collect(y, place, out, WIDTH: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.c
 
 
 def collect(y: Tensor, place: Tensor, topk: int) -> Tensor:
-    """y [T * topk, width], place [T * topk] -> for each token the sum of its rows y[place]."""
+    """Return for each token the sum of its rows y[place]. y [T * topk, width], place [T * topk]."""
     tokens, width = len(place) // topk, y.shape[1]
     out = y.new_empty(tokens, width)
     _collect[(tokens,)](y, place, out, WIDTH=width, TOPK=topk, BLOCK=triton.next_power_of_2(width))
@@ -62,7 +62,7 @@ def _activate(both, probs, order, out, INNER: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def activate(both: Tensor, probs: Tensor, order: Tensor) -> Tensor:
-    """both [R, 2 inner] -> silu(gate) * up * probs[order], [R, inner]. probs: flat."""
+    """Return silu(gate) * up * probs[order] [R, inner] from both [R, 2 inner]. `probs`: flat."""
     rows, inner = len(both), both.shape[1] // 2
     out = both.new_empty(rows, inner)
     _activate[(rows,)](both, probs, order, out, INNER=inner, BLOCK=triton.next_power_of_2(inner))
@@ -92,7 +92,7 @@ def _activate_backward(  # type: ignore[no-untyped-def]
 
 
 def activate_backward(grad: Tensor, both: Tensor, probs: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `activate`: gradients of `both` and of the flat `probs`, and its output again."""
+    """Return the gradients of `both` and of the flat `probs` of `activate`, and its output again."""
     rows, inner = grad.shape
     d_both, out, d_probs = torch.empty_like(both), torch.empty_like(grad), torch.empty_like(probs)
     _activate_backward[(rows,)](
@@ -128,14 +128,14 @@ def _norm_backward(grad, x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension of a contiguous x."""
+    """Return the RMS norm over the last dimension of a contiguous x."""
     out, width = torch.empty_like(x), x.shape[-1]
     _norm[(x.numel() // width,)](x, weight, out, eps, WIDTH=width, BLOCK=triton.next_power_of_2(width))
     return out
 
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Gradient of x, from that of `norm`'s result; both contiguous."""
+    """Return the gradient of x from that of `norm`'s result; both are contiguous."""
     out, width = torch.empty_like(x), x.shape[-1]
     _norm_backward[(x.numel() // width,)](grad, x, weight, out, eps, WIDTH=width, BLOCK=triton.next_power_of_2(width))
     return out
