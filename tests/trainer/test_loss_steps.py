@@ -70,7 +70,9 @@ def stepped(folder: Path, batch: Batch, spec: LossSpec) -> tuple[dict[str, float
 
 
 def gradients(state: FullState) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.outward({n: p.grad for n, p in state.named()}).items()}
+    return {
+        name: tensor.clone() for name, tensor in state.outward({n: p.grad for n, p in state.list_parameters()}).items()
+    }
 
 
 def compare(folder: Path, spec: LossSpec, loss_error: float, gradient_error: float) -> dict[str, float]:
