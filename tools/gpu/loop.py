@@ -141,6 +141,10 @@ async def train(args: argparse.Namespace, model: Path) -> None:
                 step_s=round(time.monotonic() - began, 3), seconds=info.seconds, metrics=info.metrics)  # fmt: skip
         answered = await group(args, run, openai, "last", vocab)
         say(args, "answer after the last step", answered_by=sorted(answered))
+        if args.streams:
+            from tools.gpu.streams import measure
+
+            say(args, "streams", **await measure(run, openai, args.streams))
 
 
 @asynccontextmanager
@@ -265,6 +269,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, help="trainer.tensor_parallel: GPUs from the first on"
     )
+    parser.add_argument("--streams", type=int, default=0, help="chats that are streamed beside each other at the end")
     parser.add_argument("--limit", type=float, default=500, help="seconds from the start, after which the end is told")
     parser.add_argument("--stack", default="", help="folder with the unpacked te, megatron and vllm")
     parser.add_argument("--out", type=Path, default=Path("gpu-out"))
