@@ -35,7 +35,14 @@ async def measure(run: Any, openai: Any, count: int) -> dict[str, Any]:
 def _asked(seed: int) -> dict[str, Any]:
     said = [{"role": "user", "content": f"Count to {seed + 10}."}]
     more = {"ignore_eos": True}
-    return {"model": "run", "messages": said, "max_tokens": TOKENS, "temperature": 1.0, "seed": seed, "extra_body": more}
+    return {
+        "model": "run",
+        "messages": said,
+        "max_tokens": TOKENS,
+        "temperature": 1.0,
+        "seed": seed,
+        "extra_body": more,
+    }
 
 
 async def _stream(openai: Any, seed: int) -> dict[str, Any]:
