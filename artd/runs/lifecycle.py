@@ -176,6 +176,12 @@ def _check_spec(spec: RunSpec) -> None:
         engine = engine_kind(spec.engine.kind)
     except UnknownEngine as unknown:
         raise Invalid(str(unknown), field="spec.engine.kind") from None
+    for field in ("tool_parser", "reasoning_parser"):
+        if refused := engine.parser_refusal(field, getattr(spec.engine, field)):
+            raise Invalid(refused, field=f"spec.engine.{field}")
+    for name, value in spec.engine.args.items():
+        if refused := engine.arg_refusal(name, value):
+            raise Invalid(refused, field="spec.engine.args")
     if spec.rollout_weights_mode == "lora" and spec.lora.rank > engine.adapter_rank:
         raise Invalid(
             f"an engine serves adapters of rank {engine.adapter_rank} at most: use a lower one, or rollout_weights_mode='merged'",

@@ -97,4 +97,5 @@ def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: Run
         hold=sending.fetchone() is not None,
         routes=route_shape(run),
         kind=spec.engine.kind,
+        grammar=spec.engine.grammar,
     )

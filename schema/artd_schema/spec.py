@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
 from .codec import prepare
-from .engines import DEFAULT
+from .engines import AUTO, DEFAULT
 from .losses import Normalise, defaults_of
 from .spec_defaults import (
     ENGINE_DTYPE,
@@ -104,6 +104,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     are and goes on with the KV cache that they have, of the old weights; `recompute` has their cache computed again by the new.
     The last two count for pushes that are verified before the engine goes on, `direct` ones; others drain: from disk, by the
     engine's own calls, on a CPU. Such a response has several policy epochs.
+    tool_parser, reasoning_parser: find tool calls and reasoning in what the model says: a name of the engine's, `none`, or `auto`, by the
+    model's family and chat template; the engine's start proves them. chat_template: Jinja text in place of the model's own.
+    args: flags of the engine's server, without dashes, of those that `artd_schema.engines` allows.
+    grammar: what becomes of a grammar that a request for training brings (a required or named tool, a response format, strict tools): `drop`
+    samples freely and says so in the reply, `refuse` answers 400.
     """
 
     kind: EngineName = DEFAULT
@@ -114,6 +119,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_model_len: Tokens = MAX_MODEL_LEN
     max_num_seqs: Count = 64
     kv_cache_mib: Annotated[int, Meta(ge=1, le=1 << 28)] = 256
+    tool_parser: Annotated[str, Meta(max_length=64)] = AUTO
+    reasoning_parser: Annotated[str, Meta(max_length=64)] = AUTO
+    chat_template: Annotated[str, Meta(max_length=1 << 17)] = ""
+    args: dict[str, bool | int | float | str] = {}
+    grammar: Literal["drop", "refuse"] = "drop"
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

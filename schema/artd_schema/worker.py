@@ -213,7 +213,8 @@ class Served(Struct, frozen=True, kw_only=True):
 
 class EngineRoute(Struct, frozen=True, kw_only=True):
     """engine: worker name; socket: Unix socket of the OpenAI server; served: newest last; hold: admit nothing now;
-    routes: the engine captures routed experts in this shape, and the gateway takes them for the ledger; kind: as in its spec."""
+    routes: the engine captures routed experts in this shape, and the gateway takes them for the ledger; kind, grammar: as in
+    its spec."""
 
     engine: str
     socket: str
@@ -224,6 +225,7 @@ class EngineRoute(Struct, frozen=True, kw_only=True):
     hold: bool = False
     routes: RouteShape | None = None
     kind: str = DEFAULT
+    grammar: Literal["drop", "refuse"] = "drop"
 
 
 class Route(_Message, frozen=True):

@@ -98,6 +98,8 @@ class FakeEngine:
         self.sampled: list[Json | None] = []
         self.says: Any = None
         self.chunk = 2
+        self.reasoning: str | None = None
+        self.deltas: list[Json] = []
         self.step: Any = None
         self.open_streams = 0
         self.stream_error: Json | None = None
@@ -230,6 +232,10 @@ class FakeEngine:
         choices = [self._choice(generate, index) for index in range(generate["sampling_params"]["n"])]
         self._capture(generate, [len(generate["token_ids"]) + len(choice["token_ids"]) - 1 for choice in choices])
         for event in stream_events(choices, self.chunk, asked, generate["sampling_params"], body["logprobs"]):
+            if self.deltas:
+                number = generate.setdefault("said", 0)
+                event["choices"][0]["shown"] = self.deltas[number] if number < len(self.deltas) else {}
+                generate["said"] += 1
             if self.step is not None:
                 await self.step()
             if self.edit is not None:
@@ -306,7 +312,7 @@ class FakeEngine:
     async def _derender_chat(self, request: Request, body: Json) -> Any:
         generated = body["generate_response"]
         choices = [
-            {"index": choice["index"], "message": {"role": "assistant", "content": _text(choice, body["chat_request"]), "tool_calls": self.tool_calls},
+            {"index": choice["index"], "message": {"role": "assistant", "content": _text(choice, body["chat_request"]), "tool_calls": self.tool_calls, "reasoning": self.reasoning},
              "logprobs": choice["logprobs"] and {"content": [_shown(e) for e in choice["logprobs"]["content"]]},
              "finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
             for choice in generated["choices"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -22,13 +23,20 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 SAID: list[Any] = [{"role": "user", "content": "Say ten words. Zehn Wörter: 日本"}]
 
 
+TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Add", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}  # fmt: skip
+TEMPLATE = (Path(__file__).parent / "tools_template.jinja").read_text()
+EVAL = {"x-artd-split": "eval"}
+
+
 @pytest.fixture(scope="module")
 def real() -> Iterator[Engine]:
     with tempfile.TemporaryDirectory(prefix="artd-g-") as name:
         folder = Path(name)
         tool(str(ROOT / "tests" / "toys.py"), str(folder / "toy"), "--family", "qwen3")
         tool(str(HERE / "make_checkpoint.py"), str(folder / "toy"), f"{folder}/m0:merged:1:0")
-        for engine in start(folder, "merged"):
+        # With `none`, as a toy never ends its thinking.
+        for engine in start(folder, "merged", chat_template=TEMPLATE, reasoning_parser="none"):
             engine.live(engine.push("m0"))
             yield engine
 
@@ -115,3 +123,68 @@ async def test_an_overflow_is_the_clients_error(client: openai.AsyncOpenAI) -> N
         await client.chat.completions.create(
             **asked(messages=[{"role": "user", "content": "x y " * 2000}], stream=True)
         )
+
+
+def forced(said: str, **more: Any) -> dict[str, Any]:
+    """A request whose answer a grammar forces: a toy says nothing of itself."""
+    return (
+        asked(max_tokens=200, tools=[TOOL], extra_headers=EVAL, extra_body={"structured_outputs": {"choice": [said]}})
+        | more
+    )
+
+
+SAYS = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'
+
+
+@pytest.mark.asyncio
+async def test_a_tool_call_comes_whole_and_streamed(client: openai.AsyncOpenAI, gateway: Rig) -> None:
+    whole = (await client.chat.completions.create(**forced(SAYS))).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is not None and whole.message.content.strip() == "Let me see."
+    (call,) = whole.message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 7})
+    async with client.chat.completions.stream(**forced(SAYS)) as stream:
+        found = [event async for event in stream]
+        final = (await stream.get_final_completion()).choices[0]
+    assert final.finish_reason == "tool_calls" and final.message.content.strip() == "Let me see."
+    (streamed,) = final.message.tool_calls or ()
+    assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("add", {"a": 7})
+    assert streamed.id.startswith("call_artd_") and streamed.id != call.id
+    assert len([one for one in found if one.type == "chunk"]) > 5, "it came in pieces"
+    for exchange, (turn,) in gateway.daemon.ledger[-2:]:
+        assert exchange.split == "eval"
+        said = json.loads(turn.raw)["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(said) == {"a": 7}
+
+
+@pytest.mark.asyncio
+async def test_the_conversation_goes_on_with_the_tools_answer(client: openai.AsyncOpenAI, gateway: Rig) -> None:
+    call = {"id": "call_artd_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    messages = [
+        *SAID,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_artd_1", "content": "8"},
+    ]
+    found = await client.chat.completions.create(**asked(messages=messages, tools=[TOOL], tool_choice="none"))
+    assert found.choices[0].message.tool_calls is None
+    assert gateway.daemon.ledger[-1][0].split == "train"
+
+
+@pytest.mark.asyncio
+async def test_a_required_tool_is_sampled_freely_for_training(client: openai.AsyncOpenAI, gateway: Rig) -> None:
+    found = await client.chat.completions.create(**asked(tools=[TOOL], tool_choice="required", max_tokens=20))
+    assert found.artd == {"grammar": "dropped"}
+    bound = await client.chat.completions.create(
+        **asked(tools=[TOOL], tool_choice="required", max_tokens=200, extra_headers=EVAL)
+    )
+    assert (bound.choices[0].message.tool_calls or [])[0].function.name == "add" or bound.choices[
+        0
+    ].finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_a_parser_of_another_family_does_not_start(tmp_path: Path) -> None:
+    tool(str(ROOT / "tests" / "toys.py"), str(tmp_path / "toy"), "--family", "qwen3")
+    with pytest.raises(AssertionError, match="tool_parser=.{0,4}pythonic.{0,4} does not find the tool call"):
+        for _ in start(tmp_path, "merged", chat_template=TEMPLATE, tool_parser="pythonic"):
+            pass

@@ -561,6 +561,21 @@ BUGS = (
         "tests/engine/test_text.py::test_no_part_of_a_stop_string_is_ever_shown", "assert",
     ),
     Bug(
+        "a-grammar-is-trained", "workers/artd_workers/gateway/request/sense.py",
+        '        del request["sampling_params"][name]\n', "        pass\n",
+        "tests/gateway/test_tools.py::test_a_grammar_is_dropped_for_training_and_the_reply_says_so", "untrainable_sampling|dropped",
+    ),
+    Bug(
+        "an-unknown-field-is-ignored", "workers/artd_workers/gateway/request/fields.py",
+        "            raise refusal(name)\n    if", "            continue\n    if",
+        "tests/gateway/test_tools.py::test_a_field_that_nobody_would_read_is_refused_by_name", "KeyError|200",
+    ),
+    Bug(
+        "any-flag-is-passed-on", "schema/artd_schema/engines.py",
+        'if (flag := self.args.get(name.removeprefix("--"))) is None:', 'if (flag := self.args.get(name.removeprefix("--"), Flag("text"))) is None:',
+        "tests/engine/test_parsers.py::test_what_loads_code_or_changes_logits_is_refused_by_name", "assert",
+    ),
+    Bug(
         "reap-by-pid-alone", "artd/supervise/guardian.py",
         "        if stat is None or stat.ticks != ticks:\n", "        if stat is None:\n",
         "tests/process/test_reap.py::test_a_signal_reaches_exactly_the_process_that_was_meant",

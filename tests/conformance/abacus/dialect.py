@@ -21,6 +21,8 @@ from .entry import ABACUS
 class AbacusDialect:
     """See `gateway.dialect.Dialect`."""
 
+    fields = frozenset(("bad_words", "top_k"))
+    grammar: Sequence[str] = ("beads_on",)
     floor = ABACUS.floor
     reshaping: Sequence[str] = ("bad_words",)
     overflow: Mapping[str, str] = MappingProxyType({"maximum context length": "no more beads: "})

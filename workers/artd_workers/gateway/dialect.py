@@ -82,11 +82,14 @@ class Piece(msgspec.Struct):
 class Dialect(Protocol):
     """How one engine is spoken to: the `DIALECT` of the module that its entry names.
 
+    fields: of a client's body, those of the engine alone. grammar: sampling parameters that bind samples to a grammar, and that can be left out.
     floor: the logprob that stands for -inf. reshaping: sampling parameters that change the distribution and that `Sampling` has no field
     for. overflow: what a refusal of a prompt or answer that does not fit says -> what is put before it. hints: what is put behind an
     error of this status.
     """
 
+    fields: frozenset[str]
+    grammar: Sequence[str]
     floor: float
     reshaping: Sequence[str]
     overflow: Mapping[str, str]

@@ -28,6 +28,7 @@ from artd_workers.engines.vllm.text.middleware import MIDDLEWARE as TEXT
 from artd_workers.transfer.stock import ENVIRONMENT
 
 from .guard import MIDDLEWARE
+from .parsers import TEMPLATE, Parsers
 from .versions import installed
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -40,8 +41,11 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 """`experts` are all of a layer's; where it is missing, vLLM takes an adapter and silently drops what it has of them. Without
 the list vLLM wraps the output head too: memory for nothing, and on CPU any request for prompt logprobs (the canary) in a batch
 of two then ends the engine (vLLM 0.32: einsum over requests instead of tokens)."""
+NO_PARSERS = Parsers()
 ROUTE_FLAGS: dict[Routes, str] = {"hooks": "--no-enable-prefix-caching", "field": "--enable-return-routed-experts"}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, VLLM.adapter_rank)
+YIELDING = frozenset(("--max-num-batched-tokens", "--gpu-memory-utilization"))
+"""Flags of artd's that `engine.args` may set to something else."""
 PREFILL_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
 """Of a step, at least."""
 _ASK = "import torch; print(torch.cuda.is_available())"
@@ -71,8 +75,8 @@ def sees_gpu() -> bool:
     return done.stdout.strip() == "True"
 
 
-def command(config: EngineConfig, socket: Path) -> list[str]:
-    """The server's argument list."""
+def command(config: EngineConfig, socket: Path, parsers: Parsers = NO_PARSERS) -> list[str]:
+    """Return the server's argument list. Raises EngineError for `engine.args` that it may not take."""
     engine, merged, device = (
         config.spec.engine,
         config.spec.rollout_weights_mode == "merged",
@@ -98,6 +102,9 @@ def command(config: EngineConfig, socket: Path) -> list[str]:
     flags = ["--enable-scale-out"] if version.scale_out_flag else []
     more_flags, more = _of_cpu(engine) if device == "cpu" else _of_cuda(engine)
     flags, options = flags + more_flags, options | more
+    flags += parsers.flags()
+    if engine.chat_template:
+        options["--chat-template"] = socket.parent / TEMPLATE
     if config.routes is not None:
         flags.append(ROUTE_FLAGS[version.routes])
     if merged:
@@ -108,9 +115,29 @@ def command(config: EngineConfig, socket: Path) -> list[str]:
     else:
         flags += ["--enable-lora", "--lora-target-modules", *LORA_TARGETS]
         options |= {"--max-loras": MAX_LORAS, "--max-lora-rank": lora_rank(config.spec.lora.rank)}
+    flags, options = _with_args(engine, flags, options, version.series)
     # The last middleware is the outermost: a stream passes the guard under the name of the server's own route.
     words = [str(word) for pair in options.items() for word in pair]
     return [config.python, "-m", MODULE, *flags, *words, "--middleware", TEXT]
+
+
+def _with_args(
+    engine: EngineSpec, flags: list[str], options: dict[str, Any], series: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Add `engine.args`. Raises EngineError for one that is not allowed, or that artd itself sets for a reason."""
+    flags, options = list(flags), dict(options)
+    for name, value in engine.args.items():
+        flag = "--" + name.removeprefix("--")
+        if refused := VLLM.arg_refusal(name, value):
+            raise EngineError(refused)
+        negative = "--no-" + flag.removeprefix("--")
+        if {flag, negative} & set(flags) or (flag in options and flag not in YIELDING):
+            raise EngineError(f"engine.args: artd sets {flag} itself for this engine (vLLM {series}); leave it out")
+        if isinstance(value, bool):
+            flags.append(flag if value else negative)
+        else:
+            options[flag] = value
+    return flags, options
 
 
 def _of_cpu(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:

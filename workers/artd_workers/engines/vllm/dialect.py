@@ -19,12 +19,17 @@ from artd_schema.engines import VLLM
 from artd_schema.trajectory import Sampling
 from artd_workers.gateway.dialect import Client, Dialect, Json, Origin, Piece, Scored, Span, Taken
 from artd_workers.gateway.engine import npy
-from artd_workers.gateway.errors import EngineFailure, invalid
+from artd_workers.gateway.errors import ApiError, EngineFailure, invalid
 from artd_workers.gateway.request.kinds import Kind
 
 from . import stops
 from .text import STREAM
 
+_TOOL_FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser")
+_NO_PARSER = (
+    "this run's engine has no tool parser: its model's chat template writes no tool calls that artd knows;"
+    " make the run with engine={'tool_parser': NAME}, and if need be 'chat_template'"
+)
 _GENERATE, _RPC = "/inference/v1/generate", "/collective_rpc"
 _FIELD = "routed_experts"
 _OMITTED = {"max_tokens": 16}
@@ -35,6 +40,42 @@ for "no limit": a client's 16 would become the rest of the context (seen with 0.
 class VllmDialect:
     """See `gateway.dialect.Dialect`."""
 
+    fields = frozenset(
+        [
+            "add_generation_prompt",
+            "add_special_tokens",
+            "allowed_token_ids",
+            "bad_words",
+            "cache_salt",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "documents",
+            "ignore_eos",
+            "include_reasoning",
+            "include_stop_str_in_output",
+            "length_penalty",
+            "logprob_token_ids",
+            "min_p",
+            "min_tokens",
+            "priority",
+            "prompt_logprobs",
+            "repetition_detection",
+            "repetition_penalty",
+            "response_format",
+            "session_id",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "stop_token_ids",
+            "structured_outputs",
+            "thinking_token_budget",
+            "top_k",
+            "truncate_prompt_tokens",
+            "truncation_side",
+            "vllm_xargs",
+            "watermarking",
+        ]
+    )
+    grammar: Sequence[str] = ("structured_outputs",)
     floor = VLLM.floor
     reshaping: Sequence[str] = (
         "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "thinking_token_budget",
@@ -49,7 +90,12 @@ class VllmDialect:
 
     async def render(self, client: Client, kind: Kind, body: Json) -> list[Json]:
         path = kind.path + "/render"
-        told = await client.post(path, body)
+        try:
+            told = await client.post(path, body)
+        except ApiError as error:
+            if any(flag in error.message for flag in _TOOL_FLAGS):
+                raise invalid(_NO_PARSER, param="tools", code="no_tool_parser") from error
+            raise
         requests = [told] if kind.chat else told
         if not isinstance(requests, list) or not requests:
             raise EngineFailure(client.name, f"{path} answered {type(told).__name__}, not generate requests")

@@ -21,16 +21,19 @@ from pathlib import Path
 from artd_schema import scratch
 from artd_schema.worker import EngineConfig
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import EngineError
+from artd_workers.engines.adapter import EngineError, model_name
 from artd_workers.engines.http import call
 from artd_workers.engines.process import diagnose, health, process_group
 from artd_workers.gpus import refusal
 
 from . import guard
 from .command import command, environment
+from .parsers import TEMPLATE, Parsers, choose, prove
+from .versions import installed
 
 TERM_S = 10.0
 KILL_S = 5.0
+_PROOF_S = 60.0
 _ABORT_S, _HEALTH_S = 2.0, 2.0
 _SOCKET_BYTES = 107
 _UUID_CHARS = 36
@@ -58,10 +61,13 @@ class Server:
         self._scanned = 0.0
         self._log_offset = 0
         self._ooms = 0
+        self._parsers = Parsers()
 
     def command(self) -> list[str]:
-        """Return the argument list of the server."""
-        return command(self.config, self.socket)
+        """Return the argument list of the server. Raises EngineError for a parser or flag that it has not."""
+        spec = self.config.spec
+        self._parsers = choose(spec.engine, Path(spec.model), installed().series)
+        return command(self.config, self.socket, self._parsers)
 
     def spawn(self) -> None:
         """Start the server; returns at once. Raises EngineError when the folder or the interpreter cannot be used, or there is not the
@@ -104,6 +110,7 @@ class Server:
         except EngineError:
             return False
         self.scan(now=True)
+        prove(self._parsers, self.socket, model_name(self.config), Deadline(_PROOF_S))
         threading.Thread(target=self._watch_engine, name="artd-health", daemon=True).start()
         return True
 
@@ -159,6 +166,7 @@ class Server:
         scratch.remove(self._files)
         self.record.unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        (self.folder / TEMPLATE).unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)
         return left
 
@@ -177,6 +185,8 @@ class Server:
                     f"{self.folder} must be this user's own with mode 0700: its socket runs code for who reaches it"
                 )
             self.scratch.mkdir(mode=0o700)
+            if template := self.config.spec.engine.chat_template:
+                (self.folder / TEMPLATE).write_text(template)
             self.log.parent.mkdir(parents=True, exist_ok=True)
             scratch.sweep(self.record)  # of a spawn that was killed together with its harness
         except OSError as error:

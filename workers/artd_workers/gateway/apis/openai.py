@@ -24,7 +24,8 @@ class _Writer:
         self._channel = channel
         options = body.get("stream_options")
         self._usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        self._with_ids = bool(body.get("return_token_ids"))
+        self._with_ids = self.kind.wants_ids(body)
+        self._spells_ids = bool(body.get("return_tokens_as_token_ids"))
         self._head = b""
         self._prompts: list[list[int]] = []
         self._n = 1
@@ -34,10 +35,14 @@ class _Writer:
         """See `Sink.open`."""
         self._prompts, self._n = head["prompt_token_ids"], head["n"]
         own = {"id": head["id"], "object": self.object, "created": head["created"], "model": head["model"]}
+        own |= {"artd": head["artd"]} if "artd" in head else {}
         self._head = msgspec.json.encode(own | ({"usage": None} if self._usage else {}))[:-1] + b',"choices":['
 
     async def show(self, index: int, delta: Json, token_ids: Sequence[int]) -> None:
         """See `Sink.show`."""
+        if self._spells_ids:
+            for entry, token in zip(delta.get("logprobs") or (), token_ids, strict=False):
+                entry["token"] = f"token_id:{token}"
         choice, tail, first = self._choice(index, delta), b"]}", index not in self._seen
         if self._with_ids:
             choice["token_ids"] = token_ids

@@ -77,13 +77,15 @@ async def describe(made: Generated, table: Table, limits: Limits) -> Entry:
     samples = [await _sample(made, table, limits, *source) for source in _choices(made)]
     used = max((sample.served for sample in samples), key=lambda served: served.epoch)
     head = _head(made, samples, used.name)
-    with_ids = bool(job.body.get("return_token_ids"))
+    with_ids = job.kind.wants_ids(job.body)
     columns: list[Turn] = []
     choices: list[Json] = []
     for sample in samples:
         shown = made.shown["choices"][sample.index]
         shown = reply.finish_choice(job.kind, shown, sample.index)
         columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
+        if job.body.get("return_tokens_as_token_ids"):
+            reply.spell_ids(made.dialect, shown, sample.choice)
         if with_ids:
             logprobs = turns.logprobs_of(engine, made.dialect, sample.choice)
             reply.add_ids(made.dialect, job.kind, shown, sample.request, sample.choice, logprobs)
@@ -96,6 +98,8 @@ async def describe(made: Generated, table: Table, limits: Limits) -> Entry:
         completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds,
     )  # fmt: skip
     shown_bytes = sum(len(sample.capture.routes) for sample in samples if sample.capture) if with_ids else 0
+    if with_ids and job.kind.chat:
+        head |= {"prompt_token_ids": made.requests[0]["token_ids"]}
     return Entry(exchange, columns, head, choices, shown_bytes > IN_THREAD)
 
 
@@ -129,7 +133,11 @@ def _head(made: Generated, samples: list[_Sample], model: str) -> Json:
     completion = sum(len(sample.choice["token_ids"]) for sample in samples)
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     head = {name: value for name, value in made.shown.items() if name != "choices"}
-    return head | {"id": made.job.response_id, "model": model, "usage": (made.shown.get("usage") or {}) | counts}
+    return (
+        head
+        | {"id": made.job.response_id, "model": model, "usage": (made.shown.get("usage") or {}) | counts}
+        | reply.notes(made.dropped)
+    )
 
 
 def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:

@@ -25,12 +25,13 @@ from artd_workers.gateway.routing import Place, Table
 
 from . import turns
 from .deliver import deliver, describe, record
+from .fields import for_engine, refuse_unknown
 from .kinds import Kind
 from .live import Live, Sink
 from .parts import Parts
 from .reply import cut_choice
-from .request import Entered, Generated, Job, Json
-from .sense import refuse_senseless
+from .request import Entered, Generated, Job, Json, Rendered
+from .sense import drop_grammar, refuse_senseless
 
 Result = TypeVar("Result")
 Attempt = Callable[[Job, Place], Awaitable[Result]]
@@ -105,7 +106,9 @@ class Flow:
                 seconds = time.monotonic() - start
                 captures, told = await self._ask_engine(at, replies)
             shown = await self._derender(at, replies)
-        return Generated(job, at.place, at.client.dialect, at.requests, replies, captures, told, shown, seconds)
+        return Generated(
+            job, at.place, at.client.dialect, at.requests, replies, captures, told, shown, seconds, at.dropped
+        )
 
     async def _ask_engine(self, at: Entered, replies: list[Json]) -> tuple[list[Capture | None], list[Origin | None]]:
         """Check the replies, and ask the engine which experts and which weights made them. Raises EngineFailure, ApiError."""
@@ -117,25 +120,27 @@ class Flow:
     @asynccontextmanager
     async def _enter(self, job: Job, place: Place) -> AsyncIterator[Entered]:
         """Render a request and have it inside an engine for the block."""
-        upstream, requests = await self._render(job, place)
+        made = await self._render(job, place)
         while not self._table.enter(place):
             before, place = place, await self._table.place(job.body["model"])
             if place.engine.socket != before.engine.socket:
-                upstream, requests = await self._render(job, place)
+                made = await self._render(job, place)
         try:
             client = self._client(place)
-            requests = [self._request(client, job, place, request, i) for i, request in enumerate(requests)]
-            yield Entered(job, place, client, upstream, requests)
+            requests = [self._request(client, job, place, request, i) for i, request in enumerate(made.requests)]
+            yield Entered(job, place, client, made.upstream, requests, made.dropped)
         finally:
             self._table.leave(place)
 
-    async def _render(self, job: Job, place: Place) -> tuple[Json, list[Json]]:
+    async def _render(self, job: Job, place: Place) -> Rendered:
         # By the base model's name: an adapter may be unloaded as soon as its last token is out.
         refuse_senseless(job.body)
-        upstream = job.kind.upstream_body(job.body, place.engine.base_model)
         client = self._client(place)
         dialect = client.dialect
+        refuse_unknown(job.kind.chat, job.body, dialect.fields)
+        upstream = for_engine(job.body, place.engine.base_model)
         requests = await dialect.render(client, job.kind, upstream)
+        dropped = False
         for request in requests:
             count, limit = len(request["token_ids"]), place.engine.max_model_len
             if count >= limit:
@@ -143,10 +148,11 @@ class Flow:
                 raise ApiError(400, "context_length_exceeded", message)
             sampling = dialect.sampling(request["sampling_params"])  # refused before the engine works for it
             if job.split == "train":
+                dropped |= place.engine.grammar == "drop" and drop_grammar(dialect, request)
                 turns.refuse_untrainable(dialect, request["sampling_params"], sampling, job.body)
         shape = place.engine.routes if job.split == "train" else None
         refuse_too_large(job.body, requests, shape, place.engine.max_model_len, self._limits)
-        return upstream, requests
+        return Rendered(upstream, requests, dropped)
 
     def _request(self, client: EngineClient, job: Job, place: Place, request: Json, index: int) -> Json:
         """A generate request: our id, and a prefix cache of its own per policy epoch. The name does not keep old entries apart: merged

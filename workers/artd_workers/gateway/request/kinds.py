@@ -8,9 +8,6 @@ from uuid import uuid4
 
 from artd_workers.gateway.errors import invalid
 
-_OURS = ("return_token_ids", "stream", "stream_options", "request_id")
-"""Body fields that the gateway answers for itself."""
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -35,9 +32,9 @@ class Kind:
         asked = body.get("logprobs")
         return bool(asked) if self.chat else asked is not None and asked is not False
 
-    def upstream_body(self, body: dict[str, Any], model: str) -> dict[str, Any]:
-        """The client's body as the engine shall see it."""
-        return {name: value for name, value in body.items() if name not in _OURS} | {"model": model}
+    def wants_ids(self, body: dict[str, Any]) -> bool:
+        """Return whether token ids come with the answer: by either of the names that programs ask by."""
+        return bool(body.get("return_token_ids") or body.get("return_tokens_as_token_ids"))
 
     def scores(self, shown: list[dict[str, Any]], offset: int = 0) -> dict[str, Any] | None:
         """Return logprobs as this endpoint has them, from those of chat; None when there are none. offset: characters before the first."""

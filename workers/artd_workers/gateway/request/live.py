@@ -12,6 +12,7 @@ from artd_workers.gateway.dialect import Origin, Piece
 from artd_workers.gateway.engine.capture import Capture
 
 from .message import Message
+from .reply import notes
 from .request import Entered, Generated, Json
 
 
@@ -19,7 +20,8 @@ class Sink(Protocol):
     """The client's end of a stream: a writer of its API."""
 
     async def open(self, head: Json) -> None:
-        """Begin. head: `id`, `created`, `model`, `prompt_token_ids` (one list for each prompt), `n` choices of each."""
+        """Begin. head: `id`, `created`, `model`, `prompt_token_ids` (one list for each prompt), `n` choices of each,
+        `artd` where there are notes."""
 
     async def show(self, index: int, delta: Json, token_ids: Sequence[int]) -> None:
         """Show what one event adds to a choice. delta: as `Piece.shown`, with the gateway's tool-call ids."""
@@ -64,7 +66,9 @@ class Live:
         ]
         shown = {"object": at.job.kind.object, "created": self._created, "choices": choices}
         seconds = self._seconds or time.monotonic() - self._start
-        return Generated(at.job, at.place, at.client.dialect, at.requests, replies, captures, told, shown, seconds)
+        return Generated(
+            at.job, at.place, at.client.dialect, at.requests, replies, captures, told, shown, seconds, at.dropped
+        )
 
     def part(self) -> list[Json]:
         """Return replies of what has come until now: the choices with tokens."""
@@ -83,6 +87,7 @@ class Live:
             await self._sink.open({
                 "id": self.at.job.response_id, "created": self._created, "model": self.at.place.served.name,
                 "prompt_token_ids": prompts, "n": self._n,
+                **notes(self.at.dropped),
             })  # fmt: skip
         delta = self._messages[request][piece.index].add(piece.shown)
         await self._sink.show(request * self._n + piece.index, delta, tokens)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from uuid import uuid4
-
 from .kinds import Kind
+from .reply import own_call_id
 from .request import Json
 
 
@@ -46,7 +45,7 @@ class Message:
         index, function = delta.get("index", 0), delta.get("function") or {}
         known = self._calls.get(index)
         if known is None:
-            known = {"id": call_id(delta.get("id")), "type": "function", "function": {"name": "", "arguments": ""}}
+            known = {"id": own_call_id(delta.get("id")), "type": "function", "function": {"name": "", "arguments": ""}}
             self._calls[index] = known
             delta = delta | {"id": known["id"], "type": "function"}
         else:
@@ -54,8 +53,3 @@ class Message:
         known["function"]["name"] += function.get("name") or ""
         known["function"]["arguments"] += function.get("arguments") or ""
         return delta
-
-
-def call_id(given: str | None) -> str:
-    """Return the id of a new tool call: ours, by which its answer is found again, unless the model wrote one itself (Kimi)."""
-    return given if given and given.startswith("functions.") else f"call_{uuid4().hex}"

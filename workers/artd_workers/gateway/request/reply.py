@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 from artd_schema.trajectory import RouteShape
 from artd_workers.gateway.dialect import Dialect, Scored
@@ -23,9 +24,16 @@ def cut_choice(dialect: Dialect, kind: Kind, shown: Json, choice: Json, params: 
 def finish_choice(kind: Kind, shown: Json, index: int) -> Json:
     """Return a choice as the client sees it, corrected: index, finish reason."""
     shown["index"] = index
+    if kind.chat:
+        _finish_message(shown["message"])
     if kind.chat and shown["message"].get("tool_calls") and shown.get("finish_reason") == "stop":
         shown["finish_reason"] = "tool_calls"
     return shown
+
+
+def notes(dropped: bool) -> Json:
+    """Return what a reply says beside the answer: that a grammar was dropped, so that the answer may have another form than was asked for."""
+    return {"artd": {"grammar": "dropped"}} if dropped else {}
 
 
 def raw_of(shown: Json, choice: Json, generated: Json, head: Json) -> Json:
@@ -36,9 +44,35 @@ def raw_of(shown: Json, choice: Json, generated: Json, head: Json) -> Json:
     return head | {"choices": [shown | {"logprobs": None}], "engine": beside | {"choices": [told]}}
 
 
+def _finish_message(message: Json) -> None:
+    """Give tool calls our ids, reasoning both of its names, and leave out what is empty."""
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [call | {"id": own_call_id(call.get("id"))} for call in calls]
+    if reasoning := message.pop("reasoning", None):
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def own_call_id(given: str | None) -> str:
+    """Return the id of a tool call: the gateway's, by which its answer is found again, unless the model wrote one itself (Kimi)."""
+    return given if given and given.startswith(("functions.", CALL_ID)) else CALL_ID + uuid4().hex
+
+
+CALL_ID = "call_artd_"
+
+
+def spell_ids(dialect: Dialect, shown: Json, choice: Json) -> None:
+    """Name tokens of a chat choice's logprobs by their ids, `token_id:17`."""
+    content = (shown.get("logprobs") or {}).get("content") or ()
+    for entry, token, best in zip(content, choice["token_ids"], dialect.alternatives(choice), strict=False):
+        entry["token"] = f"token_id:{token}"
+        for one, (other, _) in zip(entry.get("top_logprobs") or (), best, strict=False):
+            one["token"] = f"token_id:{other}"
+
+
 def add_ids(dialect: Dialect, kind: Kind, shown: Json, request: Json, choice: Json, logprobs: list[float]) -> None:
     """Token-id information for a client that asked for it; generation_top_log_probs, where alternatives were asked for
     too: for each sampled token [[token id, logprob], ...], likeliest first, itself among them."""
+    shown["token_ids"] = choice["token_ids"]
     bearer = kind.bearer_of_ids(shown)
     bearer["prompt_token_ids"] = request["token_ids"]
     bearer["generation_token_ids"] = choice["token_ids"]

@@ -27,14 +27,24 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Rendered:
+    """A request as the engine sees it. upstream: the client's body; requests: to generate, one for each prompt; dropped: a grammar was."""
+
+    upstream: Json
+    requests: list[Json]
+    dropped: bool
+
+
+@dataclass(frozen=True)
 class Entered:
-    """A request inside an engine. upstream: the client's body as the engine sees it; requests: to generate, one for each prompt."""
+    """A request inside an engine; the rest as of `Rendered`."""
 
     job: Job
     place: Place
     client: EngineClient
     upstream: Json
     requests: list[Json]
+    dropped: bool
 
 
 @dataclass(frozen=True)
@@ -51,3 +61,4 @@ class Generated:
     origins: list[Origin | None]
     shown: Json
     seconds: float
+    dropped: bool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from artd_workers.gateway.dialect import Dialect
 from artd_workers.gateway.errors import invalid
 
 
@@ -19,6 +20,15 @@ def refuse_senseless(body: dict[str, Any]) -> None:
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         _refuse_ids(prompt, "prompt")
+
+
+def drop_grammar(dialect: Dialect, request: dict[str, Any]) -> bool:
+    """Remove what binds the samples of a rendered request to a grammar; return whether there was any. Logprobs of forced tokens are the
+    grammar's, not the model's: only what is sampled freely can be trained on."""
+    found = [name for name in dialect.grammar if request["sampling_params"].get(name)]
+    for name in found:
+        del request["sampling_params"][name]
+    return bool(found)
 
 
 def _refuse_ids(prompt: list[Any], path: str) -> None:
