@@ -4,7 +4,7 @@ It imports only the schema, msgspec and pyzmq, and `openai` when `run.openai()` 
 """
 
 from artd_schema.client_api import GroupInfo, RunInfo, StepInfo, Submitted
-from artd_schema.spec import EngineSpec, LoraSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
+from artd_schema.spec import CorrectionSpec, EngineSpec, KlSpec, LoraSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 
 from .client import Client
@@ -35,6 +35,7 @@ __all__ = [
     "Client",
     "Closed",
     "Conflict",
+    "CorrectionSpec",
     "DaemonNotRunning",
     "Draining",
     "EngineSpec",
@@ -42,6 +43,7 @@ __all__ = [
     "Failed",
     "GroupInfo",
     "Invalid",
+    "KlSpec",
     "LoraSpec",
     "LossSpec",
     "NotAllowed",

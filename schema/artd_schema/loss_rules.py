@@ -54,4 +54,40 @@ def _divisor(spec: RunSpec) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (_clips, _params, _divisor)
+def _corrections(spec: RunSpec) -> Iterator[Finding]:
+    loss = spec.loss
+    if loss.correction is UNSET:
+        return
+    for name in ("icepop", "product", "geometric"):
+        bounds = getattr(loss.correction, name)
+        if bounds is not UNSET and not bounds[0] < bounds[1]:
+            yield (
+                f"loss.correction.{name}",
+                f"loss.correction.{name}={list(bounds)}: give (lowest, highest), such as (0.5, 5.0)",
+            )
+    if loss.correction.tis is not UNSET and loss.proximal != "trainer" and loss.kind != "reinforce":
+        yield (
+            "loss.correction.tis",
+            f"loss.correction.tis: {loss.kind!r} has the ratio to the engine in its own formula, and would be weighed by it twice: "
+            "add loss.proximal='trainer', use kind 'reinforce', or leave tis out",
+        )
+
+
+def _kl(spec: RunSpec) -> Iterator[Finding]:
+    kl = spec.loss.kl
+    if kl is UNSET:
+        return
+    if spec.parameters == "full":
+        yield (
+            "loss.kl",
+            "loss.kl is the distance to the base model, which a trainer of every weight no longer holds: use parameters='lora', or "
+            "leave loss.kl out",
+        )
+    if kl.estimator == "k1" and kl.into == "loss":
+        yield (
+            "loss.kl.estimator",
+            "loss.kl: k1 in the loss has a gradient of zero on average (arXiv:2510.01555): use into='advantage', or estimator 'k2' or 'k3'",
+        )
+
+
+RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (_clips, _params, _divisor, _corrections, _kl)

@@ -30,6 +30,9 @@ Processes = Annotated[int, Meta(ge=1, le=1 << 10)]
 Rate = Annotated[float, Meta(ge=0, le=1e3)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 Clip = Annotated[float, Meta(gt=0, le=1e9)]
+Ratio = Annotated[float, Meta(ge=0, le=1e9)]
+Bounds = tuple[Ratio, Ratio]
+"""(lowest, highest)."""
 YEAR_S = 366 * 86400.0
 Seconds = Annotated[float, Meta(ge=0, le=YEAR_S)]
 ParamName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
@@ -71,6 +74,27 @@ def _fill(spec: Struct, **defaults: Any) -> None:
             force_setattr(spec, name, value)
 
 
+class CorrectionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights and masks by k, the trainer's probability of a token by the engine's. docs/losses.md has the formulas.
+
+    tis: truncated importance sampling, each token's loss times min(k, tis). icepop, product, geometric: lowest and highest k of a
+    token, product of a sequence's k, and geometric mean of them, that are trained; other tokens have a weight of 0."""
+
+    tis: Clip | UnsetType = UNSET
+    icepop: Bounds | UnsetType = UNSET
+    product: Bounds | UnsetType = UNSET
+    geometric: Bounds | UnsetType = UNSET
+
+
+class KlSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A penalty for the distance to the base model, the adapter off. estimator: of a token's KL, as docs/losses.md defines them; into: the
+    loss, or the token's advantage."""
+
+    coef: Annotated[float, Meta(gt=0, le=1e3)]
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    into: Literal["loss", "advantage"] = "loss"
+
+
 class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Policy loss: docs/losses.md has each formula, its source and its defaults.
 
@@ -78,7 +102,9 @@ class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     clip_high: bounds of the importance ratio, as the loss defines them; unset for a loss without them. normalise: the losses of
     trained tokens are added up and divided by their number in the whole batch (`token`); or added up for each trajectory, divided by
     the trajectory's trained tokens (`sequence`) or by `divisor` (`constant`), and averaged over trajectories. params: numbers by name
-    for a loss that has parameters of its own."""
+    for a loss that has parameters of its own. proximal: whose logprobs the importance ratio is taken to: the engine's (unset), or
+    the trainer's own before the step, which leaves the engine's to `correction`. entropy_bonus: taken off each token's loss, times
+    its entropy in nats."""
 
     kind: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,63}$")] = "cispo"
     clip_high: Clip | UnsetType = UNSET
@@ -87,6 +113,10 @@ class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     params: Params | UnsetType = UNSET
     clip_low: Clip | UnsetType = UNSET
     divisor: Tokens | UnsetType = UNSET
+    proximal: Literal["engine", "trainer"] | UnsetType = UNSET
+    correction: CorrectionSpec | UnsetType = UNSET
+    kl: KlSpec | UnsetType = UNSET
+    entropy_bonus: Annotated[float, Meta(gt=0, le=1e3)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         own = defaults_of(self.kind)

@@ -77,12 +77,15 @@ def test_every_metric_is_defined() -> None:
     measured = set(re.findall(r'"(\w+)": float\(', measures.read_text() + trainer.read_text()))
     measured |= set(re.findall(r'out\["(\w+)"\]', measures.read_text()))
     measured |= set(re.findall(r'"(\w+)": (?:quantile|total|norm|sum)', measures.read_text() + step.read_text()))
-    measured |= set(re.findall(r'"(\w+)": Mean', losses.read_text()))
+    for name in ("losses", "corrections", "penalties"):
+        measured |= set(re.findall(r'"(\w+)": Mean', losses.with_stem(name).read_text()))
     measured |= set(re.findall(r'"(merge_\w+)"', lost.read_text()))
     assert {
         "loss",
         "grad_norm",
         "clipped_fraction",
+        "correction_mean",
+        "kl_reference",
         "kl_k3",
         "mismatch_mae",
         "ratio_p95",

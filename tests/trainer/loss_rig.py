@@ -17,7 +17,7 @@ from artd_schema.spec import LossSpec
 from artd_workers.trainer.batch.row_schedule import TRAINED
 from artd_workers.trainer.batch.rows import Batch, PackedRow
 from artd_workers.trainer.parallel import context
-from artd_workers.trainer.step.objective import Objective, shares
+from artd_workers.trainer.step.objective import Beside, Objective, shares
 
 from .loss_oracle import Seq
 
@@ -34,7 +34,9 @@ def sequences(random: Generator, spread: float = 0.6, trajectories: int = 5) -> 
             n = int(random.integers(1, 9))
             old = -4 * random.random(n) - 0.1
             new = np.minimum(old + spread * random.standard_normal(n), -1e-3)
-            found.append(Seq(trajectory, new, old, sign * (0.2 + random.random(n)), 0.5 + random.random(n)))
+            base, entropy = new + 0.4 * random.standard_normal(n), random.random(n)
+            advantages, weights = sign * (0.2 + random.random(n)), 0.5 + random.random(n)
+            found.append(Seq(trajectory, new, old, advantages, weights, base, entropy))
     return found
 
 
@@ -74,11 +76,21 @@ def _row(own: Sequence[Seq], number: int) -> PackedRow:
     )  # fmt: skip
 
 
-def computed(spec: LossSpec, batch: Batch, values: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+def besides(found: Sequence[Seq], rows: Rows) -> list[Beside]:
+    """What each row's loss may need beside its logprobs."""
+    return [
+        Beside(_joined([found[i].entropy for i in row]).requires_grad_(), _joined([found[i].base for i in row]))
+        for row in rows
+    ]
+
+
+def computed(
+    spec: LossSpec, batch: Batch, values: Sequence[Tensor], beside: Sequence[Beside]
+) -> tuple[float, list[Tensor]]:
     """(loss, gradient of each row's logprobs) as a step adds them up."""
     objective, share = Objective(spec), shares(batch, spec.normalise, spec.divisor or 1.0)
-    rows = zip(batch.rows, values, strict=True)
-    found = torch.stack([objective.row_loss(row, v, share, batch.sequences)[0] for row, v in rows]).sum()
+    rows = zip(batch.rows, values, beside, strict=True)
+    found = torch.stack([objective.row_loss(row, v, share, batch.sequences, b)[0] for row, v, b in rows]).sum()
     return found.item(), list(torch.autograd.grad(found, values))
 
 
@@ -131,18 +143,25 @@ class TwoRanks:
 
 
 def over_two_ranks(
-    spec: LossSpec, batch: Batch, values: Sequence[Tensor], cuts: Sequence[int], monkeypatch: Any
+    spec: LossSpec,
+    batch: Batch,
+    values: Sequence[Tensor],
+    beside: Sequence[Beside],
+    cuts: Sequence[int],
+    monkeypatch: Any,
 ) -> tuple[float, list[Tensor]]:
     """As `computed`, with each row cut in two at these tokens."""
     ranks, objective, share = TwoRanks(), Objective(spec), shares(batch, spec.normalise, spec.divisor or 1.0)
     monkeypatch.setattr(context, "add_with_gradient", ranks.add)
     total = torch.zeros((), dtype=torch.float64)
-    for row, value, cut in zip(batch.rows, values, cuts, strict=True):
+    for row, value, b, cut in zip(batch.rows, values, beside, cuts, strict=True):
         parts = [slice(0, cut), slice(cut, len(value))]
         mine = [replace(row, **{name: getattr(row, name)[part] for name in TRAINED}) for part in parts]
 
-        def work(number: int, mine: Any = mine, value: Tensor = value, parts: Any = parts) -> Tensor:
-            return objective.row_loss(mine[number], value[parts[number]], share, batch.sequences)[0]
+        own = [Beside(*(None if x is None else x[part] for x in (b.entropy, b.reference))) for part in parts]
+
+        def work(number: int, mine: Any = mine, value: Tensor = value, parts: Any = parts, own: Any = own) -> Tensor:
+            return objective.row_loss(mine[number], value[parts[number]], share, batch.sequences, own[number])[0]
 
         total = total + ranks.both(work)
     return total.item(), list(torch.autograd.grad(total, values))

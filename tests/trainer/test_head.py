@@ -59,6 +59,22 @@ def test_values_and_gradients_are_those_of_all_logits_in_float64(trained: bool) 
     assert seen.tokens == 7
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_entropys_gradient_where_it_is_asked_for(trained: bool) -> None:
+    hidden, weight, targets, heat, counts = drawn()
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logprobs, entropy = wanted(*exact, targets, heat.double())
+    (logprobs * counts + entropy * counts.square()).sum().backward()
+    own = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+    with Logits(WORDS, weight.numel()) as seen:
+        found = logits.score_targets(*own, targets, heat, entropy_gradient=True)
+        (found[0] * counts + found[1] * counts.square()).sum().backward()
+    assert (own[0].grad - exact[0].grad).abs().max() <= 2e-5
+    if trained:
+        assert (own[1].grad - exact[1].grad).abs().max() <= 2e-5
+    assert seen.tokens == 7
+
+
 def test_an_entropy_gives_no_gradient() -> None:
     hidden, weight, targets, heat, _ = drawn()
     leaf = hidden.clone().requires_grad_()

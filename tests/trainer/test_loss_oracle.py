@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 
 from artd_schema.losses import OWN
-from artd_schema.spec import LossSpec
+from artd_schema.spec import CorrectionSpec, KlSpec, LossSpec
 from artd_workers.trainer.step.objective import Objective, shares
 
 from . import loss_rig
-from .loss_oracle import Setting, batch_loss
+from .loss_oracle import Setting, batch_loss, weights_of
 
 pytestmark = pytest.mark.torch
 
@@ -53,22 +55,96 @@ def test_each_loss_is_tried_here() -> None:
 @pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_a_loss_and_its_gradient(kind: str, normalise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    random, spec = np.random.default_rng(len(kind)), spec_of(kind, normalise)
+    compare(spec_of(kind, normalise), setting_of(spec_of(kind, normalise)), monkeypatch)
+
+
+def compare(spec: LossSpec, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same loss and gradients in any rows and over two ranks as the oracle's."""
+    random = np.random.default_rng(len(spec.kind))
     for _ in range(3):
         found = loss_rig.sequences(random)
-        wanted, slopes = batch_loss(found, setting_of(spec))
+        wanted, slopes = batch_loss(found, setting)
         for rows in loss_rig.packings(random, len(found)):
             batch, values = loss_rig.batch_of(found, rows)
-            loss, gradients = loss_rig.computed(spec, batch, values)
+            beside = loss_rig.besides(found, rows)
+            loss, gradients = loss_rig.computed(spec, batch, values, beside)
             same(loss, wanted)
             for ours, theirs in zip(loss_rig.by_sequence(rows, found, gradients), slopes, strict=True):
                 same(ours, theirs)
         cuts = [int(random.integers(0, len(value) + 1)) for value in values]
         with monkeypatch.context() as patch:
-            loss, gradients = loss_rig.over_two_ranks(spec, batch, values, cuts, patch)
+            loss, gradients = loss_rig.over_two_ranks(spec, batch, values, beside, cuts, patch)
         same(loss, wanted)
         for ours, theirs in zip(loss_rig.by_sequence(rows, found, gradients), slopes, strict=True):
             same(ours, theirs)
+
+
+MASKS: dict[str, tuple[float, float]] = {"icepop": (0.6, 1.6), "product": (0.4, 2.5), "geometric": (0.9, 1.12)}
+
+
+@pytest.mark.parametrize("proximal", ["engine", "trainer"])
+@pytest.mark.parametrize("mask", [*MASKS, "all"])
+def test_masks(mask: str, proximal: Literal["engine", "trainer"], monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = MASKS if mask == "all" else {mask: MASKS[mask]}
+    spec = replaced(spec_of("ppo", "token"), proximal=proximal, correction=CorrectionSpec(**masks))
+    compare(spec, dataclasses.replace(setting_of(spec), proximal=proximal, masks=masks), monkeypatch)
+
+
+@pytest.mark.parametrize(("kind", "proximal"), [("reinforce", "engine"), ("ppo", "trainer"), ("gspo", "trainer")])
+def test_truncated_importance_sampling(
+    kind: str, proximal: Literal["engine", "trainer"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replaced(spec_of(kind, "sequence"), proximal=proximal, correction=CorrectionSpec(tis=1.3))
+    compare(spec, dataclasses.replace(setting_of(spec), proximal=proximal, tis=1.3), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["cispo", "ppo", "importance_sampling"])
+def test_decoupled_ratios(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replaced(spec_of(kind, "token"), proximal="trainer")
+    compare(spec, dataclasses.replace(setting_of(spec), proximal="trainer"), monkeypatch)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("into", ["loss", "advantage"])
+def test_kl_to_the_base_model(estimator: Any, into: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask beside it: what a mask leaves out is held to the base model all the same."""
+    masks = {"icepop": MASKS["icepop"]}
+    kl = KlSpec(coef=0.3, estimator=estimator, into=into)
+    spec = replaced(spec_of("grpo", "sequence"), kl=kl, correction=CorrectionSpec(**masks))
+    compare(spec, dataclasses.replace(setting_of(spec), kl=(0.3, estimator, into), masks=masks), monkeypatch)
+
+
+def test_an_entropy_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replaced(spec_of("cispo", "sequence"), entropy_bonus=0.07)
+    compare(spec, dataclasses.replace(setting_of(spec), entropy_bonus=0.07), monkeypatch)
+    found = loss_rig.sequences(np.random.default_rng(1))
+    batch, values = loss_rig.batch_of(found, [range(len(found))])
+    (beside,) = loss_rig.besides(found, [range(len(found))])
+    share, row = shares(batch, "sequence"), batch.rows[0]
+    loss, _ = Objective(spec).row_loss(row, values[0], share, batch.sequences, beside)
+    assert beside.entropy is not None
+    same(torch.autograd.grad(loss, beside.entropy)[0], -0.07 * row.weights * share[row.trajectories])
+
+
+def test_metrics_of_corrections_and_penalties() -> None:
+    masks = MASKS
+    spec = replaced(
+        spec_of("ppo", "token"),
+        proximal="trainer",
+        correction=CorrectionSpec(**masks),
+        kl=KlSpec(coef=0.1, estimator="k2"),
+    )
+    found = loss_rig.sequences(np.random.default_rng(7), trajectories=8)
+    batch, values = loss_rig.batch_of(found, [range(len(found))])
+    (beside,) = loss_rig.besides(found, [range(len(found))])
+    _, metrics = Objective(spec).row_loss(batch.rows[0], values[0], shares(batch, "token"), batch.sequences, beside)
+    setting = dataclasses.replace(setting_of(spec), proximal="trainer", masks=masks)
+    weight = np.concatenate([weights_of(one, setting) for one in found])
+    distance = np.concatenate([(one.new - one.base) ** 2 / 2 for one in found])
+    told = {name: float(mean.total) for name, mean in metrics.items()}
+    same(told["correction_mean"], weight.sum())
+    same(told["kl_reference"], distance.sum())
+    assert 0 < told["correction_masked_fraction"] == (weight == 0).sum() < len(weight)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo", "dr_grpo", "gspo"])

@@ -20,6 +20,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss": {"clip_low": 0.2}}, "loss.clip_low", "'cispo' has no such bound"),
     ({"loss": {"kind": "ppo", "clip_low": 1.0}}, "loss.clip_low", "a number below 1"),
     ({"loss": {"kind": "ppo", "params": {"dual_clip": 0.5}}}, "loss.params.dual_clip", "must be from 1 to"),
+    ({"loss": {"correction": {"icepop": [5.0, 0.5]}}}, "loss.correction.icepop", "give (lowest, highest)"),
+    ({"loss": {"kind": "ppo", "correction": {"tis": 2.0}}}, "loss.correction.tis", "loss.proximal='trainer'"),
+    ({"loss": {"kl": {"coef": 0.1}}, "parameters": "full"}, "loss.kl", "use parameters='lora'"),
+    ({"loss": {"kl": {"coef": 0.1, "estimator": "k1"}}}, "loss.kl.estimator", "into='advantage'"),
     ({"loss": {"divisor": 100}}, "loss.divisor", "normalise='constant' alone, and it is 'token'"),
 ]
 
@@ -43,6 +47,20 @@ def test_each_loss_is_accepted_with_its_defaults_which_are_stored(kind: str) -> 
     assert stored["scale_rewards"] is (kind != "dr_grpo")
     again = msgspec.convert(stored, RunSpec)
     assert again == spec and first_difference(spec, again) is None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"kind": "ppo", "proximal": "trainer", "correction": {"tis": 2.0, "icepop": [0.5, 5.0]}},
+        {"kind": "reinforce", "correction": {"tis": 2.0, "product": [0.0, 3.0], "geometric": [0.99, 1.01]}},
+        {"kl": {"coef": 0.1, "estimator": "k1", "into": "advantage"}, "entropy_bonus": 0.001},
+    ],
+)
+def test_what_goes_together_is_accepted(loss: dict[str, Any]) -> None:
+    spec = run({"loss": loss})
+    assert loss_finding(spec) is None
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=RunSpec) == spec
 
 
 def test_what_is_given_counts_before_a_default() -> None:

@@ -25,15 +25,18 @@ CHUNK = 2048
 
 
 def score_targets(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Return fp32 [2, n]: logprobs (natural logarithm) of `targets` [n], and entropies in nats, which have no gradient.
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, group: dist.ProcessGroup | None = None,
+    entropy_gradient: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return fp32 [2, n]: logprobs (natural logarithm) of `targets` [n], and entropies in nats, which have a gradient only with
+    `entropy_gradient`.
+
 
     `hidden`: [n, h] after the final norm. `weight`: [words, h]. `temperatures`: [n], above 0. `group`: of ranks that each hold
     equally many words, in rank order. Collective: the ranks of `group` call it with equal `hidden`; the gradients of `hidden`
     are then parts of a sum.
     """
-    return _Scored.apply(hidden, weight, targets, temperatures, group, torch.is_grad_enabled())
+    return _Scored.apply(hidden, weight, targets, temperatures, group, torch.is_grad_enabled(), entropy_gradient)
 
 
 def chunks(count: int) -> Iterator[slice]:
@@ -46,56 +49,74 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor,
-        group: dist.ProcessGroup | None, graded: bool,
+        group: dist.ProcessGroup | None, graded: bool, entropy: bool,
     ) -> Tensor:  # fmt: skip
         own = targets if group is None else targets - len(weight) * dist.get_rank(group)
         found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         ready = graded and not ctx.needs_input_grad[1]
-        slopes = torch.empty_like(hidden) if ready else None
+        # Of the logprobs, and where asked of the entropies.
+        slopes = [torch.empty_like(hidden) for _ in range(1 + entropy)] if ready else []
         for here in chunks(len(hidden)):
-            _chunk(hidden[here], weight, own[here], temperatures[here], group, found[:, here], slopes, here)
-        if slopes is not None:
-            ctx.save_for_backward(temperatures, slopes)
+            _chunk(
+                hidden[here], weight, own[here], temperatures[here], group, found[:, here], [x[here] for x in slopes]
+            )
+        ctx.entropy, ctx.ready = entropy, ready
+        if ready:
+            ctx.save_for_backward(temperatures, *slopes)
         else:
-            ctx.save_for_backward(temperatures, hidden, weight, own, found[2:])
+            ctx.save_for_backward(temperatures, hidden, weight, own, found[1:])
         return found[:2].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         temperatures, *rest = ctx.saved_tensors
-        scale = grads[0][0] / temperatures
-        if len(rest) == 1:
-            (slopes,) = rest
-            # `out` has the right dtype; a new product would be fp32, twice as large.
-            return torch.mul(slopes, scale[:, None], out=torch.empty_like(slopes)), *([None] * 5)
+        scales = [grad / temperatures for grad in grads[0][: 1 + ctx.entropy]]
+        if ctx.ready:
+            # Into a tensor of the right dtype: a product of its own would be fp32, twice as large.
+            d_hidden = torch.mul(rest[0], scales[0][:, None], out=torch.empty_like(rest[0]))
+            for slopes, scale in zip(rest[1:], scales[1:], strict=True):
+                d_hidden += torch.mul(slopes, scale[:, None], out=torch.empty_like(slopes))
+            return d_hidden, *([None] * 6)
         hidden, weight, own, totals = rest
-        d_hidden, d_weight = _again(hidden, weight, own, totals, temperatures, scale, ctx.needs_input_grad[0])
-        return d_hidden, d_weight, None, None, None, None
+        d_hidden, d_weight = _again(hidden, weight, own, totals, temperatures, scales, ctx.needs_input_grad[0])
+        return d_hidden, d_weight, *([None] * 5)
 
 
 def _chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, group: dist.ProcessGroup | None, found: Tensor,
-    slopes: Tensor | None, here: slice,
+    slopes: list[Tensor],
 ) -> None:  # fmt: skip
-    """Fill found [4, n] with the result of `_join_ranks`, and slopes[here], if wanted, with the gradient of logprob x
-    temperature."""
-    statistics, slope = _steps(hidden)
+    """Fill found [4, n], with the result of `_join_ranks`, and of slopes [n, h] as many as there are: the gradients of logprob x temperature, and of
+    entropy x temperature."""
+    statistics, slope, entropy_slope = _steps(hidden)
     logits = hidden @ weight.t()
     found.copy_(_join_ranks(statistics(logits, targets, temperatures), group))
-    if slopes is not None:
-        slopes[here] = slope(logits, targets, temperatures, found[2:], torch.ones_like(temperatures)) @ weight
+    ones = torch.ones_like(temperatures)
+    if slopes:
+        slopes[0].copy_(slope(logits, targets, temperatures, found[2:], ones) @ weight)
+    if len(slopes) > 1:
+        slopes[1].copy_(entropy_slope(logits, temperatures, found[1:], ones) @ weight)
 
 
 def _again(
-    hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, temperatures: Tensor, scale: Tensor, wanted: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    totals: Tensor,
+    temperatures: Tensor,
+    scales: list[Tensor],
+    wanted: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of hidden, if wanted, and of the weight, which is summed over the chunks in fp32."""
+    """Return the gradients of hidden, if wanted, and of the weight, which is summed over the chunks in fp32. `totals`: [3, n], the entropy and
+    the two numbers that `_slope` takes. `scales`: what a logprob and, where there are two, an entropy counts."""
     d_hidden = torch.empty_like(hidden) if wanted else None
     d_weight = torch.zeros_like(weight, dtype=torch.float32)
-    _, slope = _steps(hidden)
+    _, slope, entropy_slope = _steps(hidden)
     for here in chunks(len(hidden)):
         logits = hidden[here] @ weight.t()
-        grad = slope(logits, targets[here], temperatures[here], totals[:, here], scale[here])
+        grad = slope(logits, targets[here], temperatures[here], totals[1:, here], scales[0][here])
+        for scale in scales[1:]:
+            grad = grad + entropy_slope(logits, temperatures[here], totals[:, here], scale[here])
         del logits
         if d_hidden is not None:
             d_hidden[here] = grad @ weight
@@ -121,13 +142,13 @@ def _join_ranks(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.stack((logprob, (share.exp() * (entropies - share)).sum(0), most, total))
 
 
-def _steps(hidden: Tensor) -> tuple[Any, Any]:
-    return _compile() if hidden.is_cuda else (_statistics, _slope)
+def _steps(hidden: Tensor) -> tuple[Any, Any, Any]:
+    return _compile() if hidden.is_cuda else (_statistics, _slope, _entropy_slope)
 
 
 @lru_cache(1)
-def _compile() -> tuple[Any, Any]:
-    return torch.compile(_statistics), torch.compile(_slope)
+def _compile() -> tuple[Any, Any, Any]:
+    return torch.compile(_statistics), torch.compile(_slope), torch.compile(_entropy_slope)
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
@@ -156,3 +177,10 @@ def _slope(logits: Tensor, targets: Tensor, temperatures: Tensor, totals: Tensor
     chosen = torch.arange(logits.shape[-1], device=logits.device)[None, :] == targets[:, None]
     share = (logits.float() / temperatures[:, None] - totals[0][:, None] - totals[1][:, None]).exp()
     return ((chosen.float() - share) * scale[:, None]).to(logits.dtype)
+
+
+def _entropy_slope(logits: Tensor, temperatures: Tensor, totals: Tensor, scale: Tensor) -> Tensor:
+    """Gradient of the entropy H in the scaled logits, -p (log p + H), times scale [n], in the logits' dtype. totals: [3, n], H and `_slope`'s
+    two."""
+    logs = logits.float() / temperatures[:, None] - totals[1][:, None] - totals[2][:, None]
+    return (-logs.exp() * (logs + totals[0][:, None]) * scale[:, None]).to(logits.dtype)

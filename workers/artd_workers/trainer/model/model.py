@@ -149,7 +149,7 @@ class Policy:
 
     def hidden_scores(
         self, tokens: Tensor, positions: Tensor, seen: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor,
-        routes: Tensor | None = None,
+        routes: Tensor | None = None, entropy_gradient: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return fp32 [2, n]: logprobs and entropies (see `logits.score_targets`) of `targets` [n], predicted at `rows` [n].
 
@@ -159,7 +159,7 @@ class Policy:
         group = parallel_state.get_tensor_model_parallel_group() if self.parallel.sp else None
 
         def scores(hidden: Tensor, weight: Tensor) -> Tensor:
-            return head.score_targets(hidden, weight, targets, temperatures, group)
+            return head.score_targets(hidden, weight, targets, temperatures, group, entropy_gradient)
 
         return self.project_rows(tokens, positions, seen, rows, routes, scores)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from msgspec import UNSET
@@ -17,8 +18,10 @@ from artd_workers.trainer.batch.rows import Batch, PackedRow
 from artd_workers.trainer.parallel import context
 from artd_workers.trainer.parallel.layout import Parallel
 
+from .corrections import decouple, weigh
 from .loss_api import LossInputs, LossOutput, Mean, nothing
 from .losses import LOSSES
+from .penalties import add_penalties, penalise
 
 FIELDS = ("clip_low", "clip_high")
 """Fields of a run's `loss` that a loss takes as parameters of these names."""
@@ -34,8 +37,20 @@ def adopt(code: PackageCode | None) -> None:
         LOSSES[code.kind] = load(code)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a row's loss may need beside logprobs [n]. entropy: nats, with gradient; reference: logprobs of the base model. None where the
+    run asks for neither."""
+
+    entropy: Tensor | None = None
+    reference: Tensor | None = None
+
+
+NOTHING_BESIDE = Beside()
+
+
 class Objective:
-    """A loss with its parameters. names: of its metrics."""
+    """A loss with its parameters, corrections and penalties. names: of its metrics."""
 
     def __init__(self, spec: LossSpec) -> None:
         """Find the loss. Raises LossError for a loss that is not there, or parameters that it does not have."""
@@ -44,12 +59,15 @@ class Objective:
                 f"loss.kind {spec.kind!r} is not known to the trainer; known: {', '.join(sorted(LOSSES))}: install the package that "
                 "brings it where artd runs, start artd again, then `artctl retry JOB`"
             )
-        self.kind, self._function = spec.kind, LOSSES[spec.kind]
+        self.kind, self._function, self._spec = spec.kind, LOSSES[spec.kind], spec
         self._parameters = _parameters(spec, self._function)
-        self.names = tuple(self._call(nothing()).metrics)
+        self.wants_reference = spec.kl is not UNSET
+        self.wants_entropy = spec.entropy_bonus is not UNSET
+        empty = nothing()
+        self.names = tuple(self._tokens(empty, Beside(empty.logprobs, empty.old_logprobs)).metrics)
 
     def row_loss(
-        self, row: PackedRow, logprobs: Tensor, share: Tensor, sequences: int
+        self, row: PackedRow, logprobs: Tensor, share: Tensor, sequences: int, beside: Beside = NOTHING_BESIDE
     ) -> tuple[Tensor, Mapping[str, Mean]]:
         """Return this row's part of the batch's loss, a scalar, and its metrics; the parts of all rows add up to the batch's.
 
@@ -61,13 +79,22 @@ class Objective:
             segments=row.segments, sequences=row.sequences, groups=row.groups, trajectories=row.trajectories,
             sequence_count=sequences, across=context.add_with_gradient,
         )  # fmt: skip
-        found = self._call(inputs)
+        found = self._tokens(inputs, beside)
         if tuple(found.metrics) != self.names:
             raise LossError(
                 f"loss {self.kind!r} gives the metrics {list(found.metrics)}, and {list(self.names)} where there is no token: a "
                 "loss gives the same names always"
             )
         return (found.tokens * row.weights * share[row.trajectories].to(logprobs.dtype)).sum(), found.metrics
+
+    def _tokens(self, inputs: LossInputs, beside: Beside) -> LossOutput:
+        """Compute each token's loss, weighed by the corrections, with the penalties added."""
+        reference = beside.reference if self.wants_reference else None
+        found = self._call(penalise(decouple(inputs, self._spec), reference, self._spec))
+        weight, corrected = weigh(inputs, self._spec)
+        tokens = found.tokens if weight is None else found.tokens * weight
+        tokens, added_to = add_penalties(tokens, inputs, reference, beside.entropy, self._spec)
+        return LossOutput(tokens, {**found.metrics, **corrected, **added_to})
 
     def _call(self, inputs: LossInputs) -> LossOutput:
         try:

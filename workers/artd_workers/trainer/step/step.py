@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from artd_schema.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.row_schedule import ScheduledRow, schedule_rows, sum_over_ranks
 from artd_workers.trainer.batch.rows import Batch
+from artd_workers.trainer.model.lora import without_adapter
 from artd_workers.trainer.model.model import Policy, Scores
 from artd_workers.trainer.parameters.contract import ParameterSet
 
 from .measures import Measures
-from .objective import Objective, Tally, shares
+from .objective import Beside, LossError, Objective, Tally, shares
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -134,6 +135,8 @@ def train_step(
     # Ahead of their use, all of them: they are small beside the activations of one.
     mine = schedule_rows(batch.rows, policy.parallel, policy.device)
     into = _Found.of(policy, batch, loss)
+    if into.objective.wants_reference:
+        into.references = _score_base(policy, mine, progress)
     optimizer.torch.zero_grad(set_to_none=True)
     try:
         with policy.open_replay(batch.coverage is not None) as replay:
@@ -163,7 +166,8 @@ def train_step(
 
 @dataclass
 class _Found:
-    """A step's loss, and what its rows add to. share: see `shares`; sequences: of the batch; losses: fp64 [rows]."""
+    """A step's loss, and what its rows add to. share: see `shares`; sequences: of the batch; losses: fp64 [rows]; references: of each
+    row of this rank by its index, the base model's logprobs."""
 
     objective: Objective
     share: Tensor
@@ -171,6 +175,7 @@ class _Found:
     measures: Measures
     tally: Tally
     losses: Tensor
+    references: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, policy: Policy, batch: Batch, loss: LossSpec) -> _Found:
@@ -209,20 +214,48 @@ def _pass_all(
 
 def _forward(policy: Policy, scheduled: ScheduledRow, into: _Found) -> Tensor:
     """Do a row forward; returns what its backward starts from. What it found goes to `into`, and nothing waits for it."""
-    row = scheduled.row
-    out = policy.hidden_scores(row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes)
+    row, objective = scheduled.row, into.objective
+    out = _score(policy, scheduled, objective.wants_entropy)
     if not policy.stage.last:
         return out
     if not len(row.at) and policy.parallel.cp == 1:
         return out.sum() * 0.0
     scores = Scores.of(out)
-    part, metrics = into.objective.row_loss(row, scores.logprobs, into.share, into.sequences)
+    beside = Beside(out[1] if objective.wants_entropy else None, into.references.get(scheduled.index))
+    part, metrics = objective.row_loss(row, scores.logprobs, into.share, into.sequences, beside)
     if scheduled.counts:
         into.measures.add(scheduled.first, scores.logprobs, scores.entropy)
         into.tally.add(metrics)
         into.losses[scheduled.index] = part.detach()
     # Without a trained token of its own, what a rank does for the others' tokens goes backward all the same.
     return part if len(row.at) else part + out.sum() * 0.0
+
+
+def _score(policy: Policy, scheduled: ScheduledRow, entropy_gradient: bool = False) -> Tensor:
+    """Return `Policy.hidden_scores` of a row's trained tokens."""
+    row = scheduled.row
+    return policy.hidden_scores(
+        row.tokens, row.positions, row.until, row.at, row.targets, row.temperatures, row.routes, entropy_gradient
+    )
+
+
+def _score_base(policy: Policy, mine: Sequence[ScheduledRow], progress: Callable[[], None]) -> dict[int, Tensor]:
+    """Score each row by the base model: its index -> logprobs of its trained tokens, on the last stage. Raises LossError without an adapter. Collective: every
+    rank calls it."""
+    if policy.lora is None:
+        raise LossError(
+            "loss.kl is the distance to the base model, and every weight is trained: nothing holds the base any more"
+        )
+    found: dict[int, Tensor] = {}
+    policy.stage.begin()
+    with torch.no_grad(), without_adapter(policy.model):
+        for scheduled in mine:
+            out = _score(policy, scheduled)
+            if policy.stage.last:
+                found[scheduled.index] = out[0]
+            progress()
+    policy.stage.settle()
+    return found
 
 
 def _check_losses(parts: list[float]) -> None:
