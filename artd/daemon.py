@@ -53,6 +53,7 @@ from artd_schema import worker as w
 from artd_schema.codec import Codec
 from artd_schema.crashpoint import reach
 from artd_schema.scratch import sweep
+from artd_schema.worker_names import GATEWAY
 
 from . import __version__
 from .clock import Clock
@@ -165,8 +166,9 @@ class Daemon:
         that does not die."""
         if gone := sweep_folders(self._data.runtime):
             log.info("removed %d scratch folders of dead processes from %s", len(gone), self._data.runtime)
-        if "engine" not in live:
-            sweep(self._data.scratch_record)
+        for engine, record in self._data.scratch_records().items():
+            if engine not in live:
+                sweep(record)
 
     async def _listen(self, store: Store) -> socket.socket:
         """Open the gateway's listening socket, at the earlier port if the settings name none. Raises CannotListen."""
@@ -259,9 +261,9 @@ class Daemon:
     async def _await_gateway(self) -> None:
         """Report ready when the gateway listens. A gateway that cannot start (for example, its port is taken) ends the daemon."""
         while not self._workforce.gateway_ready.is_set():
-            if self._workforce.supervisor.state("gateway") == "broken":
+            if self._workforce.supervisor.state(GATEWAY) == "broken":
                 self._failed = True
-                log.critical("the gateway cannot start: %s", self._workforce.supervisor.info("gateway").error)
+                log.critical("the gateway cannot start: %s", self._workforce.supervisor.info(GATEWAY).error)
                 self._stopping.set()
                 return
             with anyio.move_on_after(0.2):

@@ -20,7 +20,7 @@ from artd.datadir.layout import DataDir
 from artd.retention import clock_jumps
 from artd.retention.checkpoints import Leftovers, find_leftovers
 from artd.runs.lifecycle import pause_unreadable
-from artd.serving.pusher import forget_engine
+from artd.serving.push_ends import engines_with_pushes, forget_engine
 from artd.store import fs
 from artd.store.store import Store, emit, get_meta, set_meta
 from artd.store.views import unreadable
@@ -95,7 +95,8 @@ def interrupt(c: sqlite3.Connection, now: int, why: str) -> None:
     """Take back all work under way. No worker lives any more."""
     for job in c.execute("SELECT * FROM job WHERE state = 'running'").fetchall():
         end_attempt(c, now, job, "killed", f"{why} while it ran")
-    forget_engine(c, now, why, counted=False)
+    for engine in engines_with_pushes(c):
+        forget_engine(c, now, engine, why, counted=False)
     stop_all(c, now)
 
 

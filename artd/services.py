@@ -39,6 +39,7 @@ from artd.training.dispatch import Dispatch
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.codec import WireError
+from artd_schema.worker_names import parse_worker
 
 from .config import Settings
 from .errors import Busy
@@ -146,7 +147,7 @@ class Services:
                 elif self._dispatch.beat(name, message):
                     self._stalls.renew(name, spawn)
             case w.Accepted():
-                self._dispatch.accepted(message)
+                self._dispatch.accepted(name, message)
             case w.Held():
                 self._pusher.held(message)
             case w.RouteTaken():
@@ -159,9 +160,9 @@ class Services:
             case w.Down():
                 self.workforce.down(name, spawn, message)
             case w.Staged():
-                self._group.start_soon(patient, self._dispatch.staged, message)
+                self._group.start_soon(patient, self._dispatch.staged, name, message)
             case w.Failed():
-                self._group.start_soon(patient, self._dispatch.failed, message)
+                self._group.start_soon(patient, self._dispatch.failed, name, message)
             case w.Refused():
                 self._group.start_soon(patient, self._pusher.refused, message)
             case w.Pausing():
@@ -192,17 +193,18 @@ class Services:
         self.workforce.kill(name, f"it was silent for {seconds:.1f} s (limits.lease_s)", spawn)
 
     def _stalled(self, name: str, seconds: float, spawn: int) -> None:
-        self.workforce.kill(name, self._dispatch.stalled(seconds), spawn, traced=True)
+        self.workforce.kill(name, self._dispatch.stalled(name, seconds), spawn, traced=True)
 
     async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str, tail: str) -> None:
         """A process is proven dead: the services that had work with it take that work back."""
-        if name == "trainer":
-            await self._dispatch.died(spawn, ordered, error, tail)
-            await self._pusher.trainer_died()
-        elif name == "engine":
-            await self._pusher.engine_died(error, counted=not self._stopping)
-        elif name == "gateway":
-            self._pusher.gateway_died()
+        match parse_worker(name).kind:
+            case "trainer":
+                await self._dispatch.died(name, spawn, ordered, error, tail)
+                await self._pusher.trainer_died(name)
+            case "engine":
+                await self._pusher.engine_died(name, error, counted=not self._stopping)
+            case "gateway":
+                self._pusher.gateway_died()
 
 
 async def patient(work: Callable[..., Awaitable[None]], *args: Any) -> None:

@@ -12,8 +12,7 @@ import logging
 import os
 import socket
 import sqlite3
-import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ import anyio.to_thread
 import msgspec
 
 from artd.datadir.layout import DataDir
-from artd.models.base_model import PinnedBase
 from artd.net.router import WorkerWire
 from artd.serving.gateway_file import write_gateway_file
 from artd.store.store import Store, emit, set_meta
-from artd.store.views import active_run, route_shape, stored_spec
+from artd.store.views import active_run, active_run_ids, route_shape, stored_spec
 from artd.supervise.environment import TRAINER_EXTRA, Tags, child_environment
 from artd.supervise.lease import Holder, heartbeat_s
 from artd.supervise.packages import NO_PACKAGES, Packages
@@ -39,16 +37,16 @@ from artd.supervise.states import State
 from artd.supervise.supervisor import Supervisor
 from artd.supervise.worker import ERROR_LINES
 from artd.tables.processes import note_missing, note_state, number_spawn, set_address
-from artd.training.run_code import tell_changes
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
 from artd_schema.base import BaseModel
-from artd_schema.engines import DEFAULT, UnknownEngine, engine_kind
-from artd_schema.packages import RunCode
+from artd_schema.engines import DEFAULT
 from artd_schema.scratch import sweep
+from artd_schema.worker_names import GATEWAY, parse_worker
 
 from . import runtimes
-from .config import Interpreter, Settings
+from .config import Settings
+from .crew import Crew, find_interpreter, load_crew, visible_gpus
 from .errors import Conflict, RequestError
 
 log = logging.getLogger(__name__)
@@ -57,9 +55,7 @@ MODULES: dict[str, str] = {
     "engine": "artd_workers.engines",
     "gateway": "artd_workers.gateway",
 }
-TRAINER_RUNTIME = "megatron"
 START_S = {"trainer": 300.0, "engine": 600.0, "gateway": 60.0}
-KINDS: tuple[w.WorkerKind, ...] = ("gateway", "trainer", "engine")
 Death = Callable[[str, int, bool, str, str], Awaitable[None]]
 """(name, spawn, whether it was ordered, why, last lines of its log)"""
 
@@ -102,9 +98,8 @@ class Workforce:
     gateway_ready: anyio.Event = field(default_factory=anyio.Event)
     stopping: bool = False
     _supervising: bool = False
-    _base: PinnedBase | None = None
-    _engine: str = DEFAULT
-    _code: RunCode = field(default_factory=RunCode)
+    _crews: dict[int, Crew] = field(default_factory=dict)
+    _leaving: set[str] = field(default_factory=set)
     _downs: dict[str, Words] = field(default_factory=dict)
     _ends: dict[str, Words] = field(default_factory=dict)
 
@@ -113,35 +108,69 @@ class Workforce:
         async with anyio.create_task_group() as group:
             self._group = group
             self.supervisor = Supervisor(group, self, clock=self.store.clock.monotonic)
-            for kind in KINDS:
-                launch = functools.partial(self._launch, kind)
-                left = tuple(each for each in self.boot.leftovers if each.name == kind)
-                spec = Spec(name=kind, kind=kind, launch=launch, start_timeout_s=START_S[kind], leftovers=left)
-                self.supervisor.add(spec, start=kind == "gateway" and not self.stopping)
+            self._add(GATEWAY, start=not self.stopping)
             self._supervising = True
             await self._follow_rows()
 
+    def _add(self, name: str, start: bool = False) -> None:
+        """Supervise a worker. Until GPUs are leased, it does not start beside a process of an older boot that does not die and is of
+        its kind, whichever worker's that was: it may hold what this one needs."""
+        kind = parse_worker(name).kind
+        left = tuple(each for each in self.boot.leftovers if each.name.partition("-")[0] == kind)
+        launch = functools.partial(self._launch, name)
+        spec = Spec(name=name, kind=kind, launch=launch, start_timeout_s=START_S[kind], leftovers=left)
+        self.supervisor.add(spec, start=start)
+
     async def _follow_rows(self) -> None:
-        employer: int | None = None  # the run that trainer and engine were started for: they never work for another
-        while True:
+        while not self.stopping:
             changed = self.store.change()
-            run = await self.store.write(_run_id)
-            for name in ("trainer", "engine"):
-                if self.stopping:
-                    return
-                if run is None or employer not in (None, run):
-                    await self._stop(name, "the run is finished")
-            if run is not None and run != employer:
-                self._base = await self._pinned(run)
-            # Base and runtime are looked for on disk: not at every change while the worker lives.
-            idle = [name for name in ("trainer", "engine") if self.supervisor.state(name) not in ("starting", "ready")]
-            if run is not None and idle and await self._has_base(idle):
-                for name in idle:
-                    if await self._has_runtime(name) and not self.stopping:
-                        self.supervisor.start(name)
-            employer = run
+            runs = await self.store.write(active_run_ids)
+            await self._end_others(runs)
+            for run in runs:
+                if not self.stopping:
+                    await self._man(run)
             with anyio.move_on_after(5.0):
                 await changed.wait()
+
+    async def _end_others(self, runs: Collection[int]) -> None:
+        """End the workers of all other runs. A worker never works for another run."""
+        for name in self.supervisor.names():
+            if name == GATEWAY or parse_worker(name).run in runs or self.stopping:
+                continue
+            if name not in self._leaving:
+                self._leaving.add(name)
+                await self._stop(name, "the run is finished")
+            if self.supervisor.state(name) == "stopped":
+                self.supervisor.drop(name)
+                self._leaving.discard(name)
+        kept = {parse_worker(name).run for name in self.supervisor.names()}
+        self._crews = {run: crew for run, crew in self._crews.items() if run in kept}
+
+    async def _man(self, run: int) -> None:
+        """Start the workers of a run that can be started."""
+        if run not in self._crews:
+            self._crews[run] = await load_crew(self.store, self.data.root, self.boot.packages, run)
+        crew = self._crews[run]
+        for name in set(crew.workers) - set(self.supervisor.names()):
+            self._add(name)
+        # Base and runtime are looked for on disk: not at every change while the worker lives.
+        idle = [name for name in crew.workers if self.supervisor.state(name) not in ("starting", "ready")]
+        if not idle or not await self._has_base(crew, idle):
+            return
+        for name in idle:
+            if await self._has_place(name) and await self._has_runtime(name, crew.engine) and not self.stopping:
+                self.supervisor.start(name)
+
+    async def _has_place(self, name: str) -> bool:
+        """Return whether no process of another run lives on that may hold what this worker needs. Leases will say so exactly."""
+        kind = parse_worker(name).kind
+        for other in self._leaving:
+            if parse_worker(other).kind == kind:
+                await self._note_missing(
+                    name, f"{other}, of a finished run, has not ended; artd goes on by itself then"
+                )
+                return False
+        return True
 
     async def _stop(self, name: str, reason: str) -> None:
         try:
@@ -152,27 +181,19 @@ class Workforce:
     # ---- making a process ---------------------------------------------------------------------------------------------
 
     def require_runtimes(self, engine: str) -> None:
-        """engine: its kind. Errors: RequestError with the command to type when a runtime is missing."""
-        for name in ("trainer", "engine"):
+        """Raise RequestError, with the command to type, when the runtime of the trainer or of this kind of engine is missing."""
+        kinds: tuple[w.WorkerKind, ...] = ("trainer", "engine")
+        for kind in kinds:
             try:
-                self._interpreter(name, engine)
+                self._interpreter(kind, engine)
             except runtimes.RuntimeMissing as error:
                 raise RequestError(str(error)) from None
 
-    async def _pinned(self, run: int) -> PinnedBase:
-        (row,) = await self.store.read("SELECT name, spec, base_manifest FROM run WHERE id = ?", (run,))
-        spec = stored_spec(row)
-        pinned = msgspec.json.decode(row["base_manifest"], type=BaseModel)
-        self._engine, self._code = spec.engine.kind, self.boot.packages.of_run(spec.loss.kind, pinned.architecture)
-        await tell_changes(self.store, self.data.root, run, self._code)
-        return PinnedBase(spec.model, pinned)
-
-    async def _has_base(self, names: Sequence[str]) -> bool:
+    async def _has_base(self, crew: Crew, names: Sequence[str]) -> bool:
         """Whether the run's base model is the one that it was made with. Else these workers are stopped until it is again: a
         start that waits in back-off would fail, and count as a death."""
-        assert self._base is not None
         try:
-            await anyio.to_thread.run_sync(self._base.check)
+            await anyio.to_thread.run_sync(crew.base.check)
         except Conflict as error:
             text = f"{error.message}; artd goes on by itself then"
             for name in names:
@@ -182,9 +203,10 @@ class Workforce:
             return False
         return True
 
-    async def _has_runtime(self, name: str) -> bool:
+    async def _has_runtime(self, name: str, engine: str) -> bool:
+        """Return whether there is an interpreter for the worker; its row says why not. `engine` is the kind of its run's engines."""
         try:
-            self._interpreter(name, self._engine)
+            self._interpreter(parse_worker(name).kind, engine)
         except runtimes.RuntimeMissing as error:
             text = str(error)
             await self._note_missing(name, text)
@@ -192,46 +214,44 @@ class Workforce:
         return True
 
     async def _note_missing(self, name: str, text: str) -> None:
-        await self.store.write(lambda c: _note_missing(c, self.store.clock.now_ms(), name, self.boot.number, text))
+        """Say in the worker's row, and once in an event, why it cannot be started."""
 
-    def _interpreter(self, kind: str, engine: str) -> tuple[str, list[str]]:
-        """(python, folders for PYTHONPATH). engine: its kind, whatever the worker. Errors: RuntimeMissing."""
-        if kind == "gateway":
-            return sys.executable, []
-        own: Interpreter = getattr(self.settings.runtimes, kind)
-        if own.python:
-            return own.python, list(own.pythonpath)
-        found = runtimes.find(TRAINER_RUNTIME if kind == "trainer" else _runtime_of(engine))
-        return str(found.python), [*found.site_paths, *own.pythonpath]
+        def write(c: sqlite3.Connection) -> None:
+            now = self.store.clock.now_ms()
+            if note_missing(c, now, name, self.boot.number, text):
+                emit(c, now, "", "worker.missing", name, error=text)
 
-    def _launch(self, kind: w.WorkerKind, spawn: int) -> Launch:
-        """Errors: FileNotFoundError when the runtime has gone, or the base model was changed, since it was looked for."""
+        await self.store.write(write)
+
+    def _interpreter(self, kind: w.WorkerKind, engine: str) -> tuple[str, list[str]]:
+        return find_interpreter(self.settings.runtimes, kind, engine)
+
+    def _launch(self, name: str, spawn: int) -> Launch:
+        """Return how to start a process of the worker. Raises FileNotFoundError when the runtime has gone, or the base model was
+        changed, since they were looked for."""
+        kind, run, _ = parse_worker(name)
+        crew = self._crews.get(run)
         try:
-            python, site_paths = self._interpreter(kind, self._engine)
-            if kind != "gateway" and self._base is not None:
-                self._base.look()
+            python, site_paths = self._interpreter(kind, crew.engine if crew else DEFAULT)
+            if crew is not None:
+                crew.base.look()
         except (runtimes.RuntimeMissing, Conflict) as error:
             raise FileNotFoundError(str(error)) from None
-        folder = self.data.spawn_dir(kind, spawn)
+        folder = self.data.spawn_dir(name, spawn)
         tags = Tags(
-            instance=self.boot.instance, boot=self.boot.number, spawn=spawn, worker=kind, build=self.boot.code.name,
+            instance=self.boot.instance, boot=self.boot.number, spawn=spawn, worker=name, build=self.boot.code.name,
             socket=self.boot.endpoint,
         )  # fmt: skip
-        extra = (TRAINER_EXTRA if kind == "trainer" else {}) | self._gpus(kind)
+        extra = (TRAINER_EXTRA if kind == "trainer" else {}) | visible_gpus(self.settings.gpus, kind)
         listener = self.boot.listener if kind == "gateway" else None
         fds = () if listener is None else (listener.fileno(),)
         extra |= {w.LISTENER: str(fds[0])} if fds else {}
-        code = self._code.folders(self.data.code) if kind == "trainer" else []
+        code = crew.code.folders(self.data.code) if crew and kind == "trainer" else []
         env = child_environment(
             os.environ, tags, code=self.boot.code, tmpdir=folder, site_paths=[*site_paths, *code], extra=extra,
             drop=self.settings.environment.drop, keep=self.settings.environment.keep,
         )  # fmt: skip
-        return Launch(argv=(python, "-m", MODULES[kind]), env=env, log=self.data.log(kind), tmpdir=folder, fds=fds)
-
-    def _gpus(self, kind: str) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES of a worker, where the settings say."""
-        chosen: tuple[int, ...] = getattr(self.settings.gpus, kind, ())
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chosen))} if chosen else {}
+        return Launch(argv=(python, "-m", MODULES[kind]), env=env, log=self.data.log(name), tmpdir=folder, fds=fds)
 
     # ---- the supervisor's listener ------------------------------------------------------------------------------------
 
@@ -260,8 +280,8 @@ class Workforce:
             error = "\n".join([error, *tail.splitlines()[-ERROR_LINES:]])
         self._ends[name] = Words(spawn, error)
         log.log(logging.INFO if ordered else logging.WARNING, "%s (spawn %d) ended: %s", name, spawn, error)
-        if name == "engine":
-            sweep(self.data.scratch_record)
+        if parse_worker(name).kind == "engine":
+            sweep(self.data.scratch_record(name))
         await self.on_death(name, spawn, ordered, error, tail)
 
     # ---- what workers say ---------------------------------------------------------------------------------------------
@@ -273,10 +293,10 @@ class Workforce:
             who = f"{message.name} spawn {message.spawn} protocol {message.protocol} of instance {message.instance}"
             self.wire.answer(peer, w.Reject(reason=f"{who} is not the one that this daemon started"))
             return
-        welcome, run = await self.store.write(lambda c: (self._welcome(c, message), _run_id(c)))
+        welcome = await self.store.write(lambda c: self._welcome(c, message))
         if self._ends.get(message.name, Words()).spawn >= message.spawn:
             return  # it died meanwhile: who is registered counts as alive until its death is told
-        self.wire.register(message.name, message.spawn, peer, run)
+        self.wire.register(message.name, message.spawn, peer)
         self.wire.send(message.name, welcome)
 
     def _welcome(self, c: sqlite3.Connection, message: w.Hello) -> w.Welcome | w.Reject:
@@ -285,21 +305,22 @@ class Workforce:
             "heartbeat_s": heartbeat_s(self.settings.limits.lease_s),
             "max_message": self.settings.limits.max_message_mib << 20,
         }
-        if message.kind == "gateway":
+        kind, number, _ = parse_worker(message.name)
+        if kind == "gateway":
             return w.Welcome(gateway=w.GatewayConfig(token=self.boot.token), **base)
-        run = active_run(c)
-        if run is None:
-            return w.Reject(reason="no run is active")
+        run, crew = active_run(c, number), self._crews.get(number)
+        if run is None or crew is None:
+            return w.Reject(reason=f"the run of {message.name} is not active")
         spec = stored_spec(run)
         pinned = msgspec.json.decode(run["base_manifest"], type=BaseModel)
-        if message.kind == "trainer":
+        if kind == "trainer":
             named: dict[str, Any] = {"run": run["name"], "base_digest": run["base_digest"], "base": pinned}
-            named |= {"loss": self._code.loss, "family": self._code.family}
+            named |= {"loss": crew.code.loss, "family": crew.code.family}
             return w.Welcome(trainer=w.TrainerConfig(spec=spec, **named), **base)
         python, _ = self._interpreter("engine", spec.engine.kind)
-        folder = self.data.spawn_dir("engine", message.spawn)
+        folder = self.data.spawn_dir(message.name, message.spawn)
         config = w.EngineConfig(
-            run=run["name"], spec=spec, dir=str(folder), log=str(self.data.log("engine-server")), python=python,
+            run=run["name"], spec=spec, dir=str(folder), log=str(self.data.server_log(message.name)), python=python,
             routes=route_shape(run), stall_s=self.settings.limits.engine_stall_s, base=pinned,
         )  # fmt: skip
         return w.Welcome(engine=config, **base)
@@ -312,7 +333,7 @@ class Workforce:
             set_address(c, name, address)
             if message.obstacle:
                 emit(c, self.store.clock.now_ms(), "", "push.obstacle", name, spawn=spawn, obstacle=message.obstacle)
-            if name == "gateway":
+            if name == GATEWAY:
                 set_meta(c, "gateway_url", message.url)
                 set_meta(c, "gateway_port", message.url.rsplit(":", 1)[-1])
 
@@ -321,7 +342,7 @@ class Workforce:
             log.warning(
                 "this engine is pushed to %s: %s", " or ".join(message.transfers) or "from disk", message.obstacle
             )
-        if name == "gateway":
+        if name == GATEWAY:
             await anyio.to_thread.run_sync(write_gateway_file, self.data.root, message.url, self.boot.token)
             self.announce(message.url)
             self.gateway_ready.set()
@@ -363,7 +384,7 @@ class Workforce:
 
     async def stop_all(self, grace_s: float) -> None:
         self._leave()
-        for name in KINDS:
+        for name in self.supervisor.names() if self._supervising else ():
             self.wire.send(name, w.Exit(grace_s=grace_s))
         await self._stop_all(grace_s, "the daemon is stopping")
 
@@ -379,21 +400,3 @@ class Workforce:
     async def _stop_all(self, grace_s: float, reason: str) -> None:
         if self._supervising:  # else the daemon is told to stop while it boots, and nothing will be started any more
             await self.supervisor.stop_all(grace_s, reason)
-
-
-def _run_id(c: sqlite3.Connection) -> int | None:
-    run = active_run(c)
-    return None if run is None else int(run["id"])
-
-
-def _note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, text: str) -> None:
-    if note_missing(c, now, name, boot, text):
-        emit(c, now, "", "worker.missing", name, error=text)
-
-
-def _runtime_of(engine: str) -> str:
-    """Return the runtime of an engine's kind. Errors: RuntimeMissing for a run of another artd, whose engines are not in this one."""
-    try:
-        return engine_kind(engine).runtime
-    except UnknownEngine as error:
-        raise runtimes.RuntimeMissing(str(error)) from None

@@ -29,6 +29,7 @@ SELECT * FROM (
   SELECT * FROM ({selects.RUNS} AND r.{selects.UNFINISHED} ORDER BY r.id DESC LIMIT :limit)
   UNION ALL SELECT * FROM ({selects.RUNS} AND r.state = 'finished' ORDER BY r.id DESC LIMIT :limit)
 ) ORDER BY state = 'finished', id DESC LIMIT :limit"""
+SPEC = "SELECT spec FROM run WHERE name = :run"
 MODEL = """
 SELECT vocab_size, routes FROM run WHERE name = :run"""
 HELD = """

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from artd_schema.worker_names import label
+
 Row = dict[str, Any]
 TIMES = ("at", "created", "started", "ended", "since", "deadline", "not_before")
 _COLOURS = {"green": "32", "yellow": "33", "red": "31", "dim": "2", "bold": "1"}
@@ -150,3 +152,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         for name, text, width, right in zip(columns, row, widths, numeric, strict=True):
             cells.append(state(text, width) if name == "state" else text.rjust(width) if right else text.ljust(width))
         print("  ".join(cells).rstrip())
+
+
+def worker_label(worker: Row, run: Row | None) -> str:
+    """Return what people call a worker: its kind and number, and its run unless that is `run`."""
+    own = label(worker["kind"], worker["replica"])
+    return own if _is_of(worker, run) else f"{own} of {worker['run']}"
+
+
+def worker_log(worker: Row, run: Row | None) -> str:
+    """Return the shortest name by which `artctl logs` finds a worker's log; `run` is the one that people look at."""
+    return str(worker["kind"] if _is_of(worker, run) and not worker["replica"] else worker["name"])
+
+
+def _is_of(worker: Row, run: Row | None) -> bool:
+    return worker["run"] is None or (run is not None and worker["run"] == run["name"])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from artd_schema.spec import RunSpec
+from artd_schema.worker_names import engine_name
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,8 @@ def admission_error(unfinished: Sequence[Unfinished]) -> str:
 def engine_count(spec: RunSpec) -> int:
     """Return how many engines serve a run. Today each run has one; a field of the spec will say how many."""
     return 1
+
+
+def engines_of(run: int, spec: RunSpec) -> tuple[str, ...]:
+    """Return the names of the engines that serve a run."""
+    return tuple(engine_name(run, replica) for replica in range(engine_count(spec)))

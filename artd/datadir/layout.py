@@ -17,6 +17,8 @@ from artd_schema.packages import DIGITS
 
 STAGED = re.compile(r"job-\d+-f\d+|pack-s\d+-\d+-\d+")
 """Names below `tmp` that only artd makes."""
+SERVER = "-server"
+"""The end of the name under which an engine's server logs, after the engine's own."""
 CHECKPOINT = re.compile(r"checkpoints/(?P<run>[^/]+)/l\d+-s\d+-j(?P<job>\d+)-f(?P<fence>\d+)")
 """The paths that `DataDir.checkpoint` returns."""
 CODE_COPY = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
@@ -89,11 +91,19 @@ class DataDir:
     def log(self, worker: str) -> Path:
         return self.logs / f"{worker}.log"
 
-    @property
-    def scratch_record(self) -> Path:
-        """The file that lists what the engine's server holds in /dev/shm and /tmp (artd_schema.scratch)."""
-        return self.logs / "engine-server.scratch"
+    def server_log(self, engine: str) -> Path:
+        """Return the file to which an engine's server writes its output."""
+        return self.log(f"{engine}{SERVER}")
+
+    def scratch_record(self, engine: str) -> Path:
+        """Return the file that lists what an engine's server holds in /dev/shm and /tmp (artd_schema.scratch)."""
+        return self.server_log(engine).with_suffix(".scratch")
+
+    def scratch_records(self) -> dict[str, Path]:
+        """Return every such file, by its engine."""
+        return {path.stem.removesuffix(SERVER): path for path in self.logs.glob(f"*{SERVER}.scratch")}
 
     def spawn_dir(self, worker: str, spawn: int) -> Path:
-        """Return the folder for sockets and TMPDIR of one process of a worker."""
-        return self.runtime / f"{worker[0]}{spawn}"
+        """Return the folder for sockets and TMPDIR of one process of a worker. Its name is short, because a socket's path is."""
+        kind, *numbers = worker.split("-")
+        return self.runtime / f"{kind[0]}{'-'.join([*numbers, str(spawn)])}"

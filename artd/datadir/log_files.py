@@ -40,13 +40,18 @@ class LogFiles:
                 log.warning("cannot cut %s, artd will try again: %s", path, error.strerror or error)
 
 
+def older(path: Path) -> Path:
+    """Return the file that has a log's older contents."""
+    return path.with_name(f"{path.name}.1")
+
+
 def cut(path: Path) -> None:
     """Move the contents of a log to its `.1`, in place of the older contents there. Raises OSError."""
-    older, made = path.with_name(f"{path.name}.1"), path.with_name(f".{path.name}.1")
+    made = path.with_name(f".{path.name}.1")
     try:
         shutil.copyfile(path, made)
         made.chmod(0o600)
-        made.replace(older)
+        made.replace(older(path))
         os.truncate(path, 0)
     finally:
         made.unlink(missing_ok=True)

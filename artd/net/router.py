@@ -307,12 +307,10 @@ class WorkerWire:
     def __init__(self, router: Peers) -> None:
         self.router = router
         self._peers: dict[str, tuple[bytes, int]] = {}
-        self._runs: dict[str, int | None] = {}
 
-    def register(self, name: str, spawn: int, peer: bytes, run: int | None) -> None:
-        """Tie a worker's name to a peer. `run` is the run that its Welcome named."""
+    def register(self, name: str, spawn: int, peer: bytes) -> None:
+        """Tie a worker's name to a peer."""
         self._peers[name] = (peer, spawn)
-        self._runs[name] = run
 
     def forget(self, name: str, spawn: int) -> None:
         if self.spawn(name) == spawn:
@@ -322,10 +320,6 @@ class WorkerWire:
         """Return the spawn number of the connected process of this worker, None if none is connected."""
         known = self._peers.get(name)
         return known[1] if known else None
-
-    def run(self, name: str) -> int | None:
-        """Return the run that the connected process works for; the daemon told it of no other."""
-        return self._runs[name] if name in self._peers else None
 
     def who(self, peer: bytes) -> tuple[str, int] | None:
         """Return (name, spawn) of a registered peer, None for another one."""

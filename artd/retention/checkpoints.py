@@ -30,7 +30,7 @@ SELECT parent_id FROM job WHERE state IN ('queued', 'running', 'quarantined') AN
 UNION SELECT checkpoint_id FROM push WHERE state IN ('prepared', 'sending', 'live')
 UNION SELECT s.checkpoint_id FROM process p CROSS JOIN serving s ON s.engine = p.name AND s.spawn = p.spawn
   JOIN run r ON r.id = s.run_id
-  WHERE CASE WHEN json_valid(CAST(r.spec AS TEXT))
+  WHERE p.state <> 'stopped' AND CASE WHEN json_valid(CAST(r.spec AS TEXT))
     THEN json_extract(CAST(r.spec AS TEXT), '$.rollout_weights_mode') = 'lora' ELSE 1 END
 UNION SELECT checkpoint_id FROM run WHERE checkpoint_id IS NOT NULL
 """

@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 
 from artd.datadir.layout import DataDir
+from artd.datadir.log_files import older
 from artd.errors import Conflict, NotFound
 from artd.store import fs
 from artd.store.store import Store, delete_events, delete_meta, emit, get_meta, set_meta
@@ -25,6 +26,7 @@ from artd.tables.exchanges import delete_exchanges
 from artd.tables.groups import delete_counts, delete_groups
 from artd.tables.jobs import delete_jobs, forget_parents
 from artd.tables.once import first_time
+from artd.tables.processes import delete_processes
 from artd.tables.pushes import delete_pushes
 from artd.tables.runs import forget_newest, rename_run
 from artd.tables.served import delete_served
@@ -42,7 +44,8 @@ DUE = f"""
 SELECT r.id, r.name FROM run r WHERE r.name GLOB '{DELETING}*'
   AND NOT EXISTS (SELECT 1 FROM job j WHERE j.state = 'running' AND j.run_id = r.id)
   AND NOT EXISTS (SELECT 1 FROM push p WHERE p.state = 'sending' AND p.run_id = r.id)
-  AND NOT EXISTS (SELECT 1 FROM serving s WHERE s.state <> 'gone' AND s.run_id = r.id)"""
+  AND NOT EXISTS (SELECT 1 FROM serving s WHERE s.run_id = r.id AND s.state IN ('live', 'draining'))
+  AND NOT EXISTS (SELECT 1 FROM process p WHERE p.run_id = r.id AND p.state <> 'stopped')"""
 
 
 def _delete_checkpoints(c: sqlite3.Connection, ids: Ids) -> None:
@@ -104,10 +107,17 @@ class Deleter:
         log.info("deleted run %s", _original(run, name))
 
     async def _delete_files(self, run: int) -> None:
-        """Delete the folders of the run's checkpoints, after their rows say so."""
+        """Delete the logs of the run's workers, and the folders of its checkpoints after their rows say so."""
         await self._store.write(lambda c: _retire(c, run))
         for row in await self._store.read("SELECT dir FROM checkpoint WHERE run_id = ?", (run,)):
             await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / row["dir"])
+        for worker in await self._store.read("SELECT name FROM process WHERE run_id = ?", (run,)):
+            await anyio.to_thread.run_sync(self._remove_logs, worker["name"])
+
+    def _remove_logs(self, worker: str) -> None:
+        for log in (self._data.log(worker), self._data.server_log(worker)):
+            for path in (log, older(log)):
+                path.unlink(missing_ok=True)
 
     async def _delete_rows(self, run: int, table: str, delete: Delete) -> None:
         find = f"SELECT id FROM {table} WHERE run_id = ? LIMIT ?"
@@ -134,6 +144,7 @@ class Deleter:
             pass
 
     def _end(self, c: sqlite3.Connection, run: int) -> None:
+        delete_processes(c, run)
         delete_metrics(c, run)
         delete_counts(c, run)
         delete_meta(c, _bound(run))

@@ -16,7 +16,7 @@ import anyio.to_thread
 import msgspec
 
 from artd.core.decide import RunView, is_stalled
-from artd.core.fleet import Unfinished, admission_error
+from artd.core.fleet import Unfinished, admission_error, engines_of
 from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.models import names
 from artd.models.base_model import check_family, pin, read_config
@@ -41,10 +41,14 @@ from artd_schema.families import SEEDED
 from artd_schema.loss_rules import loss_finding
 from artd_schema.losses import LOSSES
 from artd_schema.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.worker_names import label
 
 from .waits import Waits
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+WORKERS = """
+SELECT kind, replica, error, since FROM process WHERE (run_id = :run OR run_id IS NULL)"""
+"""The workers that a run needs: its own, and the gateway."""
 TOLD = 16
 """Discarded groups of which `Stalled` tells."""
 
@@ -319,7 +323,7 @@ def _progress(c: sqlite3.Connection, name: str, step: int, routed: frozenset[str
     there = served > step or (served == step and _is_routed(c, row["id"], f"{name}@{step}", routed))
     if run.step >= step and there:
         return _step_info(c, row["id"], name, step)
-    if hopeless := _hopeless(c, row["id"], run, step):
+    if hopeless := _hopeless(c, row, run, step):
         what = f": {row['reason']}" if row["reason"] else ""
         raise RequestError(f"run {name!r} is {run.state}{what}; step {step} will not {hopeless}. Next: artctl status")
     if is_stalled(run, step):
@@ -335,7 +339,7 @@ def _progress(c: sqlite3.Connection, name: str, step: int, routed: frozenset[str
     return api.Pending(
         step=run.step,
         phase=phase,
-        problem=_broken(c) or _unpacked(c, row["id"]),
+        problem=_broken(c, row["id"]) or _unpacked(c, row["id"]),
         doing=_doing(c, now, row["id"], phase, step),
     )
 
@@ -344,17 +348,17 @@ def _doing(c: sqlite3.Connection, now: int, run_id: int, phase: str, step: int) 
     """What a wait waits for, for people: a worker that starts, else the phase."""
     job = c.execute("SELECT started FROM job WHERE run_id = ? AND state = 'running'", (run_id,)).fetchone()
     since = f", {max(0, now - job['started']) // 1000} s" if job and job["started"] else ""
-    row = c.execute("SELECT name, since FROM process WHERE state = 'starting' ORDER BY name LIMIT 1").fetchone()
+    row = c.execute(f"{WORKERS} AND state = 'starting' ORDER BY name LIMIT 1", {"run": run_id}).fetchone()
     if row is not None and phase != "collect":
-        return f"{row['name']} starting, {max(0, now - row['since']) // 1000} s"
+        return f"{label(row['kind'], row['replica'])} starting, {max(0, now - row['since']) // 1000} s"
     return {"collect": f"waiting for groups of step {step}", "serve": f"bringing step {step} into the engine",
             "init": f"making the first checkpoint{since}", "train": f"training step {step}{since}"}.get(phase, phase)  # fmt: skip
 
 
-def _broken(c: sqlite3.Connection) -> str:
-    """The worker that nothing starts any more, and why."""
-    row = c.execute("SELECT name, error FROM process WHERE state = 'broken' ORDER BY name").fetchone()
-    return f"{row['name']} is broken: {telling(row['error'])}" if row else ""
+def _broken(c: sqlite3.Connection, run_id: int) -> str:
+    """Return which worker that the run needs is not started any more, and why; "" when there is none."""
+    row = c.execute(f"{WORKERS} AND state = 'broken' ORDER BY name LIMIT 1", {"run": run_id}).fetchone()
+    return f"{label(row['kind'], row['replica'])} is broken: {telling(row['error'])}" if row else ""
 
 
 def _unpacked(c: sqlite3.Connection, run: int) -> str:
@@ -365,13 +369,15 @@ def _unpacked(c: sqlite3.Connection, run: int) -> str:
     return f"step {told['step']} cannot be packed: {telling(told['error'])}"
 
 
-def _hopeless(c: sqlite3.Connection, run_id: int, run: RunView, step: int) -> str:
+def _hopeless(c: sqlite3.Connection, row: sqlite3.Row, run: RunView, step: int) -> str:
     """What will not become of a step as long as the run is in its state; "" when it may be served still."""
     if run.state == "active":
         return ""
     if run.step < step:
         return "come"
-    return "be served" if run.state == "finished" or push_failed(c, run_id) else ""
+    engines = engines_of(row["id"], stored_spec(row))
+    failed = all(push_failed(c, row["id"], engine) for engine in engines)
+    return "be served" if run.state == "finished" or failed else ""
 
 
 def _step_info(c: sqlite3.Connection, run_id: int, name: str, step: int) -> api.StepInfo:

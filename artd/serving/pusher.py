@@ -1,9 +1,9 @@
-"""Pushes: committed checkpoints go into the engine: hold, update, verify, live.
+"""Pushes committed checkpoints into engines: hold, update, verify, live.
 
-Owner of: push and serving rows, and the fence of the last push that the gateway was asked to hold for (`push_held`).
-Invariants: the step that is served changes only with a verified `Live`; an engine whose push did not end well is unknown
-and is restarted, never verified back; at most one push per engine is under way, and only the newest matters; the gateway
-holds from the engine's `Pausing` on, and the engine is told to go on only when nothing is admitted any more.
+It owns the rows of pushes and of what is served, and `process.held`. The step that an engine serves changes only with a verified
+`Live`. An engine whose push did not end well is unknown: it is restarted, never verified back. Each engine has at most one push under
+way, and only the newest matters. The gateway holds from the engine's `Pausing` on, and the engine goes on only when nothing is
+admitted to it any more.
 """
 
 from __future__ import annotations
@@ -17,24 +17,33 @@ from typing import Literal
 
 import anyio
 
-from artd.core.decide import plan_push
+from artd.core.decide import WorkerView, plan_push
+from artd.core.fleet import engines_of
 from artd.datadir.layout import DataDir
 from artd.health.awake import Awake
 from artd.net.router import WorkerWire
 from artd.store.store import Store, emit, get_meta, set_meta
-from artd.store.views import active_run, load_worker, newest_checkpoint, open_pushes, push_failed, stored_spec
-from artd.tables import pauses
-from artd.tables.pushes import fail_push, mark_live, mark_sending, prepare_push, retry_push, supersede_push
-from artd.tables.served import insert_served, mark_gone
-from artd.training.dispatch import TRAINER, checkpoint_ref
+from artd.store.views import (
+    active_run,
+    active_runs,
+    load_worker,
+    newest_checkpoint,
+    open_pushes,
+    push_failed,
+    stored_spec,
+)
+from artd.tables.processes import set_held
+from artd.tables.pushes import mark_live, mark_sending, prepare_push, supersede_push
+from artd.tables.served import insert_served
+from artd.training.dispatch import checkpoint_ref
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_schema.worker_names import GATEWAY, parse_worker, trainer_name
 
+from .push_ends import forget_engine, make_room
 from .transfers import Transfers
 
 log = logging.getLogger(__name__)
-ENGINE = "engine"
-GATEWAY = "gateway"
 HELD_S = 10.0
 DEADLINE_S = 180.0
 SLOWEST = 10 << 20
@@ -42,37 +51,48 @@ SLOWEST = 10 << 20
 LOOK_S = 1.0
 GONE_S = 60.0
 KEEP_LIVE = 2
-MAX_ATTEMPTS = 5
 
 
 @dataclass
 class Sending:
-    """The push under way. end: its deadline on the daemon's awake clock, later with each sign of progress; progress: the last one; pausing: the engine wants to pause; held: there once the gateway was asked,
-    set when it admits nothing to the engine any more, or when nobody waits for that any more."""
+    """The push under way to an engine.
+
+    `end` is its deadline on the daemon's awake clock, which moves with each sign of progress; `progress` is the last sign. `pausing`
+    says that the engine wants to pause. `held` is there once the gateway was asked to hold, and set when it admits nothing to the
+    engine any more, or when nobody waits for that any more.
+    """
 
     message: w.Push
+    engine: str
     end: float
     pausing: bool = False
     progress: int = 0
     held: anyio.Event | None = None
 
     def done(self) -> None:
-        """There is nothing to wait for."""
+        """Let who waits for the hold go on."""
         if self.held is not None:
             self.held.set()
 
 
+@dataclass
+class Unknown:
+    """A process of an engine whose push ended badly. It gets nothing more, and has ended by itself at `gone_by`."""
+
+    spawn: int | None
+    gone_by: float
+
+
 class Pusher:
-    """kill(worker, reason): ends a worker's process; its death comes back through `engine_died`."""
+    """Pushes to every engine. `kill(worker, reason)` ends a worker's process; an engine's death comes back through `engine_died`."""
 
     def __init__(self, store: Store, wire: WorkerWire, data: DataDir, kill: Callable[[str, str], None]) -> None:
         self._store = store
         self._wire = wire
         self._data = data
         self._kill = kill
-        self._sending: Sending | None = None
-        self._unknown: int | None = None  # spawn of an engine whose push ended badly: it gets nothing more
-        self._gone_by = 0.0  # when it has ended by itself
+        self._sending: dict[str, Sending] = {}  # by engine
+        self._unknown: dict[str, Unknown] = {}  # by engine
         self._awake = Awake(store.clock.monotonic, 2 * LOOK_S)
         self.transfers = Transfers()
 
@@ -80,92 +100,98 @@ class Pusher:
         """Send what is due and watch its deadline, until cancelled."""
         while True:
             changed = self._store.change()
-            if self._sending is None:
-                await self._send_due()
+            for engine in await self._store.write(_engines):
+                if engine not in self._sending:
+                    await self._send_due(engine)
             self._watch(self._awake.now())
             with anyio.move_on_after(LOOK_S):
                 await changed.wait()
 
     def _watch(self, now: float) -> None:
-        """End an engine whose push takes too long, or that lives on when its push has failed."""
-        sending = self._sending
-        if sending is not None and now > sending.end:
-            sending.end += sending.message.deadline_s
-            self._kill(
-                ENGINE, f"push {sending.message.push} to {sending.message.name} passed its deadline without progress"
-            )
-        if self._unknown is not None and self._unknown == self._wire.spawn(ENGINE) and now > self._gone_by:
-            self._gone_by = now + GONE_S
-            self._kill(ENGINE, f"its push failed, and it was to end by itself within {GONE_S:.0f} s")
+        """End engines whose push takes too long, or that live on when their push has failed."""
+        for engine, sending in self._sending.items():
+            if now > sending.end:
+                sending.end += sending.message.deadline_s
+                what = f"push {sending.message.push} to {sending.message.name}"
+                self._kill(engine, f"{what} passed its deadline without progress")
+        for engine, unknown in self._unknown.items():
+            if unknown.spawn is not None and unknown.spawn == self._wire.spawn(engine) and now > unknown.gone_by:
+                unknown.gone_by = now + GONE_S
+                self._kill(engine, f"its push failed, and it was to end by itself within {GONE_S:.0f} s")
 
-    async def _send_due(self) -> None:
-        spawn = self._wire.spawn(ENGINE)
-        message = await self._store.write(self._claim)
+    async def _send_due(self, engine: str) -> None:
+        """Send the engine's next push, if one is due."""
+        spawn = self._wire.spawn(engine)
+        message = await self._store.write(lambda c: self._claim(c, engine))
         if message is None:
             return
         reach("push.claimed")
-        if self._wire.spawn(ENGINE) != spawn:
+        if self._wire.spawn(engine) != spawn:
             return  # it died meanwhile, and `engine_died` puts the push back: it is not the next process's
-        self._sending = Sending(message, self._awake.now() + message.deadline_s + message.drain_s)
+        self._sending[engine] = Sending(message, engine, self._awake.now() + message.deadline_s + message.drain_s)
         if message.source == "live":
-            self._wire.send(TRAINER, message)
-        self._wire.send(ENGINE, message)
+            self._wire.send(_trainer_for(engine), message)
+        self._wire.send(engine, message)
 
-    def _claim(self, c: sqlite3.Connection) -> w.Push | None:
-        run = active_run(c)
+    def _claim(self, c: sqlite3.Connection, name: str) -> w.Push | None:
+        """Claim the next push of the engine `name`. Returns the message to send, None when nothing is due."""
+        run = active_run(c, parse_worker(name).run)
         if run is None:
             return None
         now = self._store.clock.now_ms()
         spec = stored_spec(run)
         newest = newest_checkpoint(c, run["id"])
-        engine = load_worker(c, ENGINE)
-        trainer = load_worker(c, TRAINER)
+        engine = load_worker(c, name)
+        trainer = load_worker(c, _trainer_for(name))
         busy = trainer is not None and trainer.state == "busy"
-        plan = plan_push(engine, newest["id"] if newest else None, open_pushes(c, ENGINE), now)
+        plan = plan_push(engine, newest["id"] if newest else None, open_pushes(c, name), now)
         for push in plan.supersede:
             supersede_push(c, now, push, "prepared")
-        gave_up = run["state"] == "paused" and push_failed(c, run["id"])  # until `artctl resume`
+        gave_up = run["state"] == "paused" and push_failed(c, run["id"], name)  # until `artctl resume`
         if plan.create is not None and not gave_up:
-            prepare_push(c, now, run["id"], plan.create, spec.rollout_weights_mode)
-        if plan.send is None or engine is None or newest is None or engine.spawn != self._wire.spawn(ENGINE):
+            prepare_push(c, now, run["id"], name, plan.create, spec.rollout_weights_mode)
+        if plan.send is None or engine is None or newest is None or engine.spawn != self._wire.spawn(name):
             return None
-        if engine.spawn == self._unknown or self._wire.run(ENGINE) != run["id"]:
+        if (unknown := self._unknown.get(name)) is not None and unknown.spawn == engine.spawn:
             return None
         fence = int(get_meta(c, "push_fence", "0")) + 1
         set_meta(c, "push_fence", str(fence))
-        live = self._can_feed(c, newest, engine.spawn) and spec.rollout_weights_mode == "merged" and not busy
+        live = self._can_feed(c, newest, engine) and spec.rollout_weights_mode == "merged" and not busy
         transfer = None
         if trainer is not None and live:
-            transfer = self.transfers.choose((TRAINER, trainer.spawn), (ENGINE, engine.spawn))
+            transfer = self.transfers.choose((trainer.name, trainer.spawn), (name, engine.spawn))
         source: Literal["live", "disk"] = "live" if transfer else "disk"
         mark_sending(c, now, plan.send, fence, source, transfer)
-        name = f"{run['name']}@{newest['step']}"
         emit(c, now, run["name"], "push.sending", plan.send, step=newest["step"], source=source, transfer=transfer,
-             fence=fence)  # fmt: skip
+             fence=fence, engine=name)  # fmt: skip
         return w.Push(
             push=plan.send,
             fence=fence,
             checkpoint=checkpoint_ref(self._data, run["name"], newest),
             mode=spec.rollout_weights_mode,
             source=source,
-            name=name,
+            name=f"{run['name']}@{newest['step']}",
             drain_s=spec.push_drain_s,
             deadline_s=DEADLINE_S + newest["bytes"] / SLOWEST,
-            rendezvous=str(self._meeting(engine.spawn, trainer.spawn, transfer)) if trainer and transfer else "",
+            rendezvous=str(self._meeting(engine, trainer.spawn, transfer)) if trainer and transfer else "",
             transfer=transfer or "gloo",
         )
 
-    def _meeting(self, engine: int, trainer: int, transfer: w.Transfer) -> Path:
-        """One for each pair of spawns and way."""
-        return self._data.spawn_dir(ENGINE, engine) / f"{transfer}-{trainer}"
+    def _meeting(self, engine: WorkerView, trainer: int, transfer: w.Transfer) -> Path:
+        """Return the path at which a spawn of the trainer and one of the engine meet for this way."""
+        return self._data.spawn_dir(engine.name, engine.spawn) / f"{transfer}-{trainer}"
 
-    def _can_feed(self, c: sqlite3.Connection, checkpoint: sqlite3.Row, engine_spawn: int) -> bool:
-        """Whether the trainer's last job made this checkpoint, so that it holds it still, and this engine process has served
-        before."""
-        spawn = self._wire.spawn(TRAINER)
-        last = c.execute("SELECT job_id, spawn FROM attempt ORDER BY job_id DESC, fence DESC LIMIT 1").fetchone()
-        verified = c.execute("SELECT 1 FROM serving WHERE spawn = ? AND engine = ?", (engine_spawn, ENGINE)).fetchone()
-        return tuple(last) == (checkpoint["job_id"], spawn) and verified is not None
+    def _can_feed(self, c: sqlite3.Connection, checkpoint: sqlite3.Row, engine: WorkerView) -> bool:
+        """Return whether the trainer's last job made this checkpoint, so that it holds it still, and this process of the engine has
+        served before."""
+        trainer = _trainer_for(engine.name)
+        last = c.execute(
+            "SELECT job_id, spawn FROM attempt WHERE worker = ? ORDER BY job_id DESC, fence DESC LIMIT 1", (trainer,)
+        ).fetchone()
+        served = "SELECT 1 FROM serving WHERE spawn = ? AND engine = ? LIMIT 1"
+        verified = c.execute(served, (engine.spawn, engine.name)).fetchone()
+        mine = last is not None and tuple(last) == (checkpoint["job_id"], self._wire.spawn(trainer))
+        return mine and verified is not None
 
     # ---- the hold -----------------------------------------------------------------------------------------------------
 
@@ -176,12 +202,12 @@ class Pusher:
             return  # of an older attempt, or said twice
         sending.pausing = True
         # First the row: from here on every table holds, whichever gateway gets it.
-        await self._store.write(lambda c: set_meta(c, "push_held", str(message.fence)))
-        if self._sending is sending:
+        await self._store.write(lambda c: set_held(c, sending.engine, message.fence))
+        if self._sending.get(sending.engine) is sending:
             await self._hold(sending)
         reach("push.held")
-        if self._sending is sending:  # else its engine died meanwhile
-            self._wire.send(ENGINE, w.Proceed(push=message.push, fence=message.fence))
+        if self._sending.get(sending.engine) is sending:  # else its engine died meanwhile
+            self._wire.send(sending.engine, w.Proceed(push=message.push, fence=message.fence))
 
     async def _hold(self, sending: Sending) -> None:
         """Until the gateway admits nothing to the engine, or is dead; without a gateway nothing is admitted at all."""
@@ -189,7 +215,7 @@ class Pusher:
             return
         message = sending.message
         held = sending.held = anyio.Event()  # only now: that an older gateway died says nothing of this one
-        self._wire.send(GATEWAY, w.Hold(push=message.push, fence=message.fence, engine=ENGINE))
+        self._wire.send(GATEWAY, w.Hold(push=message.push, fence=message.fence, engine=sending.engine))
         awake = Awake(anyio.current_time, LOOK_S)
         while not held.is_set() and awake.now() < HELD_S:
             with anyio.move_on_after(min(LOOK_S / 2, HELD_S)):
@@ -203,12 +229,12 @@ class Pusher:
             sending.done()
 
     def gateway_died(self) -> None:
-        """It admits nothing any more, and the next one's first table holds the engine: nothing is left to wait for."""
-        if self._sending is not None:
-            self._sending.done()
+        """End every wait for a hold: a dead gateway admits nothing, and the next one's first table holds the engines."""
+        for sending in self._sending.values():
+            sending.done()
 
     def beat(self, message: w.Beat) -> None:
-        """The engine goes on with its push: the deadline is of a standstill."""
+        """Put the deadline of a push off whose engine goes on with it: the deadline is for a standstill."""
         sending = self._under_way(message.push, message.fence)
         if sending is not None and message.progress != sending.progress:
             sending.progress = message.progress
@@ -218,133 +244,99 @@ class Pusher:
 
     async def live(self, message: w.Live) -> None:
         reach("push.live")
-        gone = await self._store.write(lambda c: self._go_live(c, message))
-        if gone is None:
+        done = await self._store.write(lambda c: self._go_live(c, message))
+        if done is None:
             return
         reach("push.served")
         self._end(message.push, message.fence)
+        engine, gone = done
         for name in gone:
-            self._wire.send(ENGINE, w.Unload(name=name))
+            self._wire.send(engine, w.Unload(name=name))
 
-    def _go_live(self, c: sqlite3.Connection, message: w.Live) -> list[str] | None:
-        """The served step changes here and nowhere else. Returns adapter names to unload; None when the fence is
-        old."""
+    def _go_live(self, c: sqlite3.Connection, message: w.Live) -> tuple[str, list[str]] | None:
+        """Change the served step of an engine; nothing else does. Returns the engine and the adapters that it has to unload, None when
+        the fence is old."""
         row = c.execute(
             "SELECT p.*, k.step, k.abandoned, r.name AS run FROM push p JOIN checkpoint k ON k.id = p.checkpoint_id JOIN run r"
             " ON r.id = p.run_id WHERE p.id = ? AND p.fence = ? AND p.state = 'sending'",
             (message.push, message.fence),
         ).fetchone()
-        spawn = self._wire.spawn(ENGINE)
+        engine = row["engine"] if row is not None else ""
+        spawn = self._wire.spawn(engine)
         if row is None or spawn is None:
             return None
         now = self._store.clock.now_ms()
-        for old in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (ENGINE,)).fetchall():
+        for old in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (engine,)).fetchall():
             supersede_push(c, now, old["id"], "live")
         mark_live(c, message)
         name = f"{row['run']}@{row['step']}"
-        gone = self._make_room(c, name, 0 if row["mode"] == "merged" else KEEP_LIVE - 1)
-        insert_served(c, now, ENGINE, spawn, row, name)
+        gone = make_room(c, engine, name, 0 if row["mode"] == "merged" else KEEP_LIVE - 1)
+        insert_served(c, now, engine, spawn, row, name)
         emit(c, now, row["run"], "push.live", message.push, step=row["step"], source=row["source"], transfer=row["transfer"],
-             max_abs=message.max_abs, mean_abs=message.mean_abs, seconds=message.seconds)  # fmt: skip
-        return gone if row["mode"] == "lora" else []
-
-    def _make_room(self, c: sqlite3.Connection, name: str, keep: int) -> list[str]:
-        """End what is served beyond the newest `keep` steps, with what a rollback left. Returns the names that the engine
-        has to forget; not `name`, which has just been put in its own old place."""
-        served = c.execute(
-            "SELECT id, name, state FROM serving WHERE engine = ? AND state <> 'gone' ORDER BY id DESC", (ENGINE,)
-        ).fetchall()
-        stays = [row for row in served if row["name"] != name and row["state"] == "live"][:keep]
-        gone = [row for row in served if row not in stays]
-        for row in gone:
-            mark_gone(c, row["id"])
-        return [row["name"] for row in gone if row["name"] != name]
+             max_abs=message.max_abs, mean_abs=message.mean_abs, seconds=message.seconds, engine=engine)  # fmt: skip
+        return engine, gone if row["mode"] == "lora" else []
 
     async def failed(self, message: w.PushFailed) -> None:
-        """The harness ends its engine after this, else `_watch` does; the push waits for the next process."""
+        """Take back a push that failed: it waits for the engine's next process. The harness ends its engine by itself, else `_watch`
+        does."""
         log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
-        self._unknown, self._gone_by = self._wire.spawn(ENGINE), self._awake.now() + GONE_S
+        for row in await self._store.read("SELECT engine FROM push WHERE id = ?", (message.push,)):
+            engine = row["engine"]
+            self._unknown[engine] = Unknown(self._wire.spawn(engine), self._awake.now() + GONE_S)
         await self._store.write(lambda c: self._fail(c, message))
         self._end(message.push, message.fence)
 
     async def refused(self, message: w.Refused) -> None:
-        """The trainer does not hold the weights any more, or cannot send them: the engine restarts and loads them from
-        disk. An older attempt at the same push may be refused late: that one is over."""
-        if self._under_way(message.push, message.fence) is not None:
-            trainer = self._wire.spawn(TRAINER)
-            if message.transfer is not None and trainer is not None:
-                self.transfers.refused(trainer, message.transfer)
-            self._kill(ENGINE, f"the trainer refused push {message.push}: {message.reason}")
+        """Restart an engine to which the trainer cannot send the weights, or does not hold them any more: it loads them from disk. A
+        late refusal of an older attempt changes nothing."""
+        if (sending := self._under_way(message.push, message.fence)) is not None:
+            trainer = _trainer_for(sending.engine)
+            spawn = self._wire.spawn(trainer)
+            if message.transfer is not None and spawn is not None:
+                self.transfers.refused((trainer, spawn), sending.engine, message.transfer)
+            self._kill(sending.engine, f"the trainer refused push {message.push}: {message.reason}")
 
-    async def trainer_died(self) -> None:
-        """A live push can no longer be fed."""
-        if self._sending is not None and self._sending.message.source == "live":
-            self._kill(ENGINE, f"the trainer died while it fed push {self._sending.message.push}")
+    async def trainer_died(self, trainer: str) -> None:
+        """Restart the engines whose push this trainer fed."""
+        self.transfers.forget(trainer)
+        for engine, sending in self._sending.items():
+            if sending.message.source == "live" and _trainer_for(engine) == trainer:
+                self._kill(engine, f"the trainer died while it fed push {sending.message.push}")
 
-    async def engine_died(self, error: str, counted: bool = True) -> None:
-        """Nothing of this engine is served any more; its push goes back. counted: as a failure; False at a stop."""
+    async def engine_died(self, engine: str, error: str, counted: bool = True) -> None:
+        """Forget what a dead engine served and put its push back. `counted` counts that as a failure; it is False at a stop."""
 
         def write(c: sqlite3.Connection) -> None:
             now = self._store.clock.now_ms()
-            forget_engine(c, now, error, counted)
+            forget_engine(c, now, engine, error, counted)
 
         await self._store.write(write)
-        if self._sending is not None:
-            self._end(self._sending.message.push, self._sending.message.fence)
+        if (sending := self._sending.get(engine)) is not None:
+            self._end(sending.message.push, sending.message.fence)
 
     def _fail(self, c: sqlite3.Connection, message: w.PushFailed) -> None:
-        """Its engine is as good as gone: the table that releases it lists nothing that it serves."""
-        found = "SELECT 1 FROM push WHERE id = ? AND fence = ? AND state = 'sending'"
-        if c.execute(found, (message.push, message.fence)).fetchone() is not None:
-            forget_engine(c, self._store.clock.now_ms(), f"{message.phase}: {message.error}")
+        """Forget the engine of a failed push, which is as good as gone: the table that releases it lists nothing that it serves."""
+        found = "SELECT engine FROM push WHERE id = ? AND fence = ? AND state = 'sending'"
+        if (row := c.execute(found, (message.push, message.fence)).fetchone()) is not None:
+            forget_engine(c, self._store.clock.now_ms(), row["engine"], f"{message.phase}: {message.error}")
 
     def _end(self, push: int, fence: int) -> None:
         if (sending := self._under_way(push, fence)) is not None:
             if sending.message.source == "live":
-                self._wire.send(TRAINER, w.PushEnd(push=push, fence=fence))
-            self._sending = None
+                self._wire.send(_trainer_for(sending.engine), w.PushEnd(push=push, fence=fence))
+            del self._sending[sending.engine]
             sending.done()
 
     def _under_way(self, push: int, fence: int) -> Sending | None:
-        """The push under way, if it is this attempt."""
-        sending = self._sending
-        return sending if sending and (sending.message.push, sending.message.fence) == (push, fence) else None
+        """Return the push under way that is this attempt, None when there is none."""
+        attempts = ((sending.message.push, sending.message.fence, sending) for sending in self._sending.values())
+        return next((sending for *attempt, sending in attempts if attempt == [push, fence]), None)
 
 
-def forget_engine(c: sqlite3.Connection, now: int, error: str, counted: bool = True) -> None:
-    """An engine process is gone: what it served and what was being pushed to it. counted: that push failed; False when
-    the daemon itself went down under it."""
-    for row in c.execute("SELECT * FROM push WHERE engine = ? AND state = 'sending'", (ENGINE,)).fetchall():
-        put_back(c, now, row, error, counted)
-    for row in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (ENGINE,)).fetchall():
-        supersede_push(c, now, row["id"], "live")
-    for row in c.execute("SELECT id FROM serving WHERE engine = ? AND state <> 'gone'", (ENGINE,)).fetchall():
-        mark_gone(c, row["id"])
+def _trainer_for(engine: str) -> str:
+    """Return the trainer that feeds an engine: that of the engine's run."""
+    return trainer_name(parse_worker(engine).run)
 
 
-def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, counted: bool = True) -> None:
-    """A push under way ended badly: `prepared` again, or `failed` and the run paused after too many failures in a row: of this
-    push or of older ones, as a step that is committed meanwhile takes the place of the one that failed."""
-    attempts = row["attempts"] + counted
-    failures = attempts + failures_before(c, row)
-    run = c.execute("SELECT id, name FROM run WHERE id = ?", (row["run_id"],)).fetchone()
-    if failures < MAX_ATTEMPTS:
-        retry_push(c, row["id"], attempts, error)
-        emit(c, now, run["name"], "push.retried", row["id"], error=error, attempts=attempts)
-        return
-    fail_push(c, now, row["id"], attempts, error)
-    emit(c, now, run["name"], "push.failed", row["id"], error=error)
-    more = " in a row, with those of older steps" if failures > attempts else ""
-    why = error.splitlines()[0] if error else "no reason given"
-    pauses.hold(c, now, run["id"], f"push {row['id']}", f"push {row['id']} failed {failures} times{more}: {why}")
-
-
-def failures_before(c: sqlite3.Connection, row: sqlite3.Row) -> int:
-    """Failures of the run's older pushes since one was live, or since the operator resumed the run after its last failure."""
-    ended = "state = 'failed' OR (state IN ('live', 'superseded') AND source IS NOT NULL AND error = '')"
-    found = c.execute(
-        "SELECT coalesce(sum(attempts), 0) FROM push WHERE run_id = :run AND id < :id AND id >"
-        f" (SELECT coalesce(max(id), 0) FROM push WHERE run_id = :run AND id < :id AND ({ended}))",
-        {"run": row["run_id"], "id": row["id"]},
-    )
-    return int(found.fetchone()[0])
+def _engines(c: sqlite3.Connection) -> list[str]:
+    return [engine for run in active_runs(c) for engine in engines_of(run["id"], stored_spec(run))]

@@ -13,12 +13,14 @@ import anyio
 import msgspec
 
 from artd.net.router import WorkerWire
-from artd.store.store import Store, get_meta
-from artd.store.views import active_run, route_shape, stored_spec
+from artd.store.store import Store
+from artd.store.views import active_runs, route_shape, stored_spec
 from artd_schema import worker as w
 from artd_schema.spec import RunSpec
+from artd_schema.worker_names import GATEWAY
 
-GATEWAY = "gateway"
+ENGINES = """
+SELECT name, state, address, held FROM process WHERE run_id = ? AND kind = 'engine' ORDER BY replica"""
 
 
 class Router:
@@ -57,30 +59,32 @@ class Router:
 
 
 class Table(NamedTuple):
-    """held: fence of the newest push that the gateway was asked to hold for; a hold ends only with a newer table, so every
-    such push makes one."""
+    """What the gateway has to know. `held` has, for each engine, the fence of the newest push for which the gateway was asked to hold
+    it: a hold ends only with a newer table, so every such push makes one."""
 
-    runs: tuple[str, ...]
-    engines: tuple[w.EngineRoute, ...]
-    held: str
+    runs: tuple[str, ...] = ()
+    engines: tuple[w.EngineRoute, ...] = ()
+    held: tuple[int, ...] = ()
 
 
 def load_table(c: sqlite3.Connection) -> Table:
-    """Names of runs, and the engines that can be reached."""
-    run = active_run(c)
-    if run is None:
-        return Table((), (), "")
-    spec = stored_spec(run)
-    engines = c.execute("SELECT name, address FROM process WHERE kind = 'engine' AND state = 'ready' AND address <> ''")
-    held = get_meta(c, "push_held")
-    routes = tuple(_engine(c, row, run, spec, held) for row in engines.fetchall())
-    return Table((run["name"],), routes, held)
+    """Return the runs and their engines that can be reached."""
+    runs = active_runs(c)
+    routes: list[w.EngineRoute] = []
+    held: list[int] = []
+    for run in runs:
+        spec = stored_spec(run)
+        for row in c.execute(ENGINES, (run["id"],)).fetchall():
+            held.append(row["held"])
+            if row["state"] == "ready" and row["address"]:
+                routes.append(_engine(c, row, run, spec))
+    return Table(tuple(run["name"] for run in runs), tuple(routes), tuple(held))
 
 
-def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: RunSpec, held: str) -> w.EngineRoute:
+def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: RunSpec) -> w.EngineRoute:
     sending = c.execute(
         "SELECT 1 FROM push WHERE engine = ? AND state = 'sending' AND mode = 'merged' AND fence = ?",
-        (row["name"], held),
+        (row["name"], row["held"]),
     )
     served = c.execute(
         "SELECT s.name, k.step, k.epoch FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"

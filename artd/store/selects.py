@@ -44,8 +44,12 @@ PUSHES = """
 SELECT p.id, r.name AS run, p.engine, k.step, p.mode, p.source, p.transfer, p.state, p.fence, p.attempts, p.max_abs,
   p.mean_abs, p.seconds, p.error, p.created, p.started, p.ended, p.not_before
 FROM push p JOIN run r ON r.id = p.run_id JOIN checkpoint k ON k.id = p.checkpoint_id"""
-WORKERS = """
-SELECT name, kind, state, pid, ticks, boot_id, spawn, restarts, error, log, since FROM process"""
+WORKERS = f"""
+SELECT p.name AS name, p.kind AS kind, r.name AS run, p.replica, p.state, p.pid, p.ticks, p.boot_id, p.spawn, p.restarts, p.error, p.log, p.since
+FROM process p LEFT JOIN run r ON r.id = p.run_id
+WHERE p.run_id IS NULL OR p.run_id IN (SELECT id FROM run WHERE {UNFINISHED}
+  UNION ALL SELECT max(id) FROM run)"""
+"""The workers of the runs that are not finished, and of the newest run; the gateway's `run` is NULL."""
 WORKERS_FIRST = "kind = 'trainer' DESC, kind, name"
 EVENTS = """
 SELECT id, at, run, kind, ref, data FROM event"""

@@ -46,8 +46,14 @@ def active_runs(c: sqlite3.Connection) -> list[sqlite3.Row]:
     return [row for row in rows if not unreadable(row)]
 
 
-def active_run(c: sqlite3.Connection) -> sqlite3.Row | None:
-    return next(iter(active_runs(c)), None)
+def active_run_ids(c: sqlite3.Connection) -> list[int]:
+    return [row["id"] for row in active_runs(c)]
+
+
+def active_run(c: sqlite3.Connection, run_id: int) -> sqlite3.Row | None:
+    """Return the run if services work for it, see `active_runs`."""
+    row: sqlite3.Row | None = c.execute(f"SELECT * FROM run WHERE id = ? AND {UNFINISHED}", (run_id,)).fetchone()
+    return None if row is None or unreadable(row) else row
 
 
 def route_shape(run: sqlite3.Row) -> RouteShape | None:
@@ -110,10 +116,11 @@ def newest_checkpoint(c: sqlite3.Connection, run_id: int) -> sqlite3.Row | None:
     return row
 
 
-def push_failed(c: sqlite3.Connection, run_id: int) -> bool:
-    """Whether the newest push of the run's newest checkpoint failed for good."""
+def push_failed(c: sqlite3.Connection, run_id: int, engine: str) -> bool:
+    """Return whether the newest push of the run's newest checkpoint to this engine failed for good."""
     last = c.execute(
-        "SELECT state FROM push WHERE checkpoint_id = (SELECT checkpoint_id FROM run WHERE id = ?) ORDER BY id DESC LIMIT 1",
-        (run_id,),
+        "SELECT state FROM push WHERE checkpoint_id = (SELECT checkpoint_id FROM run WHERE id = ?) AND engine = ?"
+        " ORDER BY id DESC LIMIT 1",
+        (run_id, engine),
     ).fetchone()
     return last is not None and last["state"] == "failed"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from . import procfs
 
-SPAWN = re.compile(r"[a-z][0-9]+")
-"""The first letter of a worker's name, and a spawn number: see layout.DataDir.spawn_dir."""
+SPAWN = re.compile(r"[a-z][0-9]+(-[0-9]+)*")
+"""The first letter of a worker's kind, its run and replica, and a spawn number: see layout.DataDir.spawn_dir."""
 
 
 def sweep_folders(runtime: Path) -> list[Path]:

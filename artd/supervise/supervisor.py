@@ -54,6 +54,14 @@ class Supervisor:
         if start:
             worker.start()
 
+    def drop(self, name: str) -> None:
+        """Supervise a stopped worker no longer. Raises ValueError when it is not stopped."""
+        worker = self._of(name)
+        if worker.state != "stopped":
+            raise ValueError(f"worker {name!r} is {worker.state}; stop it before you drop it")
+        worker.retire()
+        del self._workers[name]
+
     def start(self, name: str) -> None:
         """Start a stopped worker. A broken one needs `retry_broken`."""
         self._of(name).start()

@@ -58,6 +58,7 @@ class Worker:
         self._wanted = False
         self._retry = False
         self._closed = False
+        self._retired = False
         self._grace: float | None = None
         self._reason = ""
         self._traced = False
@@ -78,6 +79,11 @@ class Worker:
     def retry(self) -> None:
         """Start the worker now, regardless of back-off and breaker, and forget its deaths. The operator asks for this."""
         self._wanted = self._retry = True
+        self._wake.set()
+
+    def retire(self) -> None:
+        """End the task of a stopped worker, for good."""
+        self._retired = True
         self._wake.set()
 
     async def stop(self, grace_s: float, reason: str) -> None:
@@ -125,10 +131,10 @@ class Worker:
     # ---- the task ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Supervise until cancelled, then kill the subtree and prove its death. An exception of the listener ends it too."""
+        """Supervise until cancelled or retired, then kill the subtree and prove its death. An exception of the listener ends it too."""
         act = {"stopped": self._rest, "broken": self._lie_broken, "backoff": self._hold_off, "starting": self._live}
         try:
-            while True:
+            while not (self._retired and self.state == "stopped"):
                 await act[self.state]()
         finally:
             self._closed = True
@@ -139,9 +145,10 @@ class Worker:
 
     async def _rest(self) -> None:
         self._settle()
-        while not self._wanted:
+        while not (self._wanted or self._retired):
             await self._sleep(None)
-        await self._set("starting")
+        if not self._retired:
+            await self._set("starting")
 
     async def _hold_off(self) -> None:
         deadline = self._clock() + self._delay

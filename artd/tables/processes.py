@@ -7,28 +7,26 @@ import sqlite3
 from artd.store.store import move
 from artd.supervise.spec import Info
 from artd.supervise.states import State
+from artd_schema.worker_names import parse_worker
 
 
 def number_spawn(c: sqlite3.Connection, now: int, name: str, boot: int) -> int:
     """Return the number of the worker's next process."""
-    c.execute(
-        "INSERT INTO process (name, kind, state, boot, spawn, since) VALUES (?, ?, 'starting', ?, 1, ?)"
-        " ON CONFLICT (name) DO UPDATE SET spawn = spawn + 1",
-        (name, name, boot, now),
-    )
+    _ensure(c, now, name, boot, "starting")
+    c.execute("UPDATE process SET spawn = spawn + 1 WHERE name = ?", (name,))
     return int(c.execute("SELECT spawn FROM process WHERE name = ?", (name,)).fetchone()[0])
 
 
 def note_state(c: sqlite3.Connection, now: int, name: str, boot: int, state: State, info: Info, error: str) -> None:
     address = ", address = ''" if state != "ready" else ""
+    _ensure(c, now, name, boot, state)
     c.execute(
-        "INSERT INTO process (name, kind, state, boot, since) VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET"
-        f" state = excluded.state, boot = excluded.boot, since = excluded.since{address}",
-        (name, info.kind, state, boot, now),
-    )
-    c.execute(
-        "UPDATE process SET boot_id = ?, pid = ?, ticks = ?, session = ?, restarts = ?, error = ?, log = ? WHERE name = ?",
-        (info.boot_id, info.pid, info.ticks, info.session, info.restarts, error, info.log, name),
+        f"UPDATE process SET state = ?, boot = ?, since = ?{address}, boot_id = ?, pid = ?, ticks = ?, session = ?, restarts = ?,"
+        " error = ?, log = ? WHERE name = ?",
+        (
+            *(state, boot, now, info.boot_id, info.pid, info.ticks, info.session),
+            *(info.restarts, error, info.log, name),
+        ),
     )
 
 
@@ -36,12 +34,29 @@ def note_missing(c: sqlite3.Connection, now: int, name: str, boot: int, error: s
     """Say why a worker cannot be started. Returns False if its row says so already."""
     if c.execute("SELECT 1 FROM process WHERE name = ? AND error = ?", (name, error)).fetchone():
         return False
-    c.execute(
-        "INSERT INTO process (name, kind, state, boot, error, since) VALUES (?, ?, 'stopped', ?, ?, ?)"
-        " ON CONFLICT (name) DO UPDATE SET error = excluded.error",
-        (name, name, boot, error, now),
-    )
+    _ensure(c, now, name, boot, "stopped")
+    c.execute("UPDATE process SET error = ? WHERE name = ?", (error, name))
     return True
+
+
+def _ensure(c: sqlite3.Connection, now: int, name: str, boot: int, state: str) -> None:
+    """Insert the worker's row if there is none. `state` is that of a new row."""
+    worker = parse_worker(name)
+    c.execute(
+        "INSERT INTO process (name, kind, run_id, replica, state, boot, since) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT (name) DO NOTHING",
+        (name, worker.kind, worker.run or None, worker.replica, state, boot, now),
+    )
+
+
+def set_held(c: sqlite3.Connection, engine: str, fence: int) -> None:
+    """Note that the gateway is asked to hold an engine for the push of this fence."""
+    c.execute("UPDATE process SET held = ? WHERE name = ?", (fence, engine))
+
+
+def delete_processes(c: sqlite3.Connection, run: int) -> None:
+    """Delete the rows of a run's workers."""
+    c.execute("DELETE FROM process WHERE run_id = ?", (run,))
 
 
 def set_address(c: sqlite3.Connection, name: str, address: str) -> None:
@@ -58,9 +73,10 @@ def mark_free(c: sqlite3.Connection, now: int, name: str) -> None:
 
 
 def stop_all(c: sqlite3.Connection, now: int) -> None:
-    """Mark every worker as stopped."""
+    """Mark every worker as stopped. None lives any more."""
     c.execute(
-        "UPDATE process SET state = 'stopped', pid = NULL, ticks = NULL, session = NULL, address = '', since = ?",
+        "UPDATE process SET state = 'stopped', pid = NULL, ticks = NULL, session = NULL, address = '', since = ?"
+        " WHERE state <> 'stopped'",
         (now,),
     )
 

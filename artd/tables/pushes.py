@@ -11,10 +11,10 @@ from artd.store.store import move
 from artd_schema.worker import Live
 
 
-def prepare_push(c: sqlite3.Connection, now: int, run: int, checkpoint: int, mode: str) -> None:
+def prepare_push(c: sqlite3.Connection, now: int, run: int, engine: str, checkpoint: int, mode: str) -> None:
     c.execute(
-        "INSERT INTO push (run_id, engine, checkpoint_id, mode, state, created) VALUES (?, 'engine', ?, ?, 'prepared', ?)",
-        (run, checkpoint, mode, now),
+        "INSERT INTO push (run_id, engine, checkpoint_id, mode, state, created) VALUES (?, ?, ?, ?, 'prepared', ?)",
+        (run, engine, checkpoint, mode, now),
     )
 
 

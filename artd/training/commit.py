@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from artd.core.fleet import engines_of
 from artd.datadir.layout import DataDir
 from artd.store import fs
 from artd.store.blobs import hash_file
@@ -26,6 +27,7 @@ from artd.tables.runs import advance_run
 from artd.tables.trajectories import mark_trained
 from artd_schema.codec import UNREADABLE, digest
 from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
+from artd_schema.spec import RunSpec
 from artd_schema.worker import CheckpointRef
 
 from .sampled import since_last_step
@@ -103,8 +105,9 @@ def commit(
     spent = msgspec.json.decode(job["seconds"]) | seconds
     succeed_job(c, now, job, msgspec.json.encode(metrics), msgspec.json.encode(spent))
     insert_metrics(c, run["id"], run["lineage"], manifest.step, metrics)
-    mode = msgspec.json.decode(run["spec"])["rollout_weights_mode"]
-    prepare_push(c, now, run["id"], int(checkpoint or 0), mode)
+    spec = msgspec.json.decode(run["spec"], type=RunSpec)
+    for engine in engines_of(run["id"], spec):
+        prepare_push(c, now, run["id"], engine, int(checkpoint or 0), spec.rollout_weights_mode)
     emit(
         c,
         now,

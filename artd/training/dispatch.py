@@ -21,27 +21,31 @@ from artd.datadir.layout import DataDir
 from artd.net.router import WorkerWire
 from artd.store import fs
 from artd.store.store import Store, emit
-from artd.store.views import active_run, load_worker, queued_jobs
+from artd.store.views import active_run, active_run_ids, load_worker, queued_jobs
 from artd.supervise.lease import Holder
 from artd.tables.jobs import end_attempt, insert_attempt, note_waiting, start_job
 from artd.tables.processes import mark_busy, mark_free
 from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_schema.worker_names import trainer_name
 
 from . import commit as result
 from .commit import BadResult, Stale
 
 log = logging.getLogger(__name__)
-TRAINER = "trainer"
 LOST_RUN_S = 5.0
 
 
 @dataclass
 class Claim:
-    """The job that the trainer has now. sent: monotonic time of the last Run; seen: the trainer knows of it; progress: what
-    its last heartbeat told, -1 before the first; stalled: that stood still for too long, and the trainer is being ended."""
+    """The job that a trainer has now.
+
+    `sent` is the monotonic time of the last Run, `seen` whether the trainer knows of the job, `progress` what its last heartbeat
+    said (-1 before the first). `stalled` says that the job stood still for too long and the trainer is being ended.
+    """
 
     run: w.Run
+    trainer: str
     spawn: int
     sent: float
     seen: bool = False
@@ -50,7 +54,7 @@ class Claim:
 
 
 class Dispatch:
-    """One job at a time. The death of the trainer's process comes back through `died`."""
+    """Gives each trainer one job at a time. The death of a trainer's process comes back through `died`."""
 
     def __init__(
         self, store: Store, wire: WorkerWire, data: DataDir, instance: str,
@@ -61,48 +65,54 @@ class Dispatch:
         self._wire = wire
         self._data = data
         self._instance = instance
-        self._claim: Claim | None = None
+        self._claims: dict[str, Claim] = {}  # by trainer
         self._committing: dict[tuple[int, int], anyio.Event] = {}
 
     async def run(self) -> None:
         """Claim jobs as they become due, until cancelled."""
         while True:
             changed = self._store.change()
-            await self._claim_next()
+            for run in await self._store.write(active_run_ids):
+                await self._claim_next(run)
             self._send_again()
             with anyio.move_on_after(1.0):
                 await changed.wait()
 
-    async def _claim_next(self) -> None:
-        spawn = self._wire.spawn(TRAINER)
-        if self._claim is not None or spawn is None:
+    async def _claim_next(self, run_id: int) -> None:
+        """Send the run's next job to its trainer, if one is due."""
+        name = trainer_name(run_id)
+        spawn = self._wire.spawn(name)
+        if name in self._claims or spawn is None:
             return
-        run = await self._store.write(self._claim_due)
-        if run is None:
+        order = await self._store.write(lambda c: self._claim_due(c, run_id))
+        if order is None:
             return
         reach("job.claimed")
-        if self._wire.spawn(TRAINER) != spawn:
+        if self._wire.spawn(name) != spawn:
             return  # it died meanwhile, and `died` takes the job back: the order is not the next process's
-        self._claim = Claim(run, spawn, self._store.clock.monotonic())
-        self._wire.send(TRAINER, run)
+        self._claims[name] = Claim(order, name, spawn, self._store.clock.monotonic())
+        self._wire.send(name, order)
 
-    def _claim_due(self, c: sqlite3.Connection) -> w.Run | None:
-        run = active_run(c)
-        if run is None or self._wire.run(TRAINER) != run["id"]:
+    def _claim_due(self, c: sqlite3.Connection, run_id: int) -> w.Run | None:
+        """Claim the run's next job for its trainer. Returns the order to send, None when nothing is due."""
+        run = active_run(c, run_id)
+        if run is None:
             return None
         now = self._store.clock.now_ms()
-        trainer = load_worker(c, TRAINER)
-        live = c.execute("SELECT 1 FROM push WHERE state = 'sending' AND source = 'live'").fetchone()
-        chosen = job_to_claim(queued_jobs(c, run["id"]), trainer, run["state"], live is not None, now)
-        if chosen is None or trainer is None or trainer.spawn != self._wire.spawn(TRAINER):
+        trainer = load_worker(c, trainer_name(run_id))
+        live = c.execute(
+            "SELECT 1 FROM push WHERE run_id = ? AND state = 'sending' AND source = 'live' LIMIT 1", (run_id,)
+        ).fetchone()
+        chosen = job_to_claim(queued_jobs(c, run_id), trainer, run["state"], live is not None, now)
+        if chosen is None or trainer is None or trainer.spawn != self._wire.spawn(trainer.name):
             return None
         job = c.execute("SELECT * FROM job WHERE id = ?", (chosen.id,)).fetchone()
         if self._must_wait(c, now, run["name"], job):
             return None
         fence = job["fence"] + 1
-        start_job(c, now, job["id"], fence, TRAINER, trainer.spawn)
-        mark_busy(c, now, TRAINER)
-        insert_attempt(c, now, job["id"], fence, TRAINER, trainer.spawn)
+        start_job(c, now, job["id"], fence, trainer.name, trainer.spawn)
+        mark_busy(c, now, trainer.name)
+        insert_attempt(c, now, job["id"], fence, trainer.name, trainer.spawn)
         emit(c, now, run["name"], "job.claimed", job["id"], job=job["kind"], step=job["step"], fence=fence)
         return self._order(c, run, job, fence)
 
@@ -137,43 +147,43 @@ class Dispatch:
         )
 
     def _send_again(self) -> None:
-        claim = self._claim
-        if claim is None:
-            return
         now = self._store.clock.monotonic()
-        if not claim.seen and now - claim.sent > LOST_RUN_S:
-            claim.sent = now
-            self._wire.send(TRAINER, claim.run)
+        for claim in self._claims.values():
+            if not claim.seen and now - claim.sent > LOST_RUN_S:
+                claim.sent = now
+                self._wire.send(claim.trainer, claim.run)
 
-    # ---- what the trainer says ----------------------------------------------------------------------------------------
+    # ---- what trainers say ----------------------------------------------------------------------------------------
 
     def beat(self, name: str, message: w.Beat) -> bool:
-        """Whether the trainer's job went on since its last heartbeat."""
-        claim = self._claim
-        if claim is None or name != TRAINER or (message.job, message.fence) != (claim.run.job, claim.run.fence):
+        """Return whether the job of the trainer `name` went on since its last heartbeat."""
+        claim = self._claims.get(name)
+        if claim is None or (message.job, message.fence) != (claim.run.job, claim.run.fence):
             return False
         last, claim.progress, claim.seen = claim.progress, message.progress, True
         return message.progress != last
 
     def holders(self) -> list[Holder]:
-        """The trainer, while it has a job that must make progress: one whose result lies here does not."""
-        claim = self._claim
-        if claim is None or (claim.run.job, claim.run.fence) in self._committing:
-            return []
-        return [Holder(TRAINER, claim.spawn)]
+        """Return the trainers whose jobs must make progress. A job whose result the daemon has need not."""
+        return [
+            Holder(claim.trainer, claim.spawn)
+            for claim in self._claims.values()
+            if (claim.run.job, claim.run.fence) not in self._committing
+        ]
 
-    def stalled(self, seconds: float) -> str:
-        """The trainer is ended, because its job made no progress for so long: the reason. It costs the job an attempt."""
-        assert self._claim is not None, "no holder without a claim"
-        self._claim.stalled = True
-        run = self._claim.run
+    def stalled(self, name: str, seconds: float) -> str:
+        """Return why the trainer `name` is ended: its job made no progress for so long. It costs the job an attempt."""
+        claim = self._claims[name]
+        claim.stalled = True
+        run = claim.run
         return f"job {run.job} ({run.kind}, step {run.step}) made no progress for {seconds:.0f} s (limits.stall_s)"
 
-    def accepted(self, message: w.Accepted) -> None:
-        if self._claim is not None and self._claim.run.job == message.job:
-            self._claim.seen = True
+    def accepted(self, name: str, message: w.Accepted) -> None:
+        claim = self._claims.get(name)
+        if claim is not None and claim.run.job == message.job:
+            claim.seen = True
 
-    async def staged(self, message: w.Staged) -> None:
+    async def staged(self, name: str, message: w.Staged) -> None:
         """Verify, publish, commit, and only then say Committed; what is no step is removed. A report that comes again while this
         runs is left alone."""
         identity = (message.job, message.fence)
@@ -181,15 +191,15 @@ class Dispatch:
             return
         self._committing[identity] = anyio.Event()
         try:
-            answer = await self._finish(message)
+            answer = await self._finish(name, message)
             if not isinstance(answer, w.Committed):  # of many gigabytes this takes seconds, and the report comes again
                 await anyio.to_thread.run_sync(fs.remove_tree, self._data.staging(*identity))
         finally:
             self._committing.pop(identity).set()
         self._release(*identity)
-        self._wire.send(TRAINER, answer)
+        self._wire.send(name, answer)
 
-    async def _finish(self, message: w.Staged) -> w.Committed | w.Fenced | w.Ack:
+    async def _finish(self, name: str, message: w.Staged) -> w.Committed | w.Fenced | w.Ack:
         known = await self._store.write(lambda c: self._already(c, message))
         if known is not None:
             return known
@@ -210,7 +220,7 @@ class Dispatch:
             def write(c: sqlite3.Connection) -> w.CheckpointRef:
                 now = self._store.clock.now_ms()
                 reference = result.commit(c, now, self._data, relative, sha, manifest, seconds)
-                _free_trainer(c, now)
+                mark_free(c, now, name)
                 return reference
 
             reference = await self._store.write(write)
@@ -266,27 +276,28 @@ class Dispatch:
             job=message.job, fence=message.fence, checkpoint=checkpoint_ref(self._data, row["name"], row)
         )
 
-    async def failed(self, message: w.Failed) -> None:
+    async def failed(self, name: str, message: w.Failed) -> None:
         ended = await self._end(message.job, message.fence, message.failure, message.error, message.trace)
         reach("job.failed")
         self._release(message.job, message.fence)
         log.warning("job %d fence %d failed (%s): %s", message.job, message.fence, message.failure, message.error)
         answer = w.Ack if ended else w.Fenced
-        self._wire.send(TRAINER, answer(job=message.job, fence=message.fence))
+        self._wire.send(name, answer(job=message.job, fence=message.fence))
 
-    async def died(self, spawn: int, ordered: bool, error: str, tail: str = "") -> None:
-        """The trainer's process is proven dead: whatever it had goes back, but for a result that is being committed, which
-        needs it no more. tail: the last lines of its log."""
+    async def died(self, name: str, spawn: int, ordered: bool, error: str, tail: str = "") -> None:
+        """Take back what a trainer's process had, which is proven dead. A result that is being committed needs it no more. `tail`
+        holds the last lines of its log."""
         for committing in list(self._committing.values()):
             await committing.wait()
-        claim = self._claim if self._claim is not None and self._claim.spawn <= spawn else None
+        claim = self._claims.get(name)
+        claim = claim if claim is not None and claim.spawn <= spawn else None
         failure = "died"
         if ordered:
             failure = "transient" if claim is not None and claim.stalled else "killed"
 
         def write(c: sqlite3.Connection) -> None:
-            rows = c.execute("SELECT id, fence FROM job WHERE state = 'running' AND spawn <= ?", (spawn,)).fetchall()
-            for row in rows:
+            mine = "SELECT id, fence FROM job WHERE worker = ? AND spawn <= ?"
+            for row in c.execute(mine, (name, spawn)).fetchall():
                 self._end_in(c, row["id"], row["fence"], failure, error, tail)
 
         await self._store.write(write)
@@ -308,21 +319,19 @@ class Dispatch:
             return False
         now = self._store.clock.now_ms()
         end_attempt(c, now, job, failure, error, evidence)
-        _free_trainer(c, now)
+        mark_free(c, now, job["worker"])
         return True
 
     def _release(self, job: int, fence: int) -> None:
-        if self._claim is not None and (self._claim.run.job, self._claim.run.fence) == (job, fence):
-            self._claim = None
+        self._claims = {
+            name: claim for name, claim in self._claims.items() if (claim.run.job, claim.run.fence) != (job, fence)
+        }
 
     def cancel_running(self, job: int) -> None:
-        """Tell the trainer to stop this job, if it has it."""
-        if self._claim is not None and self._claim.run.job == job:
-            self._wire.send(TRAINER, w.Cancel(job=job, fence=self._claim.run.fence))
-
-
-def _free_trainer(c: sqlite3.Connection, now: int) -> None:
-    mark_free(c, now, TRAINER)
+        """Tell the trainer that has this job to stop it."""
+        for claim in self._claims.values():
+            if claim.run.job == job:
+                self._wire.send(claim.trainer, w.Cancel(job=job, fence=claim.run.fence))
 
 
 def checkpoint_ref(data: DataDir, run: str, row: sqlite3.Row) -> w.CheckpointRef:

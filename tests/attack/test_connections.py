@@ -123,7 +123,7 @@ async def test_half_sent_requests_do_not_block_the_gateway(rig):
                         answer = await http.get(f"{run.base_url}/models", headers=headers)
                         assert answer.status_code == 200 and answer.json()["data"]
             lives(rig)
-        restarts = rig.one("SELECT spawn FROM process WHERE name = 'gateway'")
+        restarts = rig.one("SELECT spawn FROM process WHERE kind = 'gateway'")
         assert restarts == 1
 
 

@@ -72,9 +72,9 @@ def test_a_runtime_folder_that_is_removed_is_made_again_and_everybody_reaches_it
             healthy(rig)
             async with Client(rig.data, timeout=30.0) as new:  # one that connects now
                 assert (await new.runs())[0]["name"] == "r"
-            spawn = rig.one("SELECT spawn FROM process WHERE name = 'trainer'")
+            spawn = rig.one("SELECT spawn FROM process WHERE kind = 'trainer'")
             os.kill(rig.worker_pid("trainer"), signal.SIGKILL)  # the next one connects by the new socket
-            rig.until(lambda: rig.one("SELECT spawn FROM process WHERE name = 'trainer'") > spawn, "another trainer")
+            rig.until(lambda: rig.one("SELECT spawn FROM process WHERE kind = 'trainer'") > spawn, "another trainer")
             await fill(before, 2)
             await before.wait(2)  # by the connection that there was
         assert rig.stop() == 0
@@ -108,7 +108,7 @@ def test_the_gateway_keeps_its_address_and_what_comes_meanwhile_waits(rig: Rig) 
         os.kill(rig.worker_pid("gateway"), signal.SIGKILL)
         assert models(told["url"], told["token"]) == 200  # at once, and without a second try
     assert json.loads((rig.data / "gateway.json").read_text()) == told
-    assert rig.one("SELECT restarts FROM process WHERE name = 'gateway'") == 2
+    assert rig.one("SELECT restarts FROM process WHERE kind = 'gateway'") == 2
     rig.kill()
     host, _, port = told["url"].removeprefix("http://").rpartition(":")
     with socket.create_server((host, int(port))):  # somebody has the port at the next boot
@@ -122,21 +122,26 @@ def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(rig: Rig) 
     rig.start()
     rig.kill()
     runtime = paths.runtime_dir(rig.data, create=False)
-    (runtime / "e22" / "t").mkdir(parents=True)
-    (runtime / "e22" / "t" / "vllm_dist_x").touch()
-    (runtime / "t8").mkdir()
+    (runtime / "e1-0-22" / "t").mkdir(parents=True)
+    (runtime / "e1-0-22" / "t" / "vllm_dist_x").touch()
+    (runtime / "t1-8").mkdir()
     (runtime / "not-a-spawn").mkdir()
-    (runtime / "e9" / "t").mkdir(parents=True)
-    living = subprocess.Popen(["sleep", "60"], env={"TMPDIR": str(runtime / "e9" / "t")})
-    working = subprocess.Popen(["sleep", "60"], cwd=runtime / "t8")
+    (runtime / "e1-0-9" / "t").mkdir(parents=True)
+    living = subprocess.Popen(["sleep", "60"], env={"TMPDIR": str(runtime / "e1-0-9" / "t")})
+    working = subprocess.Popen(["sleep", "60"], cwd=runtime / "t1-8")
     mine, other = (Path(f"/dev/shm/sem.mp-{name}{os.getpid()}") for name in ("mine", "other"))
     try:
         for path in (mine, other):
             path.touch()
-        (rig.data / "logs" / "engine-server.scratch").write_text(f"{mine.stat().st_ino} {mine}\n")
+        (rig.data / "logs" / "engine-1-0-server.scratch").write_text(f"{mine.stat().st_ino} {mine}\n")
         rig.start()
         left = {path.name for path in runtime.iterdir() if path.is_dir()}
-        assert left == {"e9", "t8", "not-a-spawn", f"g{rig.one('SELECT spawn FROM process WHERE name = ?', 'gateway')}"}
+        assert left == {
+            "e1-0-9",
+            "t1-8",
+            "not-a-spawn",
+            f"g{rig.one('SELECT spawn FROM process WHERE kind = ?', 'gateway')}",
+        }
         assert (mine.exists(), other.exists()) == (False, True)
         assert rig.stop() == 0
     finally:

@@ -95,16 +95,16 @@ async def test_an_altered_base_model_starts_no_worker_and_the_old_one_goes_on(ri
         os.kill(pid, signal.SIGKILL)
         rig.until(
             lambda: rig.rows(
-                "SELECT 1 FROM process WHERE name = 'trainer' AND state = 'stopped' AND error LIKE '%changed since%'"
+                "SELECT 1 FROM process WHERE kind = 'trainer' AND state = 'stopped' AND error LIKE '%changed since%'"
             ),
             "the refusal",
         )
         await fill(run, 1)
         code, told = await status(rig, capsys)
         assert code == 4 and "trainer cannot start: base model file" in told["problems"][0]["what"]
-        spawn = rig.one("SELECT spawn FROM process WHERE name = 'trainer'")
+        spawn = rig.one("SELECT spawn FROM process WHERE kind = 'trainer'")
         await asyncio.sleep(1.0)
-        assert rig.rows("SELECT spawn, state FROM process WHERE name = 'trainer'") == [(spawn, "stopped")]
+        assert rig.rows("SELECT spawn, state FROM process WHERE kind = 'trainer'") == [(spawn, "stopped")]
         weights.write_bytes(kept)
         os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert (await run.wait(1, timeout=60)).step == 1

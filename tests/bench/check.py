@@ -63,8 +63,8 @@ class World:
             "run", id=1, name="r", spec=to_json(self.spec), base_digest=self.base.digest, base_manifest=to_json(self.base),
             vocab_size=256, state="active", step=self.jobs, next_epoch=self.jobs + 1, created=0,
         )  # fmt: skip
-        for name in ("trainer", "engine"):
-            self._row("process", name=name, kind=name, state="stopped", boot=1, spawn=1, since=0)
+        for name, kind in (("trainer-1", "trainer"), ("engine-1-0", "engine")):
+            self._row("process", name=name, kind=kind, run_id=1, state="stopped", boot=1, spawn=1, since=0)
         for step in range(self.jobs + 1):
             self._step(step)
         self.c.execute("UPDATE run SET checkpoint_id = ?", (self.jobs + 1,))
@@ -79,7 +79,9 @@ class World:
             "job", id=number, run_id=1, kind="train" if step else "init", step=step, epoch=step, batch_id=step or None,
             parent_id=step or None, state="succeeded", fence=1, spawn=1, metrics=b'{"loss": 0.5}', created=0, started=0, ended=0,
         )  # fmt: skip
-        self._row("attempt", job_id=number, fence=1, worker="trainer", spawn=1, started=0, ended=0, outcome="succeeded")
+        self._row(
+            "attempt", job_id=number, fence=1, worker="trainer-1", spawn=1, started=0, ended=0, outcome="succeeded"
+        )
         folder = self.data.checkpoint("r", 0, step, number, 1)
         kept = step > self.jobs - KEEP
         sha, size = self._checkpoint(step, folder, manifest) if kept else (digest(folder.encode()), 100)
@@ -89,12 +91,12 @@ class World:
         )  # fmt: skip
         live = step == self.jobs
         self._row(
-            "push", id=number, run_id=1, engine="engine", checkpoint_id=number, mode="merged", source="live",
+            "push", id=number, run_id=1, engine="engine-1-0", checkpoint_id=number, mode="merged", source="live",
             state="live" if live else "superseded", fence=number, max_abs=0.0, mean_abs=0.0, created=0, started=0,
             ended=None if live else 0,
         )  # fmt: skip
         self._row(
-            "serving", id=number, engine="engine", spawn=1, run_id=1, checkpoint_id=number, name=f"r@{step}",
+            "serving", id=number, engine="engine-1-0", spawn=1, run_id=1, checkpoint_id=number, name=f"r@{step}",
             state="live" if live else "gone", created=0,
         )  # fmt: skip
         self._row("metric", run_id=1, lineage=0, step=step, name="loss", value=0.5)

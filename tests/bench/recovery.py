@@ -63,11 +63,11 @@ async def trainer_kill() -> tuple[float, float]:
             await run.wait(0, timeout=30)
             await fill(run, 1)
             rig.reached("train:1 1")
-            (spawn,) = rig.rows("SELECT spawn FROM process WHERE name = 'trainer'")[0]
+            (spawn,) = rig.rows("SELECT spawn FROM process WHERE kind = 'trainer'")[0]
             victim, killed = rig.worker_pid("trainer"), time.monotonic()
             os.kill(victim, signal.SIGKILL)
             up = reached(
-                lambda: rig.rows("SELECT 1 FROM process WHERE name = 'trainer' AND spawn > ? AND pid > 0", spawn)
+                lambda: rig.rows("SELECT 1 FROM process WHERE kind = 'trainer' AND spawn > ? AND pid > 0", spawn)
             )
             started = reached(lambda: f"started {spawn + 1}" in rig.script.marks())
             given = reached(lambda: "train:1 2" in rig.script.marks())

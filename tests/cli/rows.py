@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from artd.store.migrate import migrate
+from artd_schema.worker_names import engine_name, parse_worker, trainer_name
 
 T0 = 1_767_323_045_678
 """2026-01-02T03:04:05.678Z: the time that tests freeze."""
@@ -80,7 +81,7 @@ class Made:
         if state in ("succeeded", "cancelled"):
             given["ended"] = T0 - 20_000
         if state == "running":
-            given |= {"worker": "trainer", "spawn": 1}
+            given |= {"worker": trainer_name(run), "spawn": 1}
         return self.row("job", run_id=run, kind=kind, step=step, state=state, **(given | values))
 
     def checkpoint(self, run: int, step: int, job: int, state: str = "committed", **values: Any) -> int:
@@ -91,7 +92,7 @@ class Made:
 
     def push(self, run: int, checkpoint: int, state: str, **values: Any) -> int:
         given = {
-            "engine": "engine",
+            "engine": engine_name(run),
             "mode": "merged",
             "source": "live",
             "transfer": "gloo",
@@ -101,7 +102,9 @@ class Made:
         return self.row("push", run_id=run, checkpoint_id=checkpoint, state=state, **(given | values))
 
     def worker(self, name: str, state: str, **values: Any) -> int:
-        given = {"kind": name, "boot": 1, "boot_id": "gone", "spawn": 1, "pid": 99, "ticks": 1, "since": T0 - 90_000}
+        worker = parse_worker(name)
+        given = {"kind": worker.kind, "run_id": worker.run or None, "replica": worker.replica}
+        given |= {"boot": 1, "boot_id": "gone", "spawn": 1, "pid": 99, "ticks": 1, "since": T0 - 90_000}
         return self.row("process", name=name, state=state, **(given | values))
 
     def event(self, kind: str, ref: str = "", run: str = "toy", age_ms: int = 1000, **data: Any) -> int:
@@ -140,8 +143,8 @@ def busy(data: Path) -> Made:
     train = made.job(run, "train", 2, "succeeded", batch_id=done, metrics={"loss": 0.25}, seconds={"train": 9.0})
     now = made.job(run, "train", 3, "running", batch_id=packed, fence=2, attempts=1)
     times = {"started": T0 - 38_000, "ended": T0 - 35_000, "outcome": "transient", "error": "the disk was slow"}
-    made.row("attempt", job_id=now, fence=1, worker="trainer", spawn=1, **times)
-    made.row("attempt", job_id=now, fence=2, worker="trainer", spawn=1, started=T0 - 30_000)
+    made.row("attempt", job_id=now, fence=1, worker=trainer_name(run), spawn=1, **times)
+    made.row("attempt", job_id=now, fence=2, worker=trainer_name(run), spawn=1, started=T0 - 30_000)
     first = made.checkpoint(run, 0, init, "retired")
     second = made.checkpoint(run, 2, train, parent_id=first)
     made.push(run, first, "superseded", ended=T0 - 20_000)
@@ -149,7 +152,7 @@ def busy(data: Path) -> Made:
     made.push(run, second, "live", seconds=seconds, max_abs=2e-6, mean_abs=1e-7, ended=T0 - 17_000)
     made.row(
         "serving",
-        engine="engine",
+        engine=engine_name(run),
         spawn=1,
         run_id=run,
         checkpoint_id=second,
@@ -157,8 +160,8 @@ def busy(data: Path) -> Made:
         state="live",
         created=T0 - 17_000,
     )
-    made.worker("trainer", "busy", restarts=1)
-    made.worker("engine", "ready")
+    made.worker(trainer_name(run), "busy", restarts=1)
+    made.worker(engine_name(run), "ready")
     made.worker("gateway", "ready")
     made.event("run.created", "toy", age_ms=7_200_000, model="/models/toy")
     made.event("trajectory.submitted", "4", age_ms=50_000)

@@ -71,7 +71,7 @@ def test_a_quarantined_job_shows_its_retry(made: Made, daemon: FakeDaemon, artct
 
 def test_what_helps_a_quarantined_job_depends_on_how_it_failed(made: Made, daemon: FakeDaemon, artctl: Call) -> None:
     made.connection.execute("UPDATE job SET state = 'quarantined', worker = NULL, error = 'NaN' WHERE id = 4")
-    made.connection.execute("UPDATE process SET state = 'backoff', error = 'Killed' WHERE name = 'trainer'")
+    made.connection.execute("UPDATE process SET state = 'backoff', error = 'Killed' WHERE kind = 'trainer'")
     sql = "UPDATE attempt SET ended = 1, outcome = ?, evidence = 'first\nlast words' WHERE job_id = 4 AND fence = 2"
     for outcome, best in (("died", "retry"), ("rejected", "retry"), ("transient", "retry"), ("permanent", "discard")):
         made.connection.execute(sql, (outcome,))
@@ -148,12 +148,12 @@ def test_a_group_that_the_packer_fails_on_is_told_until_somebody_takes_note(
     ("sql", "what", "advice"),
     [
         (
-            "UPDATE process SET state = 'broken', error = 'ended with exit status 1\nx\nKilled' WHERE name = 'engine'",
+            "UPDATE process SET state = 'broken', error = 'ended with exit status 1\nx\nKilled' WHERE kind = 'engine'",
             "engine is broken: Killed",
             "logs engine",
         ),
         (
-            "UPDATE process SET state = 'broken', error = 'the vLLM server has ended: killed by signal 9\nINFO: bye' WHERE name = 'engine'",
+            "UPDATE process SET state = 'broken', error = 'the vLLM server has ended: killed by signal 9\nINFO: bye' WHERE kind = 'engine'",
             "engine is broken: the vLLM server has ended: killed by signal 9",
             "logs engine",
         ),
@@ -169,7 +169,7 @@ def test_a_group_that_the_packer_fails_on_is_told_until_somebody_takes_note(
         ),
         (
             "UPDATE process SET state = 'stopped', error = 'runtime vllm is not installed. Next: artd runtime install vllm --cpu'"
-            " WHERE name = 'engine'",
+            " WHERE kind = 'engine'",
             "engine cannot start: runtime vllm is not installed.",
             "artd runtime install vllm --cpu",
         ),
@@ -222,11 +222,11 @@ OSError: gone"""
 def test_a_worker_that_its_run_s_spec_breaks_is_not_just_started_again(
     worker: str, error: str, first: str, made: Made, daemon: FakeDaemon, artctl: Call
 ) -> None:
-    made.connection.execute("UPDATE process SET state = 'broken', error = ? WHERE name = ?", (error, worker))
+    made.connection.execute("UPDATE process SET state = 'broken', error = ? WHERE kind = ?", (error, worker))
     told = json.loads(artctl("status", "--json")[1])["next"]
     assert told.split()[1] == first and ("artctl resume toy" in told) == (worker != "gateway")
     assert (f"artctl finish toy --data-dir {made.data} and another run" in told) == (first == "finish")
-    made.connection.execute("UPDATE process SET state = 'backoff' WHERE name = ?", (worker,))
+    made.connection.execute("UPDATE process SET state = 'backoff' WHERE kind = ?", (worker,))
     assert json.loads(artctl("status", "--json")[1])["next"].split()[1] == "logs", "artd tries it again by itself"
 
 
@@ -336,11 +336,11 @@ def test_a_live_worker_of_a_dead_daemon_is_told(made: Made, artctl: Call) -> Non
 
     me = os.getpid()
     made.connection.execute(
-        "UPDATE process SET boot_id = ?, pid = ?, ticks = ? WHERE name = 'engine'", (boot_id(), me, process_ticks(me))
+        "UPDATE process SET boot_id = ?, pid = ?, ticks = ? WHERE kind = 'engine'", (boot_id(), me, process_ticks(me))
     )
     _, out, _ = artctl("status")
     assert "engine   was ready, still alive" in out
-    made.connection.execute("UPDATE process SET ticks = ticks + 1 WHERE name = 'engine'")  # the pid was used again
+    made.connection.execute("UPDATE process SET ticks = ticks + 1 WHERE kind = 'engine'")  # the pid was used again
     assert "engine   was ready, gone" in artctl("status")[1]
 
 

@@ -218,30 +218,30 @@ def _log(made: Made, name: str, text: str) -> Path:
 
 
 def test_logs_tail_and_near_names(made: Made, artctl: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    _log(made, "trainer", "".join(f"line {n}\n" for n in range(50_000)))
+    _log(made, "trainer-2", "".join(f"line {n}\n" for n in range(50_000)))
     assert artctl("logs", "trainer", "-n", "3")[1] == "line 49997\nline 49998\nline 49999\n"
     assert len(artctl("logs", "trainer", "-n", "40000")[1].splitlines()) == 40_000
     assert artctl("logs", "trainer", "-n", "0")[1] == ""
     monkeypatch.setattr(logs, "_BLOCK", 4)
-    _log(made, "trainer", "aaaaaa\nbbbbbb\ncc\n")
+    _log(made, "trainer-2", "aaaaaa\nbbbbbb\ncc\n")
     assert artctl("logs", "trainer", "-n", "2")[1] == "bbbbbb\ncc\n"
     code, _, err = artctl("logs", "traner")
     assert code == 5 and "did you mean trainer?" in err
 
 
 def test_logs_of_the_engine_hold_its_servers_words(made: Made, artctl: Call) -> None:
-    _log(made, "engine", "harness up\n")
-    _log(made, "engine-server", "vLLM up\nhalf a line")
+    _log(made, "engine-2-0", "harness up\n")
+    _log(made, "engine-2-0-server", "vLLM up\nhalf a line")
     assert artctl("logs", "engine")[1] == "engine | harness up\nserver | vLLM up\n"
     found = json.loads(artctl("logs", "engine", "--json")[1])
     assert found["lines"] == [
-        {"source": "engine", "line": "harness up"},
-        {"source": "engine-server", "line": "vLLM up"},
+        {"source": "engine-2-0", "line": "harness up"},
+        {"source": "engine-2-0-server", "line": "vLLM up"},
     ]
 
 
 def test_following_goes_on_over_rotation(made: Made) -> None:
-    path = _log(made, "engine", "one\n")
+    path = _log(made, "engine-2-0", "one\n")
     [source, _] = logs.sources(made.data, "engine")
     assert source.tail(10) == ["one"]
     with path.open("a") as file:
@@ -261,7 +261,7 @@ def test_following_goes_on_over_rotation(made: Made) -> None:
 
 
 def test_logs_follow(made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _log(made, "trainer", "one\n")
+    path = _log(made, "trainer-2", "one\n")
     naps = 0
 
     def sleep(_seconds: float) -> None:

@@ -31,14 +31,12 @@ from artd.datadir.layout import DataDir
 from artd.packing import child, service
 from artd.recover import identify, recover
 from artd.retention import checkpoints
-from artd.serving.pusher import ENGINE
 from artd.store import fs, store, writer
 from artd.store.blobs import Blobs
-from artd.training.dispatch import TRAINER
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.trajectory import Sampling
-from tests.fakes.rows import FakeWire, add_run, add_worker, body, make_ingest, turn
+from tests.fakes.rows import ENGINE, TRAINER, FakeWire, add_run, add_worker, body, make_ingest, turn
 from tests.fakes.staging import stage
 from tests.fakes.steps import make_dispatch, make_pusher, room
 
@@ -147,9 +145,9 @@ class Desk(FakeWire):
                 sha = stage(Path(order.dir), order)
         except OSError as error:  # as artd_workers.trainer.worker classifies
             kind = "full" if fs.is_full(error) else "transient"
-            await dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure=kind, error=str(error)))
+            await dispatch.failed(TRAINER, w.Failed(job=order.job, fence=order.fence, failure=kind, error=str(error)))
             return
-        await dispatch.staged(w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha))
+        await dispatch.staged(TRAINER, w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha))
 
 
 class Daemon:
@@ -183,7 +181,7 @@ class Daemon:
                 group.start_soon(task)
             group.start_soon(wire.serve, dispatch, pusher)
             await self._client(made, make_ingest(made, data, INLINE))
-            while dispatch._claim is not None and not await made.read("SELECT 1 FROM job WHERE state = 'running'"):
+            while dispatch._claims and not await made.read("SELECT 1 FROM job WHERE state = 'running'"):
                 await asyncio.sleep(0.005)  # memory comes to equal the rows
             group.cancel_scope.cancel()
         sys.stderr.write(STOPPING)

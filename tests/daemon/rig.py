@@ -198,7 +198,7 @@ class Rig:
 
     def worker_pid(self, name: str) -> int:
         """Process id of the fake itself (its guardian is in the row)."""
-        (guardian,) = self.rows("SELECT pid FROM process WHERE name = ?", name)[0]
+        (guardian,) = self.rows("SELECT pid FROM process WHERE kind = ?", name)[0]
         children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
         return int(children[0])
 

@@ -91,7 +91,7 @@ async def test_a_push_that_fails_its_canary_restarts_the_engine(rig):
         await run.wait(1, timeout=60)
         push = next(row for row in await run.pushes() if row["step"] == 1)
         assert (push["state"], push["attempts"], push["source"]) == ("live", 1, "disk")
-        engine = next(row for row in await client.workers() if row["name"] == "engine")
+        engine = next(row for row in await client.workers() if row["kind"] == "engine")
         assert (engine["state"], engine["spawn"], engine["restarts"]) == ("ready", 2, 1)
     rig.check(2)
 
@@ -125,7 +125,7 @@ async def test_an_engine_that_dies_at_its_start_says_why(rig):
     async with rig.run() as (_, run):
         await run.wait(0, timeout=60)
     sql = "SELECT json_extract(data, '$.error') FROM event WHERE kind = 'worker.backoff' AND ref = ?"
-    error = rig.one(sql, "engine")
+    error = rig.one(sql, "engine-1-0")
     assert "could not start" in error and "no such device\nlast words" in error
 
 
@@ -134,9 +134,11 @@ async def test_a_trainer_that_dies_at_its_start_says_why_and_is_tried_again(rig)
     rig.script.write(exit=[1])
     async with rig.run() as (client, run):
         await run.wait(0, timeout=60)
-        trainer = next(row for row in await client.workers() if row["name"] == "trainer")
+        trainer = next(row for row in await client.workers() if row["kind"] == "trainer")
         assert (trainer["state"], trainer["spawn"]) == ("ready", 2)
-    error = rig.one("SELECT json_extract(data, '$.error') FROM event WHERE kind = 'worker.backoff' AND ref = 'trainer'")
+    error = rig.one(
+        "SELECT json_extract(data, '$.error') FROM event WHERE kind = 'worker.backoff' AND ref = 'trainer-1'"
+    )
     assert "exit status 1" in error and "told to end at spawn 1" in error
 
 
@@ -145,7 +147,7 @@ async def test_resume_starts_a_broken_engine_again(rig):
     rig.script.write(dead=[])
     rig.start()
     async with rig.run() as (_, run):
-        state = "SELECT state FROM process WHERE name = 'engine'"
+        state = "SELECT state FROM process WHERE kind = 'engine'"
         rig.until(lambda: rig.rows(state) == [("broken",)], "the engine to break", 40.0)
         rig.script.write()
         await run.resume()

@@ -43,7 +43,7 @@ def whose_workers_have_strays(rig: Rig) -> Rig:
 
 
 def guardian(rig: Rig, name: str) -> int:
-    ((pid,),) = rig.rows("SELECT pid FROM process WHERE name = ?", name)
+    ((pid,),) = rig.rows("SELECT pid FROM process WHERE kind = ?", name)
     return int(pid)
 
 

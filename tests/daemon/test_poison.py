@@ -140,7 +140,7 @@ async def test_a_run_goes_on_from_an_older_step_in_a_new_lineage(rig, artctl):
         await artctl("rollback", "r@1")
         await run.wait(1, timeout=60)
         assert (run.step, (await run.refresh()).info.lineage) == (3, 1) and (run.step, run.served) == (1, 1)
-        engine = next(row for row in await client.workers() if row["name"] == "engine")
+        engine = next(row for row in await client.workers() if row["kind"] == "engine")
         assert (engine["spawn"], engine["restarts"]) == (1, 0), "the engine was restarted for a rollback"
         rig.restart()
         await run.resume()

@@ -66,7 +66,10 @@ async def test_finish_ends_the_workers_and_the_next_run_gets_its_own(rig):
         with pytest.raises(Conflict, match="finished"):
             await run.resume()
         await second.finish()
-        rig.until(lambda: rig.one("SELECT count(*) FROM process WHERE state = 'stopped'") == 2, "both stopped")
+        rig.until(
+            lambda: rig.one("SELECT count(*) FROM process WHERE state = 'stopped'") == 4,
+            "the workers of both runs stopped",
+        )
         assert len(rig.living()) == 3, rig.living()  # the daemon, the gateway and its guardian
 
 
@@ -141,9 +144,9 @@ async def test_a_base_model_that_changed_is_not_trained(rig):
     rig.kill()
     (Path(rig.model) / "model.safetensors").write_bytes(b"other weights")
     rig.start()
-    error = "SELECT error FROM process WHERE name = 'trainer'"
+    error = "SELECT error FROM process WHERE kind = 'trainer'"
     rig.until(lambda: "model.safetensors changed" in rig.one(error), "the refusal")
-    assert rig.one("SELECT state FROM process WHERE name = 'trainer'") == "stopped"
+    assert rig.one("SELECT state FROM process WHERE kind = 'trainer'") == "stopped"
 
 
 async def test_a_clean_stop_in_the_middle_of_a_push_is_no_failure_of_it(rig):

@@ -76,7 +76,7 @@ async def test_the_adapters_of_experts_are_what_the_engine_holds_in_bf16(rig: Ri
         pushes = await art.rows("pushes")
     assert [(push["mode"], push["attempts"], push["error"]) for push in pushes] == [("lora", 0, "")] * 3
     told = [
-        line for line in (rig.data / "logs/engine.log").read_text().splitlines() if "the engine's change is" in line
+        line for line in (rig.data / "logs/engine-1-0.log").read_text().splitlines() if "the engine's change is" in line
     ]
     assert [line.split()[2] for line in told] == ["moe@0:", "moe@1:", "moe@2:"]
     for path in (rig.data / "checkpoints/moe").glob("*/weights.json"):

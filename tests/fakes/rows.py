@@ -29,6 +29,7 @@ from artd_schema import worker as w
 from artd_schema.base import BaseModel
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import ExchangeRef, RouteShape, Sampling, Turn
+from artd_schema.worker_names import GATEWAY, engine_name, parse_worker, trainer_name
 
 from .staging import stage  # noqa: F401 - part of this toolbox
 
@@ -63,20 +64,22 @@ class FakeClock(Clock):
         self.seconds += seconds
 
 
-class FakeWire:
-    """WorkerWire's face: `connected` says which spawn of which worker is there, all for `employer`; `sent` records
-    (name, message)."""
+TRAINER, ENGINE = trainer_name(1), engine_name(1)
+"""The workers of the first run."""
+FIRST = {"trainer": TRAINER, "engine": ENGINE, "gateway": GATEWAY}
 
-    def __init__(self, **connected: int) -> None:
-        self.connected: dict[str, int] = connected
-        self.employer = 1
+
+class FakeWire:
+    """WorkerWire's face: `connected` says which spawn of which worker is there; `sent` records (name, message). `run` is the run of the
+    workers that are given by their kinds."""
+
+    def __init__(self, run: int = 1, /, **connected: int) -> None:
+        names = {"trainer": trainer_name(run), "engine": engine_name(run), "gateway": GATEWAY}
+        self.connected = {names[kind]: spawn for kind, spawn in connected.items()}
         self.sent: list[tuple[str, Any]] = []
 
     def spawn(self, name: str) -> int | None:
         return self.connected.get(name)
-
-    def run(self, name: str) -> int | None:
-        return self.employer if name in self.connected else None
 
     def send(self, name: str, message: Any, bulk: Sequence[bytes] = ()) -> bool:
         if name not in self.connected:
@@ -171,11 +174,14 @@ def by_reference(*refs: tuple[Any, ...], group: str = "g", reward: float = 1.0, 
 
 
 async def add_worker(store: Store, name: str, spawn: int = 1, state: str = "ready", address: str = "") -> None:
+    """Insert or change a worker's row. A worker of the first run may be given by its kind."""
+    worker = parse_worker(FIRST.get(name, name))
+
     def write(c: sqlite3.Connection) -> None:
         c.execute(
-            "INSERT INTO process (name, kind, state, boot, spawn, address, since) VALUES (?, ?, ?, 1, ?, ?, 0)"
+            "INSERT INTO process (name, kind, run_id, replica, state, boot, spawn, address, since) VALUES (?, ?, ?, ?, ?, 1, ?, ?, 0)"
             " ON CONFLICT (name) DO UPDATE SET state = excluded.state, spawn = excluded.spawn, address = excluded.address",
-            (name, name, state, spawn, address),
+            (worker.name, worker.kind, worker.run or None, worker.replica, state, spawn, address),
         )
 
     await store.write(write)

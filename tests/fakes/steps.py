@@ -12,13 +12,14 @@ from unittest import mock
 
 from artd.datadir.layout import DataDir
 from artd.packing import child, service
-from artd.serving.pusher import ENGINE, Pusher
+from artd.serving.pusher import Pusher
 from artd.store.blobs import Blobs
 from artd.store.store import Store
-from artd.training.dispatch import TRAINER, Dispatch
+from artd.training.dispatch import Dispatch
 from artd_schema import worker as w
+from artd_schema.worker_names import engine_name, trainer_name
 
-from .rows import FakeWire, add_run, add_worker, data_dir, make_ingest, stage, submit
+from .rows import FakeWire, add_run, add_worker, data_dir, make_ingest, one, stage, submit
 
 INSTANCE = "i" * 32
 
@@ -39,9 +40,11 @@ def make_pusher(store: Store, data: DataDir, wire: Any = None, kills: list[tuple
 
 
 async def claim(store: Store, data: DataDir, dispatch: Dispatch | None = None) -> w.Run:
-    """The order that a ready trainer would get now."""
-    await add_worker(store, TRAINER, 1, "ready")
-    order = await store.write((dispatch or make_dispatch(store, data))._claim_due)
+    """The order that the ready trainer of the newest run would get now."""
+    run = await one(store, "SELECT max(id) FROM run")
+    await add_worker(store, trainer_name(run), 1, "ready")
+    known = dispatch or make_dispatch(store, data, FakeWire(run, trainer=1))
+    order = await store.write(lambda c: known._claim_due(c, run))
     assert order is not None, "no job is due"
     return order
 
@@ -52,22 +55,25 @@ def staged(order: w.Run, sha: str, **changes: Any) -> w.Staged:
 
 async def commit_next(store: Store, data: DataDir, **changes: Any) -> w.CheckpointRef:
     """Run the next job (init or train) through claim, staging and commit."""
-    wire = FakeWire(trainer=1)
+    run = await one(store, "SELECT max(id) FROM run")
+    wire = FakeWire(run, trainer=1)
     dispatch = make_dispatch(store, data, wire)
     order = await claim(store, data, dispatch)
-    await dispatch.staged(staged(order, stage(Path(order.dir), order, **changes)))
+    await dispatch.staged(trainer_name(run), staged(order, stage(Path(order.dir), order, **changes)))
     (answer,) = wire.of(w.Committed)
     return answer.checkpoint
 
 
 async def serve(store: Store, spawn: int = 1, data: DataDir | None = None) -> None:
-    """Push the newest checkpoint to an engine and have it say Live."""
-    await add_worker(store, ENGINE, spawn, "ready", "/engine.sock")
+    """Push the newest run's newest checkpoint to its engine and have that say Live."""
+    run = await one(store, "SELECT max(id) FROM run")
+    engine = engine_name(run)
+    await add_worker(store, engine, spawn, "ready", "/engine.sock")
     root = store.path.parent
-    pusher = make_pusher(store, data or DataDir(root, root), FakeWire(engine=spawn))
-    message = await store.write(pusher._claim)
+    pusher = make_pusher(store, data or DataDir(root, root), FakeWire(run, engine=spawn))
+    message = await store.write(lambda c: pusher._claim(c, engine))
     if message is None:  # the first look only prepared it
-        message = await store.write(pusher._claim)
+        message = await store.write(lambda c: pusher._claim(c, engine))
     assert message is not None, "no push is due"
     await pusher.live(w.Live(push=message.push, fence=message.fence, max_abs=1e-6, mean_abs=1e-7))
 

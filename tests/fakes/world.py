@@ -20,16 +20,16 @@ from artd.recover import identify
 from artd.retention.checkpoints import CheckpointRetention
 from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import set_run_state
-from artd.serving.pusher import ENGINE, Pusher
+from artd.serving.pusher import Pusher
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd.tables.jobs import abandon
-from artd.training.dispatch import TRAINER
 from artd_client import turn
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.base import BaseModel
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
+from artd_schema.worker_names import engine_name, trainer_name
 from tests.fakes.routes import SHAPE, rows_of
 from tests.fakes.rows import BASE, VOCAB, FakeWire, add_run, add_worker, body, data_dir, open_store
 from tests.fakes.staging import stage
@@ -55,9 +55,7 @@ class World:
         await self.serve()
 
     def wire(self) -> FakeWire:
-        wire = FakeWire(trainer=1, engine=1)
-        wire.employer = self.number
-        return wire
+        return FakeWire(self.number, trainer=1, engine=1)
 
     async def order(self) -> tuple[w.Run, FakeWire]:
         """Claim the job that is due."""
@@ -69,16 +67,17 @@ class World:
         order, wire = await self.order()
         base = BASE if self.name == "old" else MIXTURE
         sha = stage(Path(order.dir), order, base.digest, run=self.name)
-        await make_dispatch(self.store, self.data, wire).staged(staged(order, sha))
+        await make_dispatch(self.store, self.data, wire).staged(trainer_name(self.number), staged(order, sha))
         assert wire.of(w.Committed), wire.sent
 
     async def serve(self) -> None:
-        await add_worker(self.store, ENGINE, 1, "ready", "/engine.sock")
+        engine = engine_name(self.number)
+        await add_worker(self.store, engine, 1, "ready", "/engine.sock")
         pusher = Pusher(self.store, self.wire(), self.data, lambda *_: None)
-        await pusher._send_due()
-        if pusher._sending is None:  # the first look only superseded what was prepared
-            await pusher._send_due()
-        push = pusher._sending.message
+        await pusher._send_due(engine)
+        if not pusher._sending:  # the first look only superseded what was prepared
+            await pusher._send_due(engine)
+        push = pusher._sending[engine].message
         await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=1e-6, mean_abs=1e-7))
 
     async def submit(self, group: str, *rewards: float, split: str = "train", turns: int = 1) -> None:
@@ -185,6 +184,6 @@ async def fill(store: Store, data: DataDir) -> None:
     assert await pack(store, data)
     order, wire = await world.order()
     failed = w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="the disk was full")
-    await make_dispatch(store, data, wire).failed(failed)
-    await add_worker(store, TRAINER, 1, "ready")
+    await make_dispatch(store, data, wire).failed(trainer_name(world.number), failed)
+    await add_worker(store, trainer_name(world.number), 1, "ready")
     await world.order()

@@ -33,7 +33,7 @@ from artd.store.store import Store
 from artd.workforce import Boot
 from artd_schema import client_api as api
 from artd_schema import worker as w
-from tests.fakes.rows import BASE, FakeClock, data_dir, spec
+from tests.fakes.rows import BASE, FIRST, FakeClock, add_worker, data_dir, spec
 from tests.fakes.staging import stage
 from tests.fakes.steps import pack_here
 
@@ -94,6 +94,8 @@ class Machine(RuleBasedStateMachine):
         self.model = Reference(2, groups_per_step, int(self.spec.group_timeout_s * 1000), self.clock.ms)
         self.boot()
         self.do(self.store.write(lambda c: _insert(c, self.clock.ms, "r", self.spec, BASE)))
+        self.respawn("trainer")
+        self.respawn("engine")
 
     def teardown(self) -> None:
         self.patches.close()
@@ -133,8 +135,8 @@ class Machine(RuleBasedStateMachine):
         self.order: w.Run | None = None
         self.push: w.Push | None = None
         self.held = False
-        for name in self.spawns:
-            self.respawn(name)
+        for kind in self.spawns if self.rows("SELECT 1 FROM run") else ("gateway",):
+            self.respawn(kind)
 
     def close(self) -> None:
         self.store._writer.stop()
@@ -143,20 +145,13 @@ class Machine(RuleBasedStateMachine):
     def fatal(self, error: BaseException) -> None:
         raise AssertionError(f"the store failed: {error!r}")
 
-    def respawn(self, name: str) -> None:
-        """A new process of this worker that is ready."""
-        old, self.spawns[name] = self.spawns[name], self.spawns[name] + 1
+    def respawn(self, kind: str) -> None:
+        """A new process of the worker of this kind that is ready."""
+        name, old = FIRST[kind], self.spawns[kind]
+        self.spawns[kind] += 1
         self.wire.forget(name, old)
-
-        def write(c: Any) -> None:
-            c.execute(
-                "INSERT INTO process (name, kind, state, boot, spawn, address, since) VALUES (?, ?, 'ready', 1, ?, '/s', 0)"
-                " ON CONFLICT (name) DO UPDATE SET state = 'ready', spawn = excluded.spawn, address = '/s'",
-                (name, name, self.spawns[name]),
-            )
-
-        self.do(self.store.write(write))
-        self.wire.register(name, self.spawns[name], name.encode(), 1)
+        self.do(add_worker(self.store, name, self.spawns[kind], "ready", "/s"))
+        self.wire.register(name, self.spawns[kind], name.encode())
 
     def ask(self, op: api.Op, bulk: list[bytes] | None = None) -> api.Answer | RequestError:
         try:

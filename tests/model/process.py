@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from artd.supervise import procfs
 from artd_schema import PROTOCOL
 from artd_schema import worker as w
+from artd_schema.worker_names import parse_worker
 
 if TYPE_CHECKING:
     from .world import World
@@ -23,7 +24,7 @@ HANG_S = 90.0
 
 
 class Process:
-    """What the supervisor takes for a guardian with its subtree. workers: what runs in it, by name; reported: (job, fence) of
+    """What the supervisor takes for a guardian with its subtree. workers: what runs in it, by its kind; reported: (job, fence) of
     jobs that it reported."""
 
     def __init__(
@@ -38,7 +39,7 @@ class Process:
         self._life = world.life
         self._woken = woken
         self._tasks: list[asyncio.Task[Any]] = []
-        self.worker = workers[self.name](world, self)
+        self.worker = workers[parse_worker(self.name).kind](world, self)
         self.do(self._main())
 
     @property

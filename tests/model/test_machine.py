@@ -20,7 +20,7 @@ from artd.errors import RequestError
 from artd.serving.routing_table import load_table
 from artd_schema import client_api as api
 from artd_schema import worker as w
-from tests.fakes.rows import body, turn
+from tests.fakes.rows import ENGINE, TRAINER, body, turn
 
 from .machine import Machine
 
@@ -102,7 +102,7 @@ class Rules(Machine):
         else:
             expected = self.model.claim()
         before = len(self.peers.sent)
-        self.do(self.services._dispatch._claim_next())
+        self.do(self.services._dispatch._claim_next(1))
         assert (len(self.peers.sent) > before) == (expected is not None)
         if expected is not None:
             order = self.order = self.peers.take(w.Run)
@@ -125,10 +125,10 @@ class Rules(Machine):
         order, self.order = self.order, None
         assert order is not None
         if self.model.commit(self.job):
-            self.do(self.services._dispatch.staged(self.stage(order)))
+            self.do(self.services._dispatch.staged(TRAINER, self.stage(order)))
             self.committed[order.job] = (order.fence, self.peers.take(w.Committed).checkpoint.sha)
         else:
-            self.do(self.services._dispatch.staged(self.stage(order)))
+            self.do(self.services._dispatch.staged(TRAINER, self.stage(order)))
             self.peers.take(w.Fenced)
 
     @precondition(lambda self: self.order is None and self.push is None)
@@ -149,7 +149,7 @@ class Rules(Machine):
         report = self.stage(order)
         (Path(order.dir) / "weights.bin").write_bytes(b"other bytes")
         self.model.fail(self.job, "permanent")
-        self.do(self.services._dispatch.staged(report))
+        self.do(self.services._dispatch.staged(TRAINER, report))
         self.peers.take(w.Ack)
         assert not Path(order.dir).exists()
 
@@ -160,7 +160,9 @@ class Rules(Machine):
         assert order is not None
         self.model.fail(self.job, failure)
         self.do(
-            self.services._dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure=failure, error="told to"))
+            self.services._dispatch.failed(
+                TRAINER, w.Failed(job=order.job, fence=order.fence, failure=failure, error="told to")
+            )
         )
         self.peers.take(w.Ack)
 
@@ -169,7 +171,7 @@ class Rules(Machine):
         if self.order is not None:
             self.model.fail(self.job, "killed" if ordered else "died")
             self.order = None
-        self.do(self.services._dispatch.died(self.spawns["trainer"], ordered, "gone"))
+        self.do(self.services._dispatch.died(TRAINER, self.spawns["trainer"], ordered, "gone"))
         self.respawn("trainer")
 
     @precondition(lambda self: self.orders)
@@ -195,12 +197,12 @@ class Rules(Machine):
         identity = (order.job, order.fence)
         if how == "failed":
             late = w.Failed(job=order.job, fence=order.fence, failure="permanent", error="late")
-            self.do(self.services._dispatch.failed(late))
+            self.do(self.services._dispatch.failed(TRAINER, late))
             self.peers.take(w.Fenced)
             return
         sha = self.stage(order).manifest_sha if how == "woken" else self.results.get(identity, "0" * 64)
         report = w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha)
-        self.do(self.services._dispatch.staged(report))
+        self.do(self.services._dispatch.staged(TRAINER, report))
         if self.committed.get(order.job) == (order.fence, sha):
             assert self.peers.take(w.Committed).checkpoint.sha == sha
         else:
@@ -256,7 +258,7 @@ class Rules(Machine):
     @rule()
     def send_push(self) -> None:
         before = len(self.peers.sent)
-        self.do(self.services._pusher._send_due())
+        self.do(self.services._pusher._send_due(ENGINE))
         sent = [message for message in self.peers.sent[before:] if isinstance(message, w.Push)]
         if sent:
             self.push, self.held = sent[-1], False
@@ -289,12 +291,12 @@ class Rules(Machine):
 
         async def answered(task: asyncio.Task[None], *fences: int) -> None:
             for fence in fences:
-                pusher.held(w.Held(push=push.push, fence=fence, engine="engine", in_flight=0))
+                pusher.held(w.Held(push=push.push, fence=fence, engine=ENGINE, in_flight=0))
             await asyncio.sleep(0.1)
             assert task.done() == (push.fence in fences)
 
         task = self.do(asked())
-        hold = w.Hold(push=push.push, fence=push.fence, engine="engine")
+        hold = w.Hold(push=push.push, fence=push.fence, engine=ENGINE)
         assert self.peers.sent[before:] == [hold] and self.do(self.store.write(load_table)).engines[0].hold
         self.held = True
         proceed = [w.Proceed(push=push.push, fence=push.fence)]
@@ -381,7 +383,7 @@ class Rules(Machine):
         if self.push is not None and failed:
             message = w.PushFailed(push=self.push.push, fence=self.push.fence, phase="verify", error="told to")
             self.do(self.services._pusher.failed(message))
-        self.do(self.services._pusher.engine_died("gone"))
+        self.do(self.services._pusher.engine_died(ENGINE, "gone"))
         self.push = None
         assert not self.served()
         if self.failed_pushes() > given_up:

@@ -150,10 +150,10 @@ class Engine(Worker):
 
     def leave(self) -> None:
         super().leave()
-        self.world.engines.pop(f"engine:{self.process.spawn}", None)
+        self.world.engines.pop(f"{self.process.name}:{self.process.spawn}", None)
 
     async def serve(self, welcome: w.Welcome) -> int:
-        address = f"engine:{self.process.spawn}"
+        address = f"{self.process.name}:{self.process.spawn}"
         self.world.engines[address] = self
         self.tell(w.Ready(socket=address, transfers=self.world.ways["engine"]))
         while True:

@@ -394,3 +394,17 @@ async def test_stop_before_there_is_a_process(rig: Make) -> None:
         await asyncio.wait_for(each.supervisor.stop("trainer", 5.0), SOON_S)
         assert each.supervisor.state("trainer") == "stopped"
         assert not helpers.tagged(each.instance)
+
+
+async def test_a_stopped_worker_can_be_dropped_and_its_name_used_again(rig: Make) -> None:
+    async with rig() as each:
+        await each.running()
+        with pytest.raises(ValueError, match="worker 'trainer' is ready; stop it before you drop it"):
+            each.supervisor.drop("trainer")
+        before = len(asyncio.all_tasks())
+        await each.supervisor.stop("trainer", SOON_S)
+        each.supervisor.drop("trainer")
+        assert each.supervisor.names() == ()
+        await until(lambda: len(asyncio.all_tasks()) < before)
+        await each.running()
+        assert each.record.spawns == 2

@@ -252,8 +252,8 @@ class Soak:
 
     def _ready_again(self, name: str, killed: float) -> float | None:
         """Seconds until another process of this worker can take work; None when it takes longer than a hit may wait."""
-        before = self._rig.rows("SELECT spawn FROM process WHERE name = ?", name)
-        sql = "SELECT 1 FROM process WHERE name = ? AND state IN ('ready', 'busy') AND spawn > ?"
+        before = self._rig.rows("SELECT spawn FROM process WHERE kind = ?", name)
+        sql = "SELECT 1 FROM process WHERE kind = ? AND state IN ('ready', 'busy') AND spawn > ?"
         within_s = self._plan.ready_s if self._plan.patient else self._plan.take_s
         if before and self._watch.reaches(lambda: bool(self._rig.rows(sql, name, before[0][0])), within_s):
             return time.monotonic() - killed

@@ -88,7 +88,7 @@ BUGS = (
         "tests/trainer/test_canary.py::test_a_sharp_model_may_be_as_far_off_as_fp32_makes_it", "assert", torch=True,
     ),
     Bug(
-        "failures-forgotten-with-each-step", "artd/serving/pusher.py",
+        "failures-forgotten-with-each-step", "artd/serving/push_ends.py",
         "    failures = attempts + failures_before(c, row)\n", "    failures = attempts\n",
         "tests/unit/test_push.py::test_steps_that_all_fail_pause_the_run_although_each_is_a_push_of_its_own", "assert",
     ),
@@ -261,6 +261,21 @@ BUGS = (
         "    return [row for row in rows if not unreadable(row)]\n", "    return list(rows)\n",
         "tests/unit/test_spec_values.py::test_a_run_whose_spec_cannot_be_read_is_paused_and_everything_else_lives",
         "assert",
+    ),
+    Bug(
+        "a-hold-is-of-every-engine", "artd/serving/routing_table.py",
+        "        (row[\"name\"], row[\"held\"]),\n", "        (\"engine-1-0\", row[\"held\"]),\n",
+        "tests/unit/test_fleet.py::test_a_push_holds_its_own_engine_alone", "assert",
+    ),
+    Bug(
+        "a-trainer-takes-another-runs-jobs-back", "artd/training/dispatch.py",
+        "WHERE worker = ? AND spawn <= ?\"", "WHERE ? <> '' AND state = 'running' AND spawn <= ?\"",
+        "tests/unit/test_fleet.py::test_two_runs_train_and_serve_beside_each_other", "assert",
+    ),
+    Bug(
+        "an-engines-death-forgets-all-engines", "artd/serving/push_ends.py",
+        "SELECT id FROM serving WHERE engine = ? AND state <> 'gone'", "SELECT id FROM serving WHERE ? <> '' AND state <> 'gone'",
+        "tests/unit/test_fleet.py::test_an_engine_that_dies_leaves_the_other_serving", "assert",
     ),
     Bug(
         "one-run-that-fails-holds-up-the-packer", "artd/packing/service.py",
@@ -841,7 +856,7 @@ BUGS = (
     ),
     Bug(
         "an-engine-lives-on-after-a-failed-push", "artd/serving/pusher.py",
-        "        if self._unknown is not None and self._unknown ==", "        if False and self._unknown ==",
+        "            if unknown.spawn is not None and unknown.spawn ==", "            if False and unknown.spawn ==",
         "tests/unit/test_push.py::test_an_engine_that_lives_on_after_its_push_failed_is_ended",
         r"assert \(?0 == 1",
     ),

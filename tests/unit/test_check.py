@@ -174,7 +174,7 @@ PLANTS = [
     Plant("serving.checkpoint", "serving ", "UPDATE serving SET checkpoint_id = 1 WHERE state = 'live'"),
     Plant("serving.checkpoint", "serving ", f"UPDATE checkpoint SET state = 'retired' WHERE id = {NEWEST}"),
     Plant("serving.left", "serving ", f"UPDATE checkpoint SET abandoned = 1 WHERE id = {NEWEST}"),
-    Plant("serving.engine", "serving ", "UPDATE process SET spawn = 2 WHERE name = 'engine'"),
+    Plant("serving.engine", "serving ", "UPDATE process SET spawn = spawn + 1 WHERE kind = 'engine'"),
     Plant("meta.instance", "instance none", "DELETE FROM meta WHERE key = 'instance'"),
     Plant("json", "row job", f"UPDATE job SET metrics = x'7b' WHERE id = {DONE}"),
     Plant("json", "row trajectory", f"UPDATE trajectory_data SET metrics = x'00' WHERE trajectory_id = {QUEUED}"),

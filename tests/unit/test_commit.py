@@ -12,7 +12,9 @@ from artd.runs.lifecycle import set_run_state
 from artd.training import commit as result
 from artd.training.commit import BadResult, Stale
 from artd_schema import worker as w
+from artd_schema.worker_names import trainer_name
 from tests.fakes.rows import (
+    TRAINER,
     FakeClock,
     FakeWire,
     add_run,
@@ -36,7 +38,7 @@ class World:
 
     async def report(self, sha, **changes):
         """Staged, and the daemon's last answer."""
-        await self.dispatch.staged(staged(self.order, sha, **changes))
+        await self.dispatch.staged(TRAINER, staged(self.order, sha, **changes))
         return self.wire.sent[-1][1]
 
     async def unchanged(self):
@@ -50,7 +52,7 @@ async def make(store, tmp_path, **changes):
     wire = FakeWire(trainer=1)
     dispatch = make_dispatch(store, data, wire)
     await add_worker(store, "trainer")
-    await dispatch._claim_next()
+    await dispatch._claim_next(1)
     (order,) = wire.of(w.Run)
     return World(store, data, wire, dispatch, order)
 
@@ -63,7 +65,7 @@ async def test_the_order_names_everything_that_the_trainer_needs(tmp_path):
         assert Path(order.batch).is_file() and Path(order.manifest).is_file()
         assert Path(order.manifest).name == order.batch_sha
         assert order.parent is not None and (Path(order.parent.dir) / "manifest.json").is_file()
-        assert await one(store, "SELECT state FROM process WHERE name = 'trainer'") == "busy"
+        assert await one(store, "SELECT state FROM process WHERE kind = 'trainer'") == "busy"
 
 
 async def test_a_commit_is_one_whole_step(tmp_path):
@@ -84,8 +86,8 @@ async def test_a_commit_is_one_whole_step(tmp_path):
         assert await one(store, "SELECT outcome FROM attempt WHERE job_id = ?", job["id"]) == "succeeded"
         assert await one(store, "SELECT value FROM metric WHERE step = 1 AND name = 'loss'") == 0.5
         assert await count(store, "push", "state = 'prepared'") == 2
-        assert await one(store, "SELECT state FROM process WHERE name = 'trainer'") == "ready"
-        assert it.dispatch._claim is None
+        assert await one(store, "SELECT state FROM process WHERE kind = 'trainer'") == "ready"
+        assert not it.dispatch._claims
 
 
 async def test_the_same_report_again_is_committed_again_and_changes_nothing(tmp_path):
@@ -102,17 +104,17 @@ async def test_reports_at_the_same_time_commit_once(tmp_path):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
         message = staged(it.order, stage(Path(it.order.dir), it.order))
-        await asyncio.gather(*(it.dispatch.staged(message) for _ in range(5)))
+        await asyncio.gather(*(it.dispatch.staged(TRAINER, message) for _ in range(5)))
         assert await count(store, "checkpoint") == 2 and it.wire.of(w.Fenced) == []
 
 
 async def test_an_old_fence_is_fenced_and_its_files_go(tmp_path):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
-        await it.dispatch.died(1, True, "killed")
+        await it.dispatch.died(TRAINER, 1, True, "killed")
         await add_worker(store, "trainer", 2)
-        it.wire.connected["trainer"] = 2
-        await it.dispatch._claim_next()
+        it.wire.connected[TRAINER] = 2
+        await it.dispatch._claim_next(1)
         newer = it.wire.of(w.Run)[-1]
         assert (newer.job, newer.fence) == (it.order.job, 2)
         answer = await it.report(stage(Path(it.order.dir), it.order))
@@ -120,8 +122,10 @@ async def test_an_old_fence_is_fenced_and_its_files_go(tmp_path):
         assert not Path(it.order.dir).exists()
         await it.unchanged()
         assert await one(store, "SELECT fence FROM job WHERE state = 'running'") == 2
-        assert it.dispatch._claim is not None and it.dispatch._claim.run.fence == 2
-        await it.dispatch.failed(w.Failed(job=it.order.job, fence=1, failure="permanent", error="an old life's"))
+        assert it.dispatch._claims and it.dispatch._claims[TRAINER].run.fence == 2
+        await it.dispatch.failed(
+            TRAINER, w.Failed(job=it.order.job, fence=1, failure="permanent", error="an old life's")
+        )
         assert it.wire.of(w.Fenced)[-1] == answer
         assert await one(store, "SELECT fence FROM job WHERE state = 'running'") == 2
 
@@ -244,18 +248,19 @@ async def test_failures_requeue_or_quarantine(tmp_path):
             (3, "permanent", "quarantined"),
         ]:
             await it.dispatch.failed(
-                w.Failed(job=job, fence=fence, failure=failure, error=f"{failure}!\ntrace", trace=f"in step {fence}")
+                TRAINER,
+                w.Failed(job=job, fence=fence, failure=failure, error=f"{failure}!\ntrace", trace=f"in step {fence}"),
             )
             assert it.wire.sent[-1][1] == w.Ack(job=job, fence=fence)
             (row,) = await store.read("SELECT * FROM job WHERE id = ?", (job,))
             assert (row["state"], row["error"]) == (state, f"{failure}!\ntrace")
             clock.advance(10)
-            await it.dispatch._claim_next()
+            await it.dispatch._claim_next(1)
         assert await one(store, "SELECT reason FROM run") == f"job {job} is quarantined: permanent!"
         attempts = await store.read("SELECT outcome, evidence FROM attempt WHERE job_id = ? ORDER BY fence", (job,))
         assert [row[0] for row in attempts] == ["interrupted", "transient", "permanent"]
         assert [row[1] for row in attempts] == ["in step 1", "in step 2", "in step 3"]
-        await it.dispatch.failed(w.Failed(job=job, fence=1, failure="transient", error="late"))
+        await it.dispatch.failed(TRAINER, w.Failed(job=job, fence=1, failure="transient", error="late"))
         assert it.wire.sent[-1][1] == w.Fenced(job=job, fence=1)
 
 
@@ -263,11 +268,11 @@ async def test_a_transient_failure_waits_before_it_is_claimed_again(tmp_path):
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path)
-        await it.dispatch.failed(w.Failed(job=it.order.job, fence=1, failure="transient", error="x"))
-        await it.dispatch._claim_next()
+        await it.dispatch.failed(TRAINER, w.Failed(job=it.order.job, fence=1, failure="transient", error="x"))
+        await it.dispatch._claim_next(1)
         assert len(it.wire.of(w.Run)) == 1
         clock.advance(2.1)
-        await it.dispatch._claim_next()
+        await it.dispatch._claim_next(1)
         assert [run.fence for run in it.wire.of(w.Run)] == [1, 2]
 
 
@@ -280,11 +285,11 @@ async def test_two_deaths_that_nobody_ordered_are_quarantine_and_ordered_ones_co
             (3, True, "queued"),
             (4, False, "quarantined"),
         ]:
-            await it.dispatch.died(spawn, ordered, "Segmentation fault", f"last words of {spawn}")
+            await it.dispatch.died(TRAINER, spawn, ordered, "Segmentation fault", f"last words of {spawn}")
             assert await one(store, "SELECT state FROM job WHERE kind = 'train'") == state
             await add_worker(store, "trainer", spawn + 1)
-            it.wire.connected["trainer"] = spawn + 1
-            await it.dispatch._claim_next()
+            it.wire.connected[TRAINER] = spawn + 1
+            await it.dispatch._claim_next(1)
         (job,) = await store.read("SELECT * FROM job WHERE kind = 'train'")
         assert (job["deaths"], job["attempts"], job["error"]) == (2, 2, "Segmentation fault")
         deaths = await store.read("SELECT error, evidence FROM attempt WHERE outcome = 'died' ORDER BY fence")
@@ -295,9 +300,9 @@ async def test_two_deaths_that_nobody_ordered_are_quarantine_and_ordered_ones_co
 async def test_a_death_of_an_older_process_does_not_touch_the_newer_ones_job(tmp_path):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
-        await it.dispatch.died(0, False, "an older one")
+        await it.dispatch.died(TRAINER, 0, False, "an older one")
         assert await one(store, "SELECT state FROM job WHERE kind = 'train'") == "running"
-        assert it.dispatch._claim is not None
+        assert it.dispatch._claims
 
 
 async def test_a_process_that_is_no_longer_the_trainer_is_fenced_out(tmp_path):
@@ -306,7 +311,7 @@ async def test_a_process_that_is_no_longer_the_trainer_is_fenced_out(tmp_path):
         late = staged(it.order, stage(Path(it.order.dir), it.order))
         assert await it.dispatch.late(late) is None  # its end is still being taken: it asks again
         assert Path(it.order.dir).is_dir()
-        await it.dispatch.died(1, True, "its lease was over")
+        await it.dispatch.died(TRAINER, 1, True, "its lease was over")
         Path(it.order.dir).mkdir(parents=True)  # it was not dead, and wrote
         fenced = w.Fenced(job=it.order.job, fence=1)
         assert await it.dispatch.late(w.Beat(job=it.order.job, fence=1)) == fenced
@@ -334,7 +339,7 @@ async def test_a_lost_order_is_sent_again(tmp_path):
         clock.advance(6)
         it.dispatch._send_again()
         assert len(it.wire.of(w.Run)) == 2
-        it.dispatch.accepted(w.Accepted(job=it.order.job, fence=1))
+        it.dispatch.accepted(TRAINER, w.Accepted(job=it.order.job, fence=1))
         clock.advance(6)
         it.dispatch._send_again()
         assert len(it.wire.of(w.Run)) == 2
@@ -358,7 +363,7 @@ async def test_a_death_during_the_commit_does_not_harm_a_result_that_is_whole(tm
         report = stage(Path(it.order.dir), it.order)
         committing = asyncio.ensure_future(it.report(report))
         await asyncio.sleep(0)  # it is on its way
-        await it.dispatch.died(it.wire.connected["trainer"], False, "killed by SIGKILL")
+        await it.dispatch.died(TRAINER, it.wire.connected[TRAINER], False, "killed by SIGKILL")
         assert isinstance(await committing, w.Committed)
         assert await one(store, "SELECT step FROM run") == 1
         assert await one(store, "SELECT deaths FROM job WHERE kind = 'train'") == 0
@@ -369,10 +374,10 @@ async def test_a_job_is_given_to_its_own_runs_trainer_only(tmp_path):
         data, wire = data_dir(tmp_path), FakeWire(trainer=1)
         await add_run(store)
         await add_worker(store, "trainer")
-        wire.employer = 2
+        wire.connected = {trainer_name(2): 1}
         dispatch = make_dispatch(store, data, wire)
-        await dispatch._claim_next()
+        await dispatch._claim_next(1)
         assert not wire.of(w.Run)
-        wire.employer = 1
-        await dispatch._claim_next()
+        wire.connected = {TRAINER: 1}
+        await dispatch._claim_next(1)
         assert wire.of(w.Run)

@@ -34,6 +34,7 @@ OF_A_RUN = (
     "metric",
     "group_count",
     "pause",
+    "process",
 )
 
 
@@ -76,6 +77,7 @@ def root(tmp_path: Path) -> Path:
 
 async def give_away(store) -> None:
     await store.write(lambda c: c.execute("UPDATE serving SET state = 'gone' WHERE run_id = 1").rowcount)
+    await store.write(lambda c: c.execute("UPDATE process SET state = 'stopped' WHERE run_id = 1").rowcount)
     await order(store, "old")
 
 
@@ -92,6 +94,9 @@ def test_every_commit_of_a_deletion_keeps_every_promise(root: Path, monkeypatch)
             others = await held(store, 2)
             folders = [row["dir"] for row in await store.read("SELECT dir FROM checkpoint WHERE run_id = 1")]
             assert len(await held(store, 1)) >= 7
+            logs = [data_dir(root).log(name) for name in ("trainer-1", "engine-1-0", "engine-1-0-server", "trainer-2")]
+            for log in logs:
+                log.write_text("words")
             await give_away(store)
             with pytest.raises(InterruptedError):
                 await watched(store, monkeypatch, clean, cut=12)
@@ -99,6 +104,7 @@ def test_every_commit_of_a_deletion_keeps_every_promise(root: Path, monkeypatch)
             await watched(store, monkeypatch, clean)
             assert await held(store, 1) == {} and await held(store, 2) == others
             assert not any((root / folder).exists() for folder in folders)
+            assert [log.exists() for log in logs] == [False, False, False, True]
             assert await count(store, "event", "run = 'old'") == 0 and await count(store, "event", "run = 'r'")
             assert await one(store, "SELECT name FROM run WHERE id = 1") == ".deleted.1"
 
@@ -173,4 +179,6 @@ async def test_a_run_with_a_worker_at_work_waits(tmp_path: Path):
         await order(store, "r")
         assert await store.read(deletion.DUE) == []
         await store.write(lambda c: c.execute("UPDATE serving SET state = 'gone'").rowcount)
+        assert await store.read(deletion.DUE) == [], "its trainer is still ready"
+        await store.write(lambda c: c.execute("UPDATE process SET state = 'stopped'").rowcount)
         assert len(await store.read(deletion.DUE)) == 1

@@ -22,7 +22,19 @@ from artd.store.fs import is_full
 from artd.store.store import set_meta
 from artd_schema import worker as w
 from tests.awake import SOON_S, until
-from tests.fakes.rows import FakeClock, FakeWire, add_run, count, data_dir, make_ingest, one, open_store, stage, submit
+from tests.fakes.rows import (
+    TRAINER,
+    FakeClock,
+    FakeWire,
+    add_run,
+    count,
+    data_dir,
+    make_ingest,
+    one,
+    open_store,
+    stage,
+    submit,
+)
 from tests.fakes.steps import claim, commit_next, make_dispatch, pack, pack_here, staged
 
 pytestmark = pytest.mark.asyncio
@@ -185,7 +197,7 @@ async def test_a_result_that_the_disk_cannot_keep_is_interrupted_and_never_count
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr("artd.training.commit.publish", full)
-        await dispatch.staged(staged(order, stage(Path(order.dir), order)))
+        await dispatch.staged(TRAINER, staged(order, stage(Path(order.dir), order)))
         assert wire.of(w.Fenced) and not Path(order.dir).exists()
         row = (await store.read("SELECT state, attempts, deaths FROM job WHERE id = ?", (order.job,)))[0]
         assert tuple(row) == ("queued", 0, 0)

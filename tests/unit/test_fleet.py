@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from artd.core import fleet
 from artd.packing import child, service
 from artd.retention.checkpoints import CheckpointRetention
 from artd.runs import lifecycle
 from artd.runs.lifecycle import set_run_state
+from artd.serving.pusher import _engines as pusher_engines
+from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
 from artd_schema import client_api as api
+from artd_schema import worker as w
+from artd_schema.worker_names import engine_name, trainer_name
 from tests.awake import SOON_S
-from tests.fakes.rows import add_run, body, data_dir, make_ingest, one, open_store, settle, turn
-from tests.fakes.steps import commit_next, room, serve, train_next
+from tests.fakes.rows import (
+    FakeWire,
+    add_run,
+    add_worker,
+    body,
+    data_dir,
+    make_ingest,
+    one,
+    open_store,
+    settle,
+    stage,
+    turn,
+)
+from tests.fakes.steps import commit_next, make_dispatch, make_pusher, room, serve, staged, train_next
 
 pytestmark = pytest.mark.asyncio
 
@@ -22,6 +40,87 @@ pytestmark = pytest.mark.asyncio
 @pytest.fixture(autouse=True)
 def lifted(monkeypatch):
     monkeypatch.setattr(lifecycle, "admission_error", lambda unfinished: "")
+
+
+@pytest.fixture
+def two_engines(monkeypatch):
+    monkeypatch.setattr(fleet, "engine_count", lambda spec: 2)
+
+
+def live(push):
+    return w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0)
+
+
+async def test_two_runs_train_and_serve_beside_each_other(tmp_path):
+    async with open_store(tmp_path) as store:
+        data, names = data_dir(tmp_path), [trainer_name(1), trainer_name(2), engine_name(1), engine_name(2)]
+        for run in ("a", "b"):
+            await add_run(store, run)
+        for name in names:
+            await add_worker(store, name, 1, "ready", f"/{name}")
+        wire = FakeWire()
+        wire.connected = dict.fromkeys(names, 1)
+        dispatch, pusher = make_dispatch(store, data, wire), make_pusher(store, data, wire)
+        for run in (1, 2):
+            await dispatch._claim_next(run)
+        assert [(name, order.job) for name, order in wire.sent] == [("trainer-1", 1), ("trainer-2", 2)]
+        await dispatch.died("trainer-1", 1, True, "killed")
+        assert [row["state"] for row in await store.read("SELECT state FROM job ORDER BY id")] == ["queued", "running"]
+        assert {holder.name for holder in dispatch.holders()} == {"trainer-2"}
+        order = wire.of(w.Run)[1]
+        await dispatch.staged("trainer-2", staged(order, stage(Path(order.dir), order, run="b")))
+        assert [row["step"] for row in await store.read("SELECT step FROM run ORDER BY id")] == [-1, 0]
+        for engine in await store.write(pusher_engines):
+            await pusher._send_due(engine)
+        assert [name for name, push in wire.sent if isinstance(push, w.Push)] == ["engine-2-0"]
+        await pusher.live(live(wire.of(w.Push)[0]))
+        table = await store.write(load_table)
+        assert table.runs == ("a", "b")
+        assert [(route.engine, [s.name for s in route.served]) for route in table.engines] == [
+            ("engine-1-0", []), ("engine-2-0", ["b@0"]),
+        ]  # fmt: skip
+
+
+async def two_served(store, data):
+    """A run whose two engines serve step 0; returns the wire and the pusher."""
+    await add_run(store)
+    await commit_next(store, data)
+    engines = [engine_name(1, replica) for replica in range(2)]
+    for name in engines:
+        await add_worker(store, name, 1, "ready", f"/{name}")
+    wire = FakeWire()
+    wire.connected = dict.fromkeys(engines, 1)
+    pusher = make_pusher(store, data, wire)
+    for name in engines:
+        await pusher._send_due(name)
+    assert len(pusher._sending) == 2 and len({push.fence for push in wire.of(w.Push)}) == 2
+    return engines, wire, pusher
+
+
+async def test_a_push_holds_its_own_engine_alone(tmp_path, two_engines):
+    async with open_store(tmp_path) as store:
+        engines, wire, pusher = await two_served(store, data_dir(tmp_path))
+        second = wire.of(w.Push)[1]
+        await pusher.pausing(w.Pausing(push=second.push, fence=second.fence))
+        table = await store.write(load_table)
+        assert [(route.engine, route.hold) for route in table.engines] == [(engines[0], False), (engines[1], True)]
+        assert [name for name, message in wire.sent if isinstance(message, w.Proceed)] == [engines[1]]
+
+
+async def test_an_engine_that_dies_leaves_the_other_serving(tmp_path, two_engines):
+    async with open_store(tmp_path) as store:
+        engines, wire, pusher = await two_served(store, data_dir(tmp_path))
+        for push in wire.of(w.Push):
+            await pusher.live(live(push))
+        await pusher.engine_died(engines[0], "killed")
+        rows = await store.read("SELECT engine, state FROM serving ORDER BY engine")
+        assert [tuple(row) for row in rows] == [(engines[0], "gone"), (engines[1], "live")]
+        wire.connected[engines[0]] = 2
+        await add_worker(store, engines[0], 2, "ready", "/again")
+        await pusher._send_due(engines[0])  # prepares the push
+        await pusher._send_due(engines[0])
+        (again,) = [push for name, push in wire.sent if isinstance(push, w.Push)][2:]
+        assert again.name == "r@0" and pusher._sending.keys() == {engines[0]}
 
 
 async def fill(store, data, run):

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from artd.datadir.layout import DataDir
-from artd.serving.pusher import ENGINE, GATEWAY, HELD_S, Pusher
+from artd.serving.pusher import HELD_S, Pusher
 from artd.serving.routing_table import Router, load_table
 from artd.store.store import WAKE_S, Store
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, open_store, settle
+from artd_schema.worker_names import GATEWAY
+from tests.fakes.rows import ENGINE, TRAINER, FakeWire, add_run, add_worker, data_dir, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -32,7 +33,7 @@ class World:
 
     async def push(self) -> w.Push:
         """The push that is due, sent."""
-        await self.pusher._send_due()
+        await self.pusher._send_due(ENGINE)
         return self.wire.of(w.Push)[-1]
 
     async def pausing(self, push: w.Push, /, **changes: int) -> None:
@@ -70,7 +71,7 @@ class World:
         """The engine's process is proven dead, and the next one is ready."""
         spawn = self.wire.connected.pop(ENGINE)
         await add_worker(self.store, ENGINE, spawn, "backoff")
-        await self.pusher.engine_died("killed")
+        await self.pusher.engine_died(ENGINE, "killed")
         self.wire.connected[ENGINE] = spawn + 1
         await add_worker(self.store, ENGINE, spawn + 1, "ready", "/e.sock")
 
@@ -106,14 +107,14 @@ async def test_hold_is_asked_when_the_engine_wants_to_pause_and_proceed_sent_whe
     async with world(tmp_path) as it:
         push = await it.push()
         await it.rest()
-        assert it.order() == ["Push trainer", "Push engine"] and not it.holding(), "it generates still"
+        assert it.order() == [f"Push {TRAINER}", f"Push {ENGINE}"] and not it.holding(), "it generates still"
         await it.pausing(push)
         assert it.order()[2:] == ["Hold gateway"] and it.holding()
         for stale in ({"push": push.push + 1}, {"fence": push.fence - 1}, {"fence": push.fence + 1}):
             await it.held(push, **stale)
         assert not it.wire.of(w.Proceed)
         await it.held(push)
-        assert it.order()[2:] == ["Hold gateway", "Proceed engine"]
+        assert it.order()[2:] == ["Hold gateway", f"Proceed {ENGINE}"]
         assert it.wire.of(w.Proceed) == [w.Proceed(push=push.push, fence=push.fence)]
         (table,) = (await it.store.write(load_table)).engines
         assert table.hold, "as long as the push is under way"
@@ -152,7 +153,7 @@ async def test_pausing_said_twice_holds_once(tmp_path):
         for _ in range(2):
             await it.pausing(push)
         await it.held(push)
-        assert it.order()[2:] == ["Hold gateway", "Proceed engine"]
+        assert it.order()[2:] == ["Hold gateway", f"Proceed {ENGINE}"]
 
 
 async def test_a_lora_push_never_holds(tmp_path):
@@ -170,7 +171,7 @@ async def test_without_a_gateway_nothing_is_admitted_and_the_next_ones_first_tab
         it.wire.connected.pop(GATEWAY)
         push = await it.push()
         await it.pausing(push)
-        assert it.order()[2:] == ["Proceed engine"]
+        assert it.order()[2:] == [f"Proceed {ENGINE}"]
         it.wire.connected[GATEWAY] = 2
         it.store.announce()
         await it.rest()
@@ -186,7 +187,7 @@ async def test_a_gateway_that_dies_is_not_waited_for(tmp_path):
         it.wire.connected.pop(GATEWAY)
         it.pusher.gateway_died()
         await it.rest()
-        assert it.order()[2:] == ["Hold gateway", "Proceed engine"] and it.kills == []
+        assert it.order()[2:] == ["Hold gateway", f"Proceed {ENGINE}"] and it.kills == []
 
 
 async def test_a_gateway_that_was_started_while_the_row_was_written_has_to_confirm(tmp_path):
@@ -209,7 +210,7 @@ async def test_a_gateway_that_was_started_while_the_row_was_written_has_to_confi
         await it.rest()
         assert it.order()[2:] == ["Hold gateway"], "it may admit until it has said Held"
         await it.held(push)
-        assert it.order()[2:] == ["Hold gateway", "Proceed engine"]
+        assert it.order()[2:] == ["Hold gateway", f"Proceed {ENGINE}"]
 
 
 async def test_a_gateway_that_does_not_confirm_is_killed_and_its_death_waited_for(tmp_path, monkeypatch):
@@ -267,8 +268,8 @@ async def test_an_engine_that_dies_while_the_row_is_written_is_not_held_for(tmp_
     """Its table that releases may have been sent already: a hold after it would last for ever."""
     async with world(tmp_path) as it:
         push = await it.push()
-        died = asyncio.ensure_future(it.pusher.engine_died("killed"))
+        died = asyncio.ensure_future(it.pusher.engine_died(ENGINE, "killed"))
         await it.pausing(push)
         await died
         await it.rest()
-        assert it.order() == ["Push trainer", "Push engine", "PushEnd trainer"] and not it.holding()
+        assert it.order() == [f"Push {TRAINER}", f"Push {ENGINE}", f"PushEnd {TRAINER}"] and not it.holding()

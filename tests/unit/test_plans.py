@@ -29,8 +29,9 @@ from artd.store.migrate import migrate
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from tests.cli.rows import busy
-from tests.fakes.rows import EVERY_STEP as ROUTED
 from tests.fakes.rows import (
+    ENGINE,
+    TRAINER,
     FakeWire,
     add_run,
     add_worker,
@@ -41,6 +42,7 @@ from tests.fakes.rows import (
     open_store,
     submit,
 )
+from tests.fakes.rows import EVERY_STEP as ROUTED
 from tests.fakes.steps import claim, commit_next, make_dispatch, make_pusher, pack, serve, train_next
 
 SMALL = (
@@ -168,7 +170,7 @@ async def live(store, data):
     await ingest.seal(api.Seal(run="r", group="refs"))
     for _ in range(2):
         await train_next(store, data)
-        await pusher._send_due()
+        await pusher._send_due(ENGINE)
         push = wire.of(w.Push)[-1]
         await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
         await store.write(load_table)
@@ -177,15 +179,15 @@ async def live(store, data):
     await store.write(CheckpointRetention(store, data)._retire)
     order = await claim_another(store, data, dispatch)
     await dispatch.late(w.Staged(job=order.job, fence=0, dir=order.dir, manifest_sha="0" * 64))
-    await dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="x"))
-    await dispatch.died(1, True, "gone")
+    await dispatch.failed(TRAINER, w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="x"))
+    await dispatch.died(TRAINER, 1, True, "gone")
     await store.write(lambda c: end_job(c, 0, order.job, True))
     await store.write(lambda c: rollback(c, 0, api.Rollback(run="r", step=1, lineage=0)))
     await runs.wait(api.WaitStep(run="r", step=1, timeout_s=0.0))
-    await pusher.engine_died("gone")
+    await pusher.engine_died(ENGINE, "gone")
     await add_worker(store, "engine", 2, "ready", "/e.sock")
     for _ in range(2):
-        await pusher._send_due()
+        await pusher._send_due(ENGINE)
     await store.write(lambda c: clock_jumps.follow(c, store.clock.now_ms(), 10_000))
     await Collector(store, Blobs(data.blobs), Retention()).collect()
 

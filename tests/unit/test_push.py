@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from artd.runs.lifecycle import set_run_state
-from artd.serving.pusher import DEADLINE_S, GONE_S, MAX_ATTEMPTS
+from artd.serving.push_ends import MAX_ATTEMPTS
+from artd.serving.pusher import DEADLINE_S, GONE_S
 from artd_schema import worker as w
-from tests.fakes.rows import FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store
+from artd_schema.worker_names import engine_name
+from tests.fakes.rows import ENGINE, TRAINER, FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, serve, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -22,8 +24,8 @@ class World:
     async def send(self):
         """One look of the pusher; the Push that it sent, if it did."""
         before = len(self.wire.of(w.Push))
-        await self.pusher._send_due()
-        sent = [m for name, m in self.wire.sent if isinstance(m, w.Push) and name == "engine"]
+        await self.pusher._send_due(ENGINE)
+        sent = [m for name, m in self.wire.sent if isinstance(m, w.Push) and name == ENGINE]
         return sent[-1] if len(self.wire.of(w.Push)) > before else None
 
     def states(self):
@@ -34,10 +36,10 @@ class World:
 
     async def restart_engine(self, error="it fell"):
         """The process dies, is proven dead, and another one is ready."""
-        spawn = self.wire.connected.pop("engine", 0)
+        spawn = self.wire.connected.pop(ENGINE, 0)
         await add_worker(self.store, "engine", spawn, "backoff")
-        await self.pusher.engine_died(error)
-        self.wire.connected["engine"] = spawn + 1
+        await self.pusher.engine_died(ENGINE, error)
+        self.wire.connected[ENGINE] = spawn + 1
         await add_worker(self.store, "engine", spawn + 1, "ready", "/e.sock")
 
 
@@ -82,7 +84,7 @@ async def test_live_with_another_fence_changes_nothing(tmp_path, clock, changes)
         events = await count(store, "event")
         await it.pusher.live(live(push, **changes))
         assert await it.push_states() == ["sending"] and await count(store, "serving") == 0
-        assert await count(store, "event") == events and it.pusher._sending is not None
+        assert await count(store, "event") == events and it.pusher._sending
         await it.pusher.live(live(push))
         assert await it.push_states() == ["live"]
 
@@ -104,7 +106,7 @@ async def test_live_without_a_connected_engine_changes_nothing(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
         push = await it.send()
-        it.wire.connected.pop("engine")
+        it.wire.connected.pop(ENGINE)
         await it.pusher.live(live(push))
         assert await it.push_states() == ["sending"]
 
@@ -148,7 +150,7 @@ async def test_one_push_at_a_time(tmp_path, clock):
         it = await make(store, tmp_path, clock)
         await it.send()
         await train_next(store, it.data)
-        assert await store.write(it.pusher._claim) is None
+        assert await store.write(lambda c: it.pusher._claim(c, ENGINE)) is None
         assert await it.push_states() == ["sending", "prepared"]
 
 
@@ -171,7 +173,7 @@ async def test_a_failure_with_an_old_fence_changes_nothing(tmp_path, clock):
         it = await make(store, tmp_path, clock)
         push = await it.send()
         await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence - 1, phase="load", error="x"))
-        assert await it.push_states() == ["sending"] and it.pusher._sending is not None
+        assert await it.push_states() == ["sending"] and it.pusher._sending
 
 
 async def test_five_failures_pause_the_run_and_resume_tries_again(tmp_path, clock):
@@ -238,7 +240,7 @@ async def test_a_live_push_comes_from_the_trainer_that_made_the_checkpoint(tmp_p
         await train_next(store, it.data)
         push = await it.send()
         assert push.source == "live" and push.rendezvous
-        assert [name for name, m in it.wire.sent if isinstance(m, w.Push)][-2:] == ["trainer", "engine"]
+        assert [name for name, m in it.wire.sent if isinstance(m, w.Push)][-2:] == [TRAINER, ENGINE]
         await it.pusher.live(live(push))
         assert it.wire.of(w.PushEnd) == [w.PushEnd(push=push.push, fence=push.fence)]
 
@@ -248,7 +250,7 @@ async def test_another_trainer_process_cannot_feed_it(tmp_path, clock):
         it = await make(store, tmp_path, clock)
         await it.pusher.live(live(await it.send()))
         await train_next(store, it.data)
-        it.wire.connected["trainer"] = 2
+        it.wire.connected[TRAINER] = 2
         assert (await it.send()).source == "disk"
 
 
@@ -262,8 +264,8 @@ async def test_a_refusal_or_the_trainers_death_restarts_the_engine(tmp_path, clo
         await it.pusher.refused(w.Refused(push=push.push, fence=push.fence - 1, reason="of an older attempt"))
         assert it.kills == []
         await it.pusher.refused(w.Refused(push=push.push, fence=push.fence, reason="not resident"))
-        await it.pusher.trainer_died()
-        assert [name for name, _ in it.kills] == ["engine", "engine"] and "not resident" in it.kills[0][1]
+        await it.pusher.trainer_died(TRAINER)
+        assert [name for name, _ in it.kills] == [ENGINE, ENGINE] and "not resident" in it.kills[0][1]
 
 
 def awake(it, clock, seconds):
@@ -331,16 +333,17 @@ async def test_nothing_is_sent_to_an_engine_that_is_not_ready_or_not_connected(t
         assert await it.send() is None
         await add_worker(store, "engine", 2, "ready")
         assert await it.send() is None  # the row is of a newer process than the one that is connected
-        it.wire.connected["engine"] = 2
+        it.wire.connected[ENGINE] = 2
         assert await it.send() is not None
 
 
 async def test_nothing_is_sent_to_another_runs_engine(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
-        it.wire.employer = 2
+        spawn = it.wire.connected.pop(ENGINE)
+        it.wire.connected[engine_name(2)] = spawn
         assert await it.send() is None
-        it.wire.employer = 1
+        it.wire.connected[ENGINE] = spawn
         assert await it.send() is not None
 
 
@@ -381,7 +384,7 @@ async def test_a_live_push_travels_the_engines_best_way_that_the_trainer_can_go(
 ):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
-        for name, ways in (("trainer", trainer), ("engine", engine)):
+        for name, ways in ((TRAINER, trainer), (ENGINE, engine)):
             if ways:
                 it.pusher.transfers.able(name, 1, ways)
         await served_once(it)
@@ -396,18 +399,18 @@ async def test_a_live_push_travels_the_engines_best_way_that_the_trainer_can_go(
 async def test_a_way_that_a_trainer_refused_is_not_taken_again_by_this_spawn(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
-        for name in ("trainer", "engine"):
+        for name in (TRAINER, ENGINE):
             it.pusher.transfers.able(name, 1, ("direct", "nccl", "stock"))
         await served_once(it)
         push = await it.send()
         refusal = {"push": push.push, "fence": push.fence, "reason": "layer 3 is not covered"}
         await it.pusher.refused(w.Refused(**refusal, transfer="direct"))
-        assert it.kills[-1][0] == "engine" and "layer 3" in it.kills[-1][1]
+        assert it.kills[-1][0] == ENGINE and "layer 3" in it.kills[-1][1]
         ways = it.pusher.transfers
-        assert ways.choose(("trainer", 1), ("engine", 1)) == "stock"
-        ways.able("trainer", 2, ("direct", "nccl", "stock"))
-        assert ways.choose(("trainer", 2), ("engine", 1)) == "direct"
-        ways.able("trainer", 3, ("nccl", "stock"))
-        assert ways.choose(("trainer", 3), ("engine", 1)) == "nccl"
-        ways.refused(3, "nccl")  # one GPU for both, or another NCCL
-        assert ways.choose(("trainer", 3), ("engine", 1)) == "stock"
+        assert ways.choose((TRAINER, 1), (ENGINE, 1)) == "stock"
+        ways.able(TRAINER, 2, ("direct", "nccl", "stock"))
+        assert ways.choose((TRAINER, 2), (ENGINE, 1)) == "direct"
+        ways.able(TRAINER, 3, ("nccl", "stock"))
+        assert ways.choose((TRAINER, 3), (ENGINE, 1)) == "nccl"
+        ways.refused((TRAINER, 3), ENGINE, "nccl")  # one GPU for both, or another NCCL
+        assert ways.choose((TRAINER, 3), (ENGINE, 1)) == "stock"

@@ -14,7 +14,7 @@ from artd.runs.lifecycle import set_run_state
 from artd.store import fs
 from artd.training import commit as result
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_run, add_worker, count, data_dir, one, open_store, stage
+from tests.fakes.rows import ENGINE, FakeWire, add_run, add_worker, count, data_dir, one, open_store, stage
 from tests.fakes.steps import claim, commit_next, make_pusher, packed_run, serve
 
 pytestmark = pytest.mark.asyncio
@@ -185,7 +185,7 @@ async def test_what_was_served_or_sent_is_forgotten(tmp_path):
         await twice(store, data)
         assert await count(store, "serving", "state <> 'gone'") == 0
         assert await one(store, "SELECT state FROM push") == "superseded"
-        (row,) = await store.read("SELECT * FROM process WHERE name = 'engine'")
+        (row,) = await store.read("SELECT * FROM process WHERE kind = 'engine'")
         assert (row["state"], row["pid"], row["address"], row["spawn"]) == ("stopped", None, "", 1)
 
 
@@ -197,7 +197,7 @@ async def test_a_push_under_way_goes_back_and_a_restart_costs_no_attempt(tmp_pat
         for boot in range(1, 8):
             await add_worker(store, "engine", boot, "ready", "/s")
             pusher = make_pusher(store, data, FakeWire(trainer=1, engine=boot))
-            await pusher._send_due()
+            await pusher._send_due(ENGINE)
             assert await one(store, "SELECT state FROM push") == "sending"
             await recover(store, data)
         (push,) = await store.read("SELECT * FROM push")
@@ -228,8 +228,8 @@ async def test_an_old_lives_word_after_recovery_changes_nothing(tmp_path):
         await commit_next(store, data)
         await add_worker(store, "engine", 1, "ready", "/s")
         pusher = make_pusher(store, data, FakeWire(engine=1))
-        await pusher._send_due()
-        push = pusher._sending.message
+        await pusher._send_due(ENGINE)
+        push = pusher._sending[ENGINE].message
         await recover(store, data)
         await make_pusher(store, data, FakeWire(engine=2)).live(
             w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0)

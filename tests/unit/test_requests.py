@@ -23,6 +23,7 @@ from artd_schema.trajectory import ExchangeRef
 from tests.awake import SOON_S, until
 from tests.fakes.rows import (
     EVERY_STEP,
+    TRAINER,
     FakeWire,
     add_run,
     add_worker,
@@ -80,7 +81,7 @@ async def quarantined(desk):
         await submit(desk.ingest, key=key, reward=reward)
     assert await pack(desk.store, desk.data)
     order = await claim(desk.store, desk.data, desk.dispatch)
-    await desk.dispatch.failed(w.Failed(job=order.job, fence=order.fence, failure="permanent", error="NaN"))
+    await desk.dispatch.failed(TRAINER, w.Failed(job=order.job, fence=order.fence, failure="permanent", error="NaN"))
     return order.job
 
 
@@ -271,11 +272,11 @@ async def test_cancel_of_a_running_job_tells_the_trainer(tmp_path):
         job = await quarantined(desk)
         await desk.ask(api.RetryJob(job=job))
         await add_worker(store, "trainer")
-        await desk.dispatch._claim_next()
+        await desk.dispatch._claim_next(1)
         assert await desk.ask(api.CancelJob(job=job)) == api.Done()
         assert desk.wire.of(w.Cancel) == [w.Cancel(job=job, fence=2)]
         assert await one(store, "SELECT cancel FROM job WHERE id = ?", job) == 1
-        await desk.dispatch.failed(w.Failed(job=job, fence=2, failure="interrupted", error="cancelled"))
+        await desk.dispatch.failed(TRAINER, w.Failed(job=job, fence=2, failure="interrupted", error="cancelled"))
         assert await one(store, "SELECT state FROM job WHERE id = ?", job) == "cancelled"
 
 

@@ -7,7 +7,7 @@ import pytest
 from artd.retention.checkpoints import CheckpointRetention, find_leftovers
 from artd.runs.lifecycle import set_run_state
 from artd_schema import worker as w
-from tests.fakes.rows import FakeWire, add_run, add_worker, data_dir, one, open_store
+from tests.fakes.rows import ENGINE, FakeWire, add_run, add_worker, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -80,8 +80,8 @@ async def test_an_adapter_that_the_running_engine_was_given_stays_until_it_is_go
         for step in range(4):
             if step:
                 await train_next(store, data)
-            await pusher._send_due()
-            push = pusher._sending.message
+            await pusher._send_due(ENGINE)
+            push = pusher._sending[ENGINE].message
             await pusher.live(w.Live(push=push.push, fence=push.fence, max_abs=0.0, mean_abs=0.0))
         await store.write(CheckpointRetention(store, data)._retire)
         assert await steps(store) == [0, 1, 2, 3]

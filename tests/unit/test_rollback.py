@@ -16,6 +16,7 @@ from artd.store.blobs import Blobs
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from tests.fakes.rows import (
+    ENGINE,
     EVERY_STEP,
     FakeWire,
     add_run,
@@ -193,8 +194,8 @@ async def test_the_engine_gets_the_older_step_from_disk(tmp_path, mode, unloaded
         await add_worker(store, "trainer")
         wire = FakeWire(trainer=1, engine=1)
         pusher = make_pusher(store, data, wire)
-        await pusher._send_due()
-        await pusher._send_due()
+        await pusher._send_due(ENGINE)
+        await pusher._send_due(ENGINE)
         message = wire.of(w.Push)[-1]
         assert (message.name, message.source, message.checkpoint.step) == ("r@2", "disk", 2)
         await pusher.live(w.Live(push=message.push, fence=message.fence, max_abs=0.0, mean_abs=0.0))
@@ -211,7 +212,7 @@ async def test_a_push_of_a_left_step_that_was_under_way_lets_nothing_in(tmp_path
         await train_next(store, data)
         wire = FakeWire(engine=1)
         pusher = make_pusher(store, data, wire)
-        await pusher._send_due()
+        await pusher._send_due(ENGINE)
         await back(store, 1)
         (message,) = wire.of(w.Push)
         assert message.name == "r@2"

@@ -254,7 +254,7 @@ async def test_wait_names_a_worker_that_nothing_starts_any_more(tmp_path):
             await store.write(lambda c, row=row: c.execute(insert, row))
         assert (await make_runs(store).wait(wait(0))).problem == "trainer is broken: no CUDA device"
         bare = "ended with exit status 1\nTraceback\nRuntimeError: out of memory"
-        await store.write(lambda c: c.execute("UPDATE process SET error = ? WHERE name = 'trainer'", (bare,)))
+        await store.write(lambda c: c.execute("UPDATE process SET error = ? WHERE kind = 'trainer'", (bare,)))
         assert (await make_runs(store).wait(wait(0))).problem == "trainer is broken: RuntimeError: out of memory"
 
 

@@ -20,10 +20,9 @@ from artd.net.router import WorkerWire
 from artd.services import Services
 from artd.store.store import Store
 from artd.training import commit as result
-from artd.training.dispatch import TRAINER
 from artd.workforce import Boot
 from artd_schema import worker as w
-from tests.fakes.rows import FakeClock, add_worker, data_dir, one, open_store, stage
+from tests.fakes.rows import TRAINER, FakeClock, add_worker, data_dir, one, open_store, stage
 from tests.fakes.steps import INSTANCE, packed_run, staged
 
 pytestmark = pytest.mark.asyncio
@@ -53,8 +52,8 @@ class Bench:
         """The job, by a new process."""
         self.spawn += 1
         await add_worker(self.store, TRAINER, self.spawn)
-        self.wire.register(TRAINER, self.spawn, b"peer", 1)
-        await self.dispatch._claim_next()
+        self.wire.register(TRAINER, self.spawn, b"peer")
+        await self.dispatch._claim_next(1)
         return self.sent[-1]
 
     def beat(self, order: w.Run, progress: int, fence: int = 0) -> None:
@@ -140,7 +139,7 @@ async def test_a_result_that_is_being_committed_does_not_stand_still(tmp_path, m
 
         monkeypatch.setattr(result, "verify", slow)
         it.beat(order, progress=5)
-        report = asyncio.ensure_future(it.dispatch.staged(staged(order, stage(Path(order.dir), order))))
+        report = asyncio.ensure_future(it.dispatch.staged(TRAINER, staged(order, stage(Path(order.dir), order))))
         await asyncio.to_thread(hashing.wait, 20)
         for _ in HOUR:
             it.beat(order, progress=5)
@@ -172,8 +171,8 @@ async def test_only_the_job_that_stood_still_pays_for_it(tmp_path):
         for _ in range(12):
             it.look()
         assert len(it.kills) == 1
-        await it.dispatch.failed(w.Failed(job=order.job, fence=1, failure="interrupted", error="disk full"))
-        await it.dispatch._claim_next()
+        await it.dispatch.failed(TRAINER, w.Failed(job=order.job, fence=1, failure="interrupted", error="disk full"))
+        await it.dispatch._claim_next(1)
         assert it.sent[-1].fence == 2
         await it.dies()
         assert await it.job() == ("queued", 0, 0)

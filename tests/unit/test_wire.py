@@ -208,14 +208,13 @@ async def test_who_is_who(folder):
         peer.send_multipart(TO_WORKER.encode(w.Beat()))
         await until(lambda: taken)
         assert wire.who(b"trainer:4") is None and wire.spawn("trainer") is None
-        wire.register("trainer", 4, b"trainer:4", 9)
-        assert wire.run("trainer") == 9 and wire.run("engine") is None
+        wire.register("trainer", 4, b"trainer:4")
         assert wire.who(b"trainer:4") == ("trainer", 4) and wire.spawn("trainer") == 4
         assert wire.send("trainer", w.Exit(grace_s=0.0)) and not wire.send("engine", w.Exit(grace_s=0.0))
         wire.forget("trainer", 3)
         assert wire.spawn("trainer") == 4
         wire.forget("trainer", 4)
-        assert wire.run("trainer") is None
+        assert wire.spawn("trainer") is None
         assert not wire.send("trainer", w.Exit(grace_s=0.0)) and wire.who(b"trainer:4") is None
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from artd import runtimes
 from artd.config import Gpus, Interpreter, Runtimes, Settings
+from artd.crew import load_crew
 from artd.errors import RequestError
 from artd.net.router import WorkerWire
 from artd.runs.lifecycle import set_run_state
@@ -27,7 +28,7 @@ from artd_schema import worker as w
 from artd_schema.engines import ENGINES
 from artd_schema.packages import PackageCode, RunCode
 from artd_schema.spec import LossSpec
-from tests.fakes.rows import BASE, add_run, count, data_dir, one, open_store, settle
+from tests.fakes.rows import BASE, ENGINE, FIRST, TRAINER, add_run, count, data_dir, one, open_store, settle
 
 pytestmark = pytest.mark.asyncio
 OWN = Interpreter(python="/bin/true")
@@ -38,13 +39,23 @@ class FakeSupervisor:
 
     def __init__(self):
         self.calls: list[str] = []
+        self.workers: list[str] = []
         self.stopped = asyncio.Event()
         self.stopped.set()
         self.states: dict[str, str] = {}
         self.undead: set[str] = set()
 
+    def names(self):
+        return tuple(self.workers)
+
+    def add(self, spec, start=True):
+        self.workers.append(spec.name)
+
+    def drop(self, name):
+        self.workers.remove(name)
+
     def state(self, name):
-        return self.states.get(name, "stopped")
+        return "broken" if name in self.undead else self.states.get(name, "stopped")
 
     def start(self, name):
         self.calls.append(f"start {name}")
@@ -86,13 +97,13 @@ async def test_workers_live_as_long_as_their_run(tmp_path):
     async with open_store(tmp_path) as store:
         made, supervisor, _ = make(store, tmp_path)
         task = asyncio.ensure_future(made._follow_rows())
-        assert await calls(supervisor, 2) == ["stop trainer", "stop engine"]
         await add_run(store)
-        assert set(await calls(supervisor, 2)) == {"start trainer", "start engine"}
+        assert set(await calls(supervisor, 2)) == {f"start {TRAINER}", f"start {ENGINE}"}
         await store.write(lambda c: set_run_state(c, 0, 1, "paused", ""))
-        assert "stop engine" not in await calls(supervisor, 0)
+        assert f"stop {ENGINE}" not in await calls(supervisor, 0)
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        assert await calls(supervisor, 2) == ["stop trainer", "stop engine"]
+        assert sorted(await calls(supervisor, 2)) == [f"stop {ENGINE}", f"stop {TRAINER}"]
+        assert supervisor.workers == []
         await settle(task)
 
 
@@ -104,8 +115,8 @@ async def test_the_next_run_never_gets_the_last_ones_processes(tmp_path):
         await calls(supervisor, 2)
         await asyncio.gather(store.write(lambda c: set_run_state(c, 0, 1, "finished", "")), add_run(store, "next"))
         found = await calls(supervisor, 4)
-        assert found.index("stop trainer") < found.index("start trainer")
-        assert found.index("stop engine") < found.index("start engine")
+        assert found.index(f"stop {TRAINER}") < found.index("start trainer-2")
+        assert found.index(f"stop {ENGINE}") < found.index("start engine-2-0")
         await settle(task)
 
 
@@ -115,9 +126,17 @@ async def test_an_engine_that_does_not_die_at_the_end_of_its_run_does_not_end_th
         await add_run(store)
         task = asyncio.ensure_future(made._follow_rows())
         await calls(supervisor, 2)
-        supervisor.undead = {"trainer"}
+        supervisor.undead = {TRAINER}
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        assert await calls(supervisor, 2) == ["stop trainer", "stop engine"] and not task.done()
+        assert sorted(await calls(supervisor, 2)) == [f"stop {ENGINE}", f"stop {TRAINER}"] and not task.done()
+        await add_run(store, "next")
+        assert set(await calls(supervisor, 1)) == {"start engine-2-0"}, "the trainer that does not die may hold its GPU"
+        assert f"{TRAINER}, of a finished run, has not ended" in await one(
+            store, "SELECT error FROM process WHERE name = 'trainer-2'"
+        )
+        supervisor.undead = set()
+        await store.write(lambda c: c.execute("UPDATE run SET reason = 'x'").rowcount)
+        assert "start trainer-2" in await calls(supervisor, 1)
         await settle(task)
 
 
@@ -128,7 +147,7 @@ async def test_a_runtime_is_not_looked_for_while_its_worker_lives(tmp_path, monk
         await add_run(store)
         task = asyncio.ensure_future(made._follow_rows())
         await calls(supervisor, 2)
-        supervisor.states = {"trainer": "ready", "engine": "starting"}
+        supervisor.states = {TRAINER: "ready", ENGINE: "starting"}
         monkeypatch.setattr(made, "_interpreter", mock.Mock(side_effect=AssertionError("looked for")))
         await store.write(lambda c: set_run_state(c, 0, 1, "paused", ""))
         assert await calls(supervisor, 0) == [] and not task.done()
@@ -152,19 +171,20 @@ async def test_a_process_that_dies_while_its_hello_is_answered_is_not_connected(
 async def test_the_last_words_of_a_harness_are_the_error_of_its_row(tmp_path):
     async with open_store(tmp_path) as store:
         made, _, deaths = make(store, tmp_path)
-        made.down("engine", 3, w.Down(error="no such device", tail="last words"))
-        await made.on_exit("engine", 3, Status(1, "", "ended with exit status 1"), False, "a\nb")
+        await add_run(store)
+        made.down(ENGINE, 3, w.Down(error="no such device", tail="last words"))
+        await made.on_exit(ENGINE, 3, Status(1, "", "ended with exit status 1"), False, "a\nb")
         await made.on_state(
-            "engine", "backoff", Info(kind="engine", spawn=3, restarts=0, error="ended with exit status 1")
+            ENGINE, "backoff", Info(kind="engine", spawn=3, restarts=0, error="ended with exit status 1")
         )
         assert await one(store, "SELECT error FROM process") == "no such device\nlast words"
-        assert deaths == [("engine", 3, False, "no such device\nlast words", "a\nb")]
-        await made.on_exit("engine", 4, Status(1, "", "ended with exit status 1"), False, "a\nb")
+        assert deaths == [(ENGINE, 3, False, "no such device\nlast words", "a\nb")]
+        await made.on_exit(ENGINE, 4, Status(1, "", "ended with exit status 1"), False, "a\nb")
         await made.on_state(
-            "engine", "backoff", Info(kind="engine", spawn=4, restarts=1, error="ended with exit status 1")
+            ENGINE, "backoff", Info(kind="engine", spawn=4, restarts=1, error="ended with exit status 1")
         )
         assert await one(store, "SELECT error FROM process") == "ended with exit status 1\na\nb"
-        await made.on_state("engine", "starting", Info(kind="engine", spawn=5, restarts=1))
+        await made.on_state(ENGINE, "starting", Info(kind="engine", spawn=5, restarts=1))
         assert await one(store, "SELECT error FROM process") == ""
 
 
@@ -172,24 +192,26 @@ async def test_a_process_of_another_instance_spawn_or_protocol_is_not_taken(tmp_
     async with open_store(tmp_path) as store:
         await add_run(store)
         workforce, supervisor, _ = make(store, tmp_path)
-        supervisor.names = lambda: ("trainer",)
+        supervisor.names = lambda: (TRAINER,)
         supervisor.info = lambda name: Info(kind="trainer", spawn=3, restarts=0)
-        mine = w.Hello(kind="trainer", name="trainer", instance="i", protocol=PROTOCOL, spawn=3, pid=1, build="b")
+        mine = w.Hello(kind="trainer", name=TRAINER, instance="i", protocol=PROTOCOL, spawn=3, pid=1, build="b")
         for changes in ({"instance": "j"}, {"spawn": 2}, {"protocol": PROTOCOL + 1}, {"name": "other"}):
             await workforce.hello(b"peer", msgspec.structs.replace(mine, **changes))
             (peer, answer), _ = workforce.wire.router.send.call_args
-            assert peer == b"peer" and isinstance(answer, w.Reject) and workforce.wire.spawn("trainer") is None
+            assert peer == b"peer" and isinstance(answer, w.Reject) and workforce.wire.spawn(TRAINER) is None
         await workforce.hello(b"peer", mine)
-        assert workforce.wire.spawn("trainer") == 3
+        assert workforce.wire.spawn(TRAINER) == 3
 
 
 async def test_gpus_are_given_out_by_the_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     async with open_store(tmp_path) as store:
         made, _, _ = make(store, tmp_path)
-        assert made._launch("engine", 1).env["CUDA_VISIBLE_DEVICES"] == "7"
+        assert made._launch(ENGINE, 1).env["CUDA_VISIBLE_DEVICES"] == "7"
         made.settings = msgspec.structs.replace(made.settings, gpus=Gpus(engine=(2, 3)))
-        found = {kind: made._launch(kind, 1).env["CUDA_VISIBLE_DEVICES"] for kind in ("trainer", "engine", "gateway")}
+        found = {
+            kind: made._launch(FIRST[kind], 1).env["CUDA_VISIBLE_DEVICES"] for kind in ("trainer", "engine", "gateway")
+        }
         assert found == {"trainer": "7", "engine": "2,3", "gateway": "7"}
 
 
@@ -204,14 +226,14 @@ async def test_a_runtime_that_has_gone_is_a_start_that_failed(tmp_path, monkeypa
         made, _, _ = make(store, tmp_path)
         made.settings = Settings()
         with pytest.raises(OSError, match="Next: artd runtime install vllm"):
-            made._launch("engine", 1)
+            made._launch(ENGINE, 1)
 
 
 async def test_what_stands_against_a_direct_push_is_an_event(tmp_path):
     async with open_store(tmp_path) as store:
         made, supervisor, _ = make(store, tmp_path)
         supervisor.ready = mock.AsyncMock()
-        await made.ready("engine", 1, w.Ready(socket="/s", transfers=("stock",), obstacle="layers.0.mlp: quantised"))
+        await made.ready(ENGINE, 1, w.Ready(socket="/s", transfers=("stock",), obstacle="layers.0.mlp: quantised"))
         detail = await one(store, "SELECT data FROM event WHERE kind = 'push.obstacle'")
         assert "layers.0.mlp: quantised" in str(detail)
 
@@ -223,7 +245,7 @@ async def test_a_stop_during_boot_starts_nothing_any_more(tmp_path):
         with mock.patch("artd.workforce.Supervisor") as supervisors:
             supervisors.return_value.stop = mock.AsyncMock()
             await asyncio.wait_for(made.run(), 10)
-        assert [call.kwargs["start"] for call in supervisors.return_value.add.call_args_list] == [False] * 3
+        assert [call.kwargs["start"] for call in supervisors.return_value.add.call_args_list] == [False]
         supervisors.return_value.start.assert_not_called()
 
 
@@ -253,12 +275,12 @@ async def test_the_trainer_sees_the_code_of_its_run_alone(tmp_path):
         made.boot = replace(made.boot, packages=packages)
         base = msgspec.structs.replace(BASE, architecture=family.kind)
         run = await add_run(store, base=base, loss=LossSpec(kind="gspo"))
-        await made._pinned(run)
-        folders = made._launch("trainer", 1).env["PYTHONPATH"].split(os.pathsep)
+        made._crews[run] = await load_crew(store, tmp_path, packages, run)
+        folders = made._launch(TRAINER, 1).env["PYTHONPATH"].split(os.pathsep)
         assert {Path(folder).name for folder in folders} & {"1" * 12, "2" * 12, "3" * 12} == {"1" * 12, "3" * 12}
-        assert "1" * 12 not in made._launch("engine", 1).env["PYTHONPATH"]
-        made.supervisor.names = lambda: ["trainer"]
-        said = await store.write(lambda c: made._welcome(c, mock.Mock(kind="trainer")))
+        assert "1" * 12 not in made._launch(ENGINE, 1).env["PYTHONPATH"]
+        hello = w.Hello(kind="trainer", name=TRAINER, instance="i", protocol=PROTOCOL, spawn=1, pid=1, build="b")
+        said = await store.write(lambda c: made._welcome(c, hello))
         assert (said.trainer.loss, said.trainer.family) == (codes["gspo"], family)
 
 

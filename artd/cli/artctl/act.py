@@ -176,10 +176,12 @@ def _run_name(database: read.Database, name: str) -> str:
     """Return the named run, or without a name the one that is not finished. Raises CliError(NOT_FOUND)."""
     if name:
         return database.require_run(name)
-    newest = database.rows(read.RUNS, limit=1)
-    if not newest or newest[0]["state"] == "finished":
+    found = [row["name"] for row in database.rows(read.RUNS, limit=2) if row["state"] != "finished"]
+    if not found:
         raise CliError(NOT_FOUND, "no run is active", "artctl runs")
-    return str(newest[0]["name"])
+    if len(found) > 1:
+        raise CliError(USAGE, "several runs are active: name one", "artctl runs")
+    return str(found[0])
 
 
 def _confirm(database: read.Database, name: str) -> None:

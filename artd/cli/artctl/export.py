@@ -102,8 +102,7 @@ def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]
         raise CliError(NOT_FOUND, f"there is no checkpoint {wanted}; {there}", f"artctl checkpoints --run {name}")
     if found["state"] == "retired":
         raise CliError(NOT_FOUND, f"the files of {wanted} are deleted (keep_checkpoints); {there}", "export a kept one")
-    spec = next(row["spec"] for row in database.rows(read.RUNS, limit=1_000_000) if row["name"] == name)
-    return found, spec
+    return found, database.rows(read.SPEC, run=name)[0]["spec"]
 
 
 def _manifest(source: Path, sha: str) -> dict[str, Any]:

@@ -134,9 +134,10 @@ LISTINGS: dict[str, Listing] = {
         ("committed", "retired"),
     ),
     "workers": Listing(
-        "trainer, engine, gateway",
+        "trainer and engines of each run that is not finished, and the gateway",
         {
             "name": _of("name"),
+            "run": lambda row: row["run"] or "",
             "state": _of("state"),
             "alive": lambda row: "yes" if row["alive"] else "no",
             "pid": _of("pid"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,15 +17,22 @@ from typing import BinaryIO
 from artd.cli import daemon_probe, show
 from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, near, shared_options
 from artd_schema.paths import DATABASE, LOGS
+from artd_schema.worker_names import parse_worker
 
-SERVER = "engine-server"
+SERVER = "-server"
+"""The end of the name of the log of an engine's server, after the engine's own name."""
+KINDS = ("trainer", "engine")
 POLL_S = 0.2
 _BLOCK = 1 << 16
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("logs", help="what trainer, engine, gateway or daemon logged", parents=[shared_options()])
-    parser.add_argument("name", metavar="NAME", help="trainer, engine, gateway or daemon")
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="trainer, engine (of the newest run), gateway, daemon, or a name of `artctl workers`",
+    )
     parser.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     parser.add_argument(
         "-n", "--lines", type=at_least(0), default=50, help="the last N lines of each file (default 50)"
@@ -102,16 +109,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sources(data: Path, name: str) -> list[Source]:
-    """Return the files of a name; an engine has the log of its worker and of its server. Raises CliError(NOT_FOUND)."""
+    """Return the files of a name: `trainer` and `engine` mean the newest run's. An engine has a log of its worker and one of its
+    server. Raises CliError(NOT_FOUND)."""
     folder = data / LOGS
-    own = [name, SERVER] if name == "engine" else [name]
+    logged = {path.stem for path in folder.glob("*.log")}
+    workers = sorted(stem.removesuffix(SERVER) for stem in logged)
+    own = _newest(workers, name) if name in KINDS else [name]
+    own = [each for worker in own for each in (worker, *([worker + SERVER] if worker.startswith("engine") else []))]
     paths = [(each, folder / f"{each}.log") for each in own]
-    if not any(path.exists() for _, path in paths):
-        known = sorted(path.stem for path in folder.glob("*.log") if path.stem != SERVER)
+    if not logged & set(own):
+        known = sorted({*workers, *(kind for kind in KINDS if _newest(workers, kind))})
         there = f"there is {', '.join(known)}" if known else "there is none yet"
         then = "artctl workers" if (data / DATABASE).exists() else daemon_probe.start_command(data)
         raise CliError(NOT_FOUND, f"there is no log {name!r} under {folder}{near(name, known)}; {there}", then)
     return [Source(each, path) for each, path in paths]
+
+
+def _newest(workers: Iterable[str], kind: str) -> list[str]:
+    """Return the workers of this kind of the run that has the highest id."""
+    found = {worker: parse_worker(worker) for worker in workers if worker.startswith(f"{kind}-")}
+    newest = max((worker.run for worker in found.values()), default=0)
+    return [name for name, worker in found.items() if worker.run == newest]
 
 
 def _follow(found: list[Source]) -> Iterator[tuple[str, str]]:
@@ -126,5 +144,5 @@ def _print(source: str, line: str, prefixed: bool, as_json: bool) -> None:
     if as_json:
         show.line({"schema": "artctl.logline/1", "source": source, "line": line})
     else:
-        label = "server" if source == SERVER else source
+        label = "server" if source.endswith(SERVER) else source.partition("-")[0]
         print((show.paint(f"{label:7}| ", "dim") if prefixed else "") + show.plain(line.expandtabs()), flush=True)

@@ -104,9 +104,10 @@ def _jobs(shot: Snapshot) -> str:
 
 
 def _workers(shot: Snapshot) -> Iterator[str]:
-    width = max((len(worker["name"]) for worker in shot.workers), default=0)
-    for worker in shot.workers:
-        state, name = worker["state"], worker["name"].ljust(width)
+    labels = [show.worker_label(worker, shot.run) for worker in shot.workers]
+    width = max(map(len, labels), default=0)
+    for worker, label in zip(shot.workers, labels, strict=True):
+        state, name = worker["state"], label.ljust(width)
         if not shot.daemon.running:
             was = "stopped" if state == "stopped" else f"was {state}, gone"
             yield f"{name}  was {state}, still alive (pid {worker['pid']})" if worker["alive"] else f"{name}  {was}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from artd.cli.daemon_probe import data_dir_option, start_command
 from artd.cli.health import Problem
-from artd.cli.show import Row
+from artd.cli.show import Row, worker_label, worker_log
 from artd.store.fs import is_full
 from artd.supervise.postmortem import telling
 
@@ -79,11 +79,11 @@ def find_problems(shot: Snapshot) -> list[Problem]:
 
 
 def _worker(worker: Row, run: Row | None, where: str) -> Problem | None:
-    name, error = worker["name"], worker["error"].strip()
-    look = f"artctl logs {name}{where}"
+    name, error = worker_label(worker, run), worker["error"].strip()
+    look = f"artctl logs {worker_log(worker, run)}{where}"
     if worker["state"] in ("broken", "backoff"):
         why = f": {telling(error)}" if error else ""
-        again = _again(run, error, look, where) if worker["state"] == "broken" and name != "gateway" and run else look
+        again = _again(run, error, look, where) if worker["state"] == "broken" and worker["run"] and run else look
         how = "is broken" if worker["state"] == "broken" else "died and is in back-off"
         return Problem(f"{name} {how}{why}", again)
     if worker["state"] == "stopped" and error and run is not None and run["state"] == "active":

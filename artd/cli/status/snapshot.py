@@ -17,6 +17,7 @@ from artd.cli.show import Row, iso, span, stamp_times
 from artd.store.version import BUG, REMEDY, wal_reset_bug
 from artd_schema.paths import boot_id, process_ticks
 from artd_schema.spec_defaults import spec_value
+from artd_schema.worker_names import label, parse_worker
 
 from .problems import Problem, advice, find_problems
 
@@ -24,6 +25,8 @@ GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
 JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
 
 
+RUNS_SHOWN = 50
+"""The most runs that one look reads."""
 UNPACKED_OF = 2000
 """How many of the newest trajectories are counted. So status stays quick, and problems that were solved disappear."""
 
@@ -44,6 +47,7 @@ class Snapshot:
         self.database = False
         self.meta: dict[str, str] = {}
         self.run: Row | None = None
+        self.runs: list[Row] = []
         self.groups: dict[str, dict[str, dict[str, int]]] = {}
         self.jobs: dict[str, int] = {}
         self.active: list[Row] = []
@@ -101,11 +105,12 @@ def take(data: Path) -> Snapshot:
 def _fill(shot: Snapshot, database: read.Database) -> None:
     shot.database = True
     shot.meta = {row["key"]: row["value"] for row in database.rows(read.META)}
-    runs = database.rows(read.RUNS, limit=1)
+    runs = database.rows(read.RUNS, limit=RUNS_SHOWN)
+    for run in runs if not shot.daemon.running else ():
+        run["served"] = -1
     if runs:
         shot.run = runs[0]
-        if not shot.daemon.running:
-            shot.run["served"] = -1
+        shot.runs = [run for run in runs if run["state"] != "finished"]
         name = shot.run["name"]
         number = shot.run["id"]
         counted = database.rows(read.GROUP_COUNTS, run=number)
@@ -176,7 +181,8 @@ def doing(shot: Snapshot) -> str:
     if shot.daemon.running:
         sending = next((push for push in shot.pushes if push["state"] == "sending"), None)
         if sending:
-            return f"pushing step {sending['step']} into {sending['engine']}"
+            engine = parse_worker(sending["engine"])
+            return f"pushing step {sending['step']} into {label(engine.kind, engine.replica)}"
     if shot.waiting:
         return f"waiting for disk space: {shot.waiting}"
     if any(job["state"] == "queued" for job in shot.active):
@@ -194,6 +200,11 @@ def doing(shot: Snapshot) -> str:
     return f"{told} with {train['open']['trajectories']} of {full} trajectories"
 
 
+def _lag(run: Row) -> int | None:
+    """Return how many committed steps the served one is behind, None when none is served."""
+    return max(0, run["step"] - run["served"]) if run["served"] >= 0 else None
+
+
 def lacking(shot: Snapshot) -> int:
     """Return how many more groups the next step needs, 0 when it waits for something else."""
     run = shot.run
@@ -205,9 +216,7 @@ def lacking(shot: Snapshot) -> int:
 def content(shot: Snapshot) -> dict[str, Any]:
     """Return the JSON document without its head (docs/cli-json.md)."""
     told = shot.daemon.file
-    run = shot.run and stamp_times({k: v for k, v in shot.run.items() if k != "spec"}) | {
-        "lag": max(0, shot.run["step"] - shot.run["served"]) if shot.run["served"] >= 0 else None
-    }
+    run = shot.run and stamp_times({k: v for k, v in shot.run.items() if k != "spec"}) | {"lag": _lag(shot.run)}
     return {
         "health": shot.health,
         "doing": doing(shot),
@@ -226,6 +235,7 @@ def content(shot: Snapshot) -> dict[str, Any]:
         },
         "disk_free": shot.disk_free,
         "run": run,
+        "runs": [{key: run[key] for key in _RUN} | {"lag": _lag(run)} for run in shot.runs],
         "groups": shot.groups,
         "jobs": shot.jobs,
         "active_jobs": [stamp_times({k: job[k] for k in _JOB}) for job in shot.active],
@@ -235,4 +245,5 @@ def content(shot: Snapshot) -> dict[str, Any]:
 
 
 _JOB = ("id", "kind", "step", "state", "fence", "attempts", "worker", "waiting", "error", "created", "started")
-_WORKER = ("name", "kind", "state", "alive", "pid", "spawn", "restarts", "serving", "error", "since")
+_RUN = ("id", "name", "state", "step", "served")
+_WORKER = ("name", "kind", "run", "replica", "state", "alive", "pid", "spawn", "restarts", "serving", "error", "since")

@@ -238,7 +238,7 @@ CREATE INDEX checkpoint_parent ON checkpoint (parent_id) WHERE parent_id IS NOT 
 CREATE TABLE push (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
   run_id INTEGER NOT NULL REFERENCES run,
-  engine TEXT NOT NULL,
+  engine TEXT NOT NULL,                      -- the worker
   checkpoint_id INTEGER NOT NULL REFERENCES checkpoint,
   mode TEXT NOT NULL CHECK (mode IN ('merged', 'lora')),
   source TEXT CHECK (source IN ('live', 'disk')),
@@ -278,8 +278,10 @@ CREATE INDEX serving_checkpoint ON serving (checkpoint_id);
 CREATE INDEX serving_of ON serving (run_id, state);  -- live and draining are few
 
 CREATE TABLE process (
-  name TEXT PRIMARY KEY,                     -- trainer, engine, gateway
+  name TEXT PRIMARY KEY,                     -- gateway, trainer-RUN, engine-RUN-REPLICA (artd_schema/worker_names.py)
   kind TEXT NOT NULL CHECK (kind IN ('trainer', 'engine', 'gateway')),
+  run_id INTEGER REFERENCES run,             -- NULL: the gateway, which serves every run
+  replica INTEGER NOT NULL DEFAULT 0,
   state TEXT NOT NULL CHECK (state IN ('stopped', 'starting', 'ready', 'busy', 'draining', 'backoff', 'broken')),
   boot INTEGER NOT NULL,
   boot_id TEXT NOT NULL DEFAULT '',          -- the kernel's
@@ -291,9 +293,14 @@ CREATE TABLE process (
   error TEXT NOT NULL DEFAULT '',
   log TEXT NOT NULL DEFAULT '',
   address TEXT NOT NULL DEFAULT '',          -- engine: its Unix socket; gateway: its URL
-  since INTEGER NOT NULL
+  held INTEGER NOT NULL DEFAULT 0,           -- engine: fence of the newest push for which the gateway was asked to hold it
+  since INTEGER NOT NULL,
+  CHECK (name = CASE kind WHEN 'gateway' THEN 'gateway' WHEN 'trainer' THEN 'trainer-' || run_id
+    ELSE 'engine-' || run_id || '-' || replica END),
+  CHECK ((kind = 'gateway') = (run_id IS NULL) AND (kind = 'engine' OR replica = 0))
 ) STRICT, WITHOUT ROWID;
-
+CREATE INDEX process_of ON process (run_id, kind);  -- a run has few
+CREATE INDEX process_alive ON process (kind) WHERE state <> 'stopped';
 
 CREATE TABLE exchange (
   id INTEGER PRIMARY KEY,

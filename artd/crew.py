@@ -1,0 +1,72 @@
+"""What the workers of one run are started with: its base model, its engines, the code of packages, an interpreter for each kind."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from artd.core.fleet import engines_of
+from artd.models.base_model import PinnedBase
+from artd.store.store import Store
+from artd.store.views import stored_spec
+from artd.supervise.packages import Packages
+from artd.training.run_code import tell_changes
+from artd_schema import worker as w
+from artd_schema.base import BaseModel
+from artd_schema.engines import UnknownEngine, engine_kind
+from artd_schema.packages import RunCode
+from artd_schema.worker_names import trainer_name
+
+from . import config, runtimes
+
+TRAINER_RUNTIME = "megatron"
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers of a run. `workers` are their names, `engine` is the kind of the run's engines."""
+
+    workers: tuple[str, ...]
+    base: PinnedBase
+    engine: str
+    code: RunCode
+
+
+async def load_crew(store: Store, root: Path, packages: Packages, run: int) -> Crew:
+    """Return the crew of a run whose spec can be read, and tell if it goes on with other code than before. `root` is the data folder."""
+    (row,) = await store.read("SELECT name, spec, base_manifest FROM run WHERE id = ?", (run,))
+    spec = stored_spec(row)
+    pinned = msgspec.json.decode(row["base_manifest"], type=BaseModel)
+    code = packages.of_run(spec.loss.kind, pinned.architecture)
+    await tell_changes(store, root, run, code)
+    names = (trainer_name(run), *engines_of(run, spec))
+    return Crew(names, PinnedBase(spec.model, pinned), spec.engine.kind, code)
+
+
+def find_interpreter(settings: config.Runtimes, kind: w.WorkerKind, engine: str) -> tuple[str, list[str]]:
+    """Return the Python of a worker and the folders for its PYTHONPATH. `engine` is the kind of the run's engines, whatever the worker.
+    Raises RuntimeMissing."""
+    if kind == "gateway":
+        return sys.executable, []
+    own: config.Interpreter = getattr(settings, kind)
+    if own.python:
+        return own.python, list(own.pythonpath)
+    found = runtimes.find(TRAINER_RUNTIME if kind == "trainer" else _runtime_of(engine))
+    return str(found.python), [*found.site_paths, *own.pythonpath]
+
+
+def visible_gpus(gpus: config.Gpus, kind: w.WorkerKind) -> dict[str, str]:
+    """Return the CUDA_VISIBLE_DEVICES of a worker where the settings name GPUs for its kind. Leases will say it for each worker."""
+    chosen: tuple[int, ...] = getattr(gpus, kind, ())
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chosen))} if chosen else {}
+
+
+def _runtime_of(engine: str) -> str:
+    """Return the runtime of an engine's kind. Raises RuntimeMissing for the run of another artd, whose engines this one does not have."""
+    try:
+        return engine_kind(engine).runtime
+    except UnknownEngine as error:
+        raise runtimes.RuntimeMissing(str(error)) from None
