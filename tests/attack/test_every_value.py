@@ -28,10 +28,12 @@ from artd.rollouts.insert import seal_group
 from artd.runs.lifecycle import Runs, _check_spec
 from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
+from artd.store.views import active_run_ids
 from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Sampling, Turn
+from artd_schema.worker_names import engine_name
 from tests.awake import until
 from tests.fakes.anything import anything, mutations
 from tests.fakes.rows import (
@@ -84,8 +86,10 @@ class World:
     async def boot(self) -> None:
         """What every boot does with the rows, and what the services ask first."""
         await recover(self.store, self.data)
-        await self.store.write(make_dispatch(self.store, self.data)._claim_due)
-        await self.store.write(make_pusher(self.store, self.data)._claim)
+        dispatch, pusher = make_dispatch(self.store, self.data), make_pusher(self.store, self.data)
+        for run in await self.store.write(active_run_ids):
+            await self.store.write(lambda c, run=run: dispatch._claim_due(c, run))
+            await self.store.write(lambda c, run=run: pusher._claim(c, engine_name(run)))
         await self.store.write(load_table)
         await self.store.write(CheckpointRetention(self.store, self.data)._retire)
         await self.store.write(self.packer._due)

@@ -43,7 +43,7 @@ async def test_every_table_lists_its_rows_newest_first(tmp_path):
             rows = await listed(store, what=what)
             assert rows, what
             if what == "workers":
-                assert [row["name"] for row in rows] == ["trainer", "engine"]
+                assert [row["name"] for row in rows] == ["trainer-1", "engine-1-0"]
             else:
                 assert [row["id"] for row in rows] == sorted((row["id"] for row in rows), reverse=True), what
             assert all(not isinstance(value, bytes) for row in rows for value in row.values()), what

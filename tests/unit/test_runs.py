@@ -246,10 +246,10 @@ async def test_wait_answers_by_the_rows(tmp_path):
 async def test_wait_names_a_worker_that_nothing_starts_any_more(tmp_path):
     async with open_store(tmp_path) as store:
         await add_run(store)
-        insert = "INSERT INTO process (name, kind, state, boot, error, since) VALUES (?, ?, ?, 1, ?, 0)"
+        insert = "INSERT INTO process (name, kind, run_id, state, boot, error, since) VALUES (?, ?, 1, ?, 1, ?, 0)"
         for row in (
-            ("engine", "engine", "backoff", "it died"),
-            ("trainer", "trainer", "broken", "no CUDA device\nlast lines of its log"),
+            ("engine-1-0", "engine", "backoff", "it died"),
+            ("trainer-1", "trainer", "broken", "no CUDA device\nlast lines of its log"),
         ):
             await store.write(lambda c, row=row: c.execute(insert, row))
         assert (await make_runs(store).wait(wait(0))).problem == "trainer is broken: no CUDA device"
