@@ -339,9 +339,8 @@ class Workforce:
 
         await self.store.write(write)
         if message.obstacle:
-            log.warning(
-                "this engine is pushed to %s: %s", " or ".join(message.transfers) or "from disk", message.obstacle
-            )
+            ways = " or ".join(message.transfers) or "from disk"
+            log.warning("this engine is pushed to %s: %s", ways, message.obstacle)
         if name == GATEWAY:
             await anyio.to_thread.run_sync(write_gateway_file, self.data.root, message.url, self.boot.token)
             self.announce(message.url)
