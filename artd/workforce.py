@@ -62,9 +62,8 @@ Death = Callable[[str, int, bool, str, str], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Boot:
-    """What every process of this boot is told. code: folder with the workers' code; endpoint: of the worker ROUTER.
-    leftovers: processes of older boots that outlived SIGKILL: their workers are broken until they are gone. listener: the
-    gateway's. packages: what installed ones bring."""
+    """What every process of this boot is told: `code` is the folder with the workers' code, `endpoint` that of the worker ROUTER,
+    `leftovers` are processes of older boots that outlived SIGKILL, `listener` is the gateway's, `packages` what installed ones bring."""
 
     instance: str
     number: int
@@ -339,8 +338,7 @@ class Workforce:
 
         await self.store.write(write)
         if message.obstacle:
-            ways = " or ".join(message.transfers) or "from disk"
-            log.warning("this engine is pushed to %s: %s", ways, message.obstacle)
+            log.warning("%s is pushed to %s: %s", name, " or ".join(message.transfers) or "from disk", message.obstacle)
         if name == GATEWAY:
             await anyio.to_thread.run_sync(write_gateway_file, self.data.root, message.url, self.boot.token)
             self.announce(message.url)
@@ -365,7 +363,7 @@ class Workforce:
             self.data.spawn_dir(holder.name, holder.spawn).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def holders(self) -> list[Holder]:
-        """Those who owe heartbeats."""
+        """Return the workers that owe heartbeats."""
         living = [name for name in self.supervisor.names() if self.supervisor.state(name) == "ready"]
         return [Holder(name, self.supervisor.info(name).spawn) for name in living]
 
