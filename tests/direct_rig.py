@@ -189,7 +189,7 @@ def fused(hf: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 def engine_table(model: nn.Module) -> EngineTable:
     """Its table, without the obstacle that it lies on a CPU."""
     table = survey(model, PLAIN, "0.25.1")
-    assert {o.why for o in table.obstacles} == {"it lies on cpu, not on a GPU"}
+    assert {o.why for o in table.obstacles} == {"it is on cpu, not on a GPU"}
     return msgspec.structs.replace(table, obstacles=())
 
 

@@ -340,7 +340,7 @@ def versions_that_are_unknown_are_refused(bench: Bench) -> None:
     for version in ("9.9.9", "0.1.0+cpu", "0.3", "unknown", ""):
         with spawn.faults({"/version": {"say": {"version": version}}}), refused("is not in artd's capability table"):
             spawn.adapter()
-    with spawn.faults({"/version": {"say": {"release": "0.32.0"}}}), refused("no vLLM server"):
+    with spawn.faults({"/version": {"say": {"release": "0.32.0"}}}), refused("not a vLLM server"):
         spawn.adapter()
     for row in bench.kind.versions:
         with spawn.faults({"/version": {"say": {"version": f"{row.series}.7+odd"}}}):

@@ -36,7 +36,7 @@ def looks(*answers: EngineError | None) -> tuple[str, int]:
         if answer is not None:
             raise answer
 
-    return health.lost(ask, over, every_s=0.0), asked
+    return health.await_loss(ask, over, every_s=0.0), asked
 
 
 @pytest.mark.parametrize(

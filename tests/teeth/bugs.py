@@ -29,7 +29,7 @@ BUGS = (
     ),
     Bug(
         "adapter-config-not-hashed", "workers/artd_workers/engines/checkpoint.py",
-        ".hexdigest() != _listed(checkpoint, ADAPTER_CONFIG_FILE):", '.hexdigest() == "":',
+        ".hexdigest() != _find_listed(checkpoint, ADAPTER_CONFIG_FILE):", '.hexdigest() == "":',
         "tests/engine/test_push.py::test_a_damaged_adapter_config_is_refused", "DID NOT RAISE",
     ),
     Bug(
@@ -647,7 +647,7 @@ BUGS = (
     ),
     Bug(
         "a-dead-engine-is-waited-for", "workers/artd_workers/engines/vllm/server.py",
-        "if why := health.lost(self._ask, self._over):", 'if why := "":',
+        "if why := health.await_loss(self._ask, self._over):", 'if why := "":',
         "tests/engine/test_health.py::test_an_engine_that_dies_between_pushes_is_told",
         "no <class '.*Down'> within",
     ),

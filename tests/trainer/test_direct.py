@@ -339,7 +339,7 @@ def test_the_survey_names_what_it_does_not_know() -> None:
     attention.register_parameter("odd", torch.nn.Parameter(torch.ones(4, 4).t()))
     found = obstacles(model, {"quantization": "fp8"})
     wanted = ["quantization: 'fp8'", "routed_experts: the MoE backend FlashInfer CUTLASS", "o_proj.quant_method: Fp8LinearMethod",
-              "self_attn.W_UK_T: a tensor that may be derived", "self_attn: Module is no layer", "self_attn.odd: it is not contiguous"]  # fmt: skip
+              "self_attn.W_UK_T: a tensor that may be derived", "self_attn: Module is not a layer", "self_attn.odd: it is not contiguous"]  # fmt: skip
     assert len(found) == len(wanted)
     assert all(any(text in one for one in found) for text in wanted), found
 

@@ -13,7 +13,7 @@ from .worker import EngineWorker, remove_folder
 
 
 def versions() -> dict[str, str]:
-    """Versions for Hello, from package metadata: importing an engine here would cost seconds and hundreds of MB."""
+    """Return versions for Hello from package metadata; importing an engine here would cost seconds and hundreds of MB."""
     found = {"python": platform.python_version()}
     packages = [package for engine in ENGINES.values() for package in engine.packages]
     for package in (*packages, "torch"):

@@ -1,8 +1,7 @@
-"""What artd asks of an inference engine: the adapter contract, its errors and the capability table.
+"""The contract of an inference engine: what artd calls, the errors, and the table of what each version can do.
 
-Purpose: the push state machine and the harness speak to any engine through `Adapter`; a version's differences are rows of
-a table, picked by what the running server says of itself, never `if`s in the code that pushes.
-Owner of: no state.
+The push state machine and the harness reach any engine through `Adapter`. A version's differences are rows of a table, chosen
+by the version that the running server reports. The code that pushes has no `if` for a version.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ a cached prefix is never routed, so there is none. field: the server puts them i
 
 
 class EngineError(Exception):
-    """A call to the engine failed: what was asked, what came back, what to do next."""
+    """A call to the engine failed; the text says what was called, what came back and what to do next."""
 
 
 class EngineTimeout(EngineError):
@@ -36,10 +35,10 @@ class EngineTimeout(EngineError):
 class Capabilities:
     """What one engine version can do, as it was seen running under artd.
 
-    weight_version: replies are stamped with a label that `/update_weight_version` sets. abort_route: `/abort_requests` ends
-    everything in flight. scale_out_flag: rendering and generating by tokens must be asked for by `--enable-scale-out` (else
-    they are always there). routes: how it tells the experts of a mixture of experts. own_transfer: artd can push by the calls that
-    the engine itself has for that (`stock`).
+    `weight_version`: replies carry a label that `/update_weight_version` sets. `abort_route`: `/abort_requests` ends everything
+    in flight. `scale_out_flag`: rendering, and generating by tokens, need the flag `--enable-scale-out`; otherwise they are
+    always there. `routes`: how it reports the experts of a mixture of experts. `own_transfer`: artd can push by the engine's
+    own transfer calls (`stock`).
     """
 
     series: str
@@ -51,7 +50,7 @@ class Capabilities:
 
 
 def capabilities(table: Sequence[Capabilities], version: str) -> Capabilities:
-    """The row for a version such as `0.32.0+cpu`. Raises EngineError for one that the table does not know."""
+    """Return the row for a version such as `0.32.0+cpu`. Raises EngineError for one that the table does not know."""
     series = ".".join(version.split(".")[:2])
     for row in table:
         if row.series == series:
@@ -64,7 +63,8 @@ def capabilities(table: Sequence[Capabilities], version: str) -> Capabilities:
 
 @dataclass(frozen=True)
 class Fence:
-    """Who pushes: a data directory's instance, a spawn of this engine, and an attempt of a push. Later = greater."""
+    """Identifies an attempt of a push: a data folder's instance, a spawn of this engine, and the push's fence, which rises with
+    each attempt."""
 
     instance: str
     spawn: int
@@ -77,8 +77,11 @@ class Fence:
 
 @dataclass(frozen=True)
 class DiskLoad:
-    """A merged load from disk: base model folder (None: the checkpoint holds every weight), checkpoint folder, scale =
-    alpha / rank, torch dtype name as served."""
+    """A load of merged weights from disk.
+
+    `base`: folder of the base model, None when the checkpoint holds every weight. `checkpoint`: its folder. `scale`: alpha /
+    rank. `dtype`: torch's name of the served dtype.
+    """
 
     base: Path | None
     checkpoint: Path
@@ -89,14 +92,15 @@ class DiskLoad:
 def model_name(config: EngineConfig) -> str:
     """Return the name of the base weights on the server.
 
-    merged: `RUN`, whatever step its weights are of, so that it is the same across pushes. lora: `RUN@base`, which no client
-    can ask for; clients get `RUN@STEP`, so a slip in routing can never serve the untrained model as the run.
+    In merged mode it is `RUN`, whatever step the weights are of, so that pushes do not change it. In lora mode it is
+    `RUN@base`, which no client can request; clients get `RUN@STEP`, so a routing error never serves the untrained model as the
+    run.
     """
     return config.run if config.spec.rollout_weights_mode == "merged" else f"{config.run}@base"
 
 
 class Adapter(Protocol):
-    """One engine over its control routes. Every call ends by its deadline; every failure is an EngineError.
+    """One engine and its control routes. Every call ends by its deadline; every failure is an EngineError.
 
     A failed call between `begin` and `finish` leaves the weights unknown: the caller must end the engine.
     """
@@ -105,18 +109,20 @@ class Adapter(Protocol):
     capabilities: Capabilities
 
     def healthy(self, deadline: Deadline) -> bool:
-        """Whether the server answers that it can serve."""
+        """Return whether the server answers that it can serve."""
 
     def pause(self, drain_s: float, deadline: Deadline, in_flight: InFlight = "drain") -> bool:
-        """Stop generating, and begin nothing. in_flight, of requests: `drain` waits drain_s for them, then aborts them; `keep`
-        and `recompute` stop them where they are until `resume`, the second dropping the KV cache, theirs included.
-        Returns whether any were aborted."""
+        """Stop generating, and start no request. Returns whether any request was aborted.
+
+        `in_flight` says what happens to running requests: `drain` waits `drain_s` seconds for them, then aborts them; `keep`
+        and `recompute` stop them where they are until `resume`, and `recompute` also drops the KV cache.
+        """
 
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""
 
     def begin(self, fence: Fence, deadline: Deadline) -> None:
-        """Open a weight update in the engine's worker; it refuses a fence below one that it has seen."""
+        """Open a weight update in the engine's worker, which refuses a fence below one that it has seen."""
 
     def join(self, rendezvous: str, deadline: Deadline, transfer: Transfer = "gloo") -> None:
         """Meet the trainer in the file `rendezvous`, for a push by gloo or stock; once per file, later calls do nothing."""
@@ -124,28 +130,30 @@ class Adapter(Protocol):
     def receive(
         self, fence: Fence, table: Sequence[WeightEntry], deadline: Deadline, transfer: Transfer = "gloo"
     ) -> dict[str, float]:
-        """Load the tensors that the trainer broadcasts in the table's order, as `join` met it. Returns named seconds."""
+        """Load the tensors that the trainer of `join` broadcasts, in the table's order. Returns named seconds."""
 
     def load_merged(
         self, fence: Fence, table: Sequence[WeightEntry], load: DiskLoad, deadline: Deadline
     ) -> dict[str, float]:
-        """Load a checkpoint in the engine's worker, base and adapter merged there. Returns named seconds."""
+        """Load a checkpoint in the engine's worker, which merges base and adapter. Returns named seconds."""
 
     def direct_table(self, deadline: Deadline) -> EngineTable:
-        """What its kernels read, with what stands against a direct push, if anything does."""
+        """Return the tensors that the engine's kernels read, and the obstacles to a direct push."""
 
     def direct_open(self, offer: Path, deadline: Deadline) -> None:
-        """Wait until the file is there and open the `Offer` in it, in place of the one before; once per path, later calls
-        do nothing."""
+        """Wait until the file exists and open the `Offer` in it, in place of the earlier one.
+
+        Further calls with the same path do nothing.
+        """
 
     def direct_expect(self, weights: Path, deadline: Deadline) -> None:
-        """The next direct push must bring the tensors of this weights.json, by their sum64."""
+        """Require that the next direct push brings the tensors of this weights.json, by their sum64."""
 
     def direct_room(self, deadline: Deadline) -> bool:
-        """Whether the weights fit into the GPU once more, beside all that it holds."""
+        """Return whether the weights fit into the GPU a second time, beside all that it holds."""
 
     def direct_stage(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
-        """Pull into spare memory while the engine generates; returns when all is there. Returns named seconds."""
+        """Pull into spare memory while the engine generates, and wait until all is there. Returns named seconds."""
 
     def direct_pull(self, fence: Fence, deadline: Deadline) -> dict[str, float]:
         """Open an update, pull in place, compare the checksums, close the update. Returns named seconds."""
@@ -154,31 +162,37 @@ class Adapter(Protocol):
         """Open an update, copy in what was staged, compare the checksums, close the update. Returns named seconds."""
 
     def finish(self, name: str, deadline: Deadline) -> None:
-        """Label the new weights, and drop every cached prefix of the old ones; but nothing after a pause that kept requests
-        with their cache: there a prefix of another epoch has another salt."""
+        """Label the new weights, and drop every cached prefix of the old ones.
+
+        After a pause that kept requests with their cache nothing is dropped: there, prefixes of other epochs have other salts.
+        """
 
     def load_adapter(self, name: str, folder: Path, deadline: Deadline) -> None:
         """Serve a LoRA adapter under a new name."""
 
     def check_adapter(self, folder: Path, table: Sequence[WeightEntry], deadline: Deadline) -> dict[str, float]:
-        """Compare the adapter of this folder, as the engine's kernels read it, with the table's sums; refused when any differs.
-        Returns how many `tensors` and `bytes` were compared."""
+        """Compare the adapter of this folder, as the engine's kernels read it, with the table's sums.
+
+        Returns how many `tensors` and `bytes` were compared. Raises EngineError when any sum differs.
+        """
 
     def unload_adapter(self, name: str, deadline: Deadline) -> None:
-        """Serve it no more; requests in flight under the name go on to their end."""
+        """Stop serving an adapter; its requests in flight continue to their end."""
 
     def in_flight(self, name: str, deadline: Deadline) -> bool:
-        """Whether any request under this adapter name runs or waits."""
+        """Return whether any request of this adapter runs or waits."""
 
     def score(self, model: str, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
-        """Natural-log probabilities of tokens 1..n-1 of each prompt (token ids), temperature 1."""
+        """Return the logprobs (natural logarithm) of tokens 1..n-1 of each prompt (token ids), at temperature 1."""
 
     def warm(self, deadline: Deadline) -> dict[str, float]:
-        """Make kernels ready for every size of a step, before anything is served. Returns `forms` of the kernel there are, `run` of
-        them, `kernels` made ready, `seconds`. When it fails nothing is lost but time."""
+        """Make kernels ready for every size of a step, before anything is served. A failure only costs time later.
+
+        Returns `forms` of the kernel that exist, `run` of them that ran, `kernels` made ready, and `seconds`.
+        """
 
     def capture_routes(self, shape: RouteShape, deadline: Deadline) -> None:
-        """From now on capture the experts of every token; refused when the engine's model is of another shape."""
+        """Capture the experts of every token from now on. Raises EngineError when the engine's model has another shape."""
 
     def abort_all(self, deadline: Deadline) -> None:
         """End every request in flight."""

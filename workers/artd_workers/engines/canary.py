@@ -1,8 +1,8 @@
-"""The canary: does the engine score fixed prompts as the trainer did when it made the checkpoint?
+"""Checks the canary: the engine must score fixed prompts as the trainer did when it made the checkpoint.
 
-Purpose: the proof of a push where weights cannot be compared bit by bit (the CPU engine repacks them), and that what was compared
-is what computes. Of an adapter the change that it makes is compared, too.
-Owner of: no state. Invariants: NaN, a missing score or an empty canary fail; nothing passes by default.
+It proves a push where weights cannot be compared bit by bit (the CPU engine repacks them), and that the compared weights are
+those that compute. For an adapter, the change that it makes is compared too. NaN, a missing score or an empty canary fail;
+nothing passes by default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Scores = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Agreement:
-    """|engine - trainer| over all scored tokens, in nats."""
+    """The |difference| of engine and trainer over all scored tokens, in nats."""
 
     max_abs: float
     mean_abs: float
@@ -34,8 +34,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter changes in the scores, by the engine and by the trainer. times: the trainer's change in units of the
-    rounding; slope, correlation: of the engine's over the trainer's (1 and 1 where nothing changes, and nothing should)."""
+    """How an adapter changes the scores, by the engine and by the trainer.
+
+    `times`: the trainer's change in units of the rounding. `slope`, `correlation`: of the engine's change over the trainer's;
+    both are 1 where nothing changes.
+    """
 
     times: float
     slope: float
@@ -47,18 +50,20 @@ class Change:
 
 
 def measure(canary: Canary, scores: Scores) -> Agreement:
-    """Compare the engine's scores with the trainer's. Raises EngineError when they do not line up or are not finite."""
+    """Compare the engine's scores with the trainer's. Raises EngineError when they do not match in number or are not finite."""
     return _agreement(canary.logprobs, scores)
 
 
 def verify(canary: Canary, scores: Scores) -> Agreement:
-    """`measure`, and raise EngineError when a bound of the canary is exceeded."""
+    """Compare as `measure` does. Raises EngineError also when a bound of the canary is exceeded."""
     return _within(canary, _agreement(canary.logprobs, scores), "this checkpoint")
 
 
 def verify_adapter(canary: Canary, base: Scores, scores: Scores) -> tuple[Agreement, Change]:
-    """`verify` of an adapter and of the base model below it, and of the change between the two, in which what rounding does to
-    both cancels. base: the engine's scores without the adapter. Raises EngineError."""
+    """Verify an adapter, the base model below it, and the change between the two, in which rounding cancels.
+
+    `base`: the engine's scores without the adapter. Raises EngineError.
+    """
     _within(canary, _agreement(canary.base, base), "the base model of this checkpoint")
     agreement = verify(canary, scores)
     change = _change(canary, base, scores)

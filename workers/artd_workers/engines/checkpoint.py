@@ -1,7 +1,7 @@
-"""A committed checkpoint folder as the engine side reads it: manifest, weight table, canary, adapter or every weight.
+"""Reads a committed checkpoint folder for the engine: manifest, weight table, canary, adapter or every weight.
 
-Purpose: nothing is pushed that is not what the daemon committed: every file is tied to the manifest's sha by hashing.
-Owner of: no state. Invariants: no torch (the harness imports this); safetensors files are read by their plain header.
+Every file is tied by its hash to the manifest that the daemon committed, so nothing else is ever pushed. There is no torch,
+because the harness imports this; safetensors files are read by their plain header.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose manifest has the sha that the daemon committed, and whose weight table has the manifest's."""
+    """A folder whose manifest has the committed sha, and whose weight table has the manifest's."""
 
     folder: Path
     manifest: CheckpointManifest
@@ -65,22 +65,24 @@ def read(ref: CheckpointRef) -> Checkpoint:
 
 
 def adopt_adapter(checkpoint: Checkpoint, target: Path) -> None:
-    """Give the engine its own copy of the adapter (hard links where it can), verified tensor by tensor.
+    """Give the engine its own copy of the adapter, by hard links where possible, and verify every tensor.
 
-    The engine may read the files again for as long as it serves the adapter, so its copy must not depend on how long the
-    daemon keeps the checkpoint. Raises EngineError when the adapter is not the one in the weight table, or its config (its rank
-    and scale) not the one in the manifest.
+    The engine may read the files again as long as it serves the adapter, so its copy must not depend on how long the daemon
+    keeps the checkpoint. Raises EngineError when the adapter is not the one of the weight table, or its config (rank and scale)
+    is not the manifest's.
     """
     target.mkdir(parents=True)
     for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
         _link(checkpoint.folder / name, target / name)
-    if hashlib.sha256(_bytes(target / ADAPTER_CONFIG_FILE)).hexdigest() != _listed(checkpoint, ADAPTER_CONFIG_FILE):
+    if hashlib.sha256(_bytes(target / ADAPTER_CONFIG_FILE)).hexdigest() != _find_listed(
+        checkpoint, ADAPTER_CONFIG_FILE
+    ):
         raise EngineError(f"{checkpoint.folder / ADAPTER_CONFIG_FILE} is not the file that was committed")
     verify_file(target / ADAPTER_FILE, checkpoint.weights.tensors)
 
 
 def verify_file(path: Path, table: tuple[WeightEntry, ...]) -> None:
-    """Hash every tensor of a safetensors file against a weight table: same names, same bytes. Raises EngineError."""
+    """Compare every tensor of a safetensors file with a weight table: same names, same bytes. Raises EngineError."""
     expected = {entry.name: entry.sha256 for entry in table}
     found = dict(tensor_hashes(path))
     if odd := sorted(expected.keys() ^ found.keys()):
@@ -90,7 +92,7 @@ def verify_file(path: Path, table: tuple[WeightEntry, ...]) -> None:
 
 
 def tensor_hashes(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, sha256 hex of the raw bytes) of every tensor of a safetensors file."""
+    """Yield (name, sha256 of the raw bytes in hex) of every tensor of a safetensors file. Raises EngineError."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -115,8 +117,8 @@ def _hash(file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def _listed(checkpoint: Checkpoint, name: str) -> str | None:
-    """sha256 of a file as the manifest lists it."""
+def _find_listed(checkpoint: Checkpoint, name: str) -> str | None:
+    """Return the sha256 of a file in the manifest, None when it is not there."""
     return next((file.sha256 for file in checkpoint.manifest.files if file.name == name), None)
 
 

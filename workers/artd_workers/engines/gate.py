@@ -1,10 +1,9 @@
-"""The gate in the engine's own process: which push may write its weights.
+"""The gate in the engine's own process: decides which push may write its weights.
 
-Purpose: a late call of an ended harness, or of an earlier attempt, changes nothing.
-Owner of: the greatest fence seen by this engine, and whether an update is open or broken.
-Invariants: the fence only rises; after an update that did not finish no other begins (the weights are unknown); an update is
-written in the way that it was opened for, so a direct pull and calls that bring tensors never mix.
-Imports nothing but the standard library: it is tested without an engine.
+A late call of a harness that ended, or of an earlier attempt, changes nothing. The gate knows the greatest fence seen by this
+engine, and whether an update is open. The fence only rises. After an update that did not finish no other begins, because the
+weights are unknown. An update is written only in the way that it was opened for, so a direct pull and calls that bring tensors
+never mix. It imports only the standard library, so it is tested without an engine.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Literal
 from .adapter import Fence
 
 Way = Literal["calls", "direct"]
-"""How an update writes. calls: tensor by tensor, from disk or from a trainer, between `begin` and `finish` of their own;
-direct: within one call that pulls or swaps."""
+"""How an update writes. calls: tensor by tensor, from disk or from a trainer, between a `begin` and a `finish`; direct: within
+one call that pulls or swaps."""
 
 
 class FenceError(Exception):
-    """A call came from another instance or spawn, from an earlier attempt, or after a broken update."""
+    """A call of another instance or spawn, of an earlier attempt, or after a broken update."""
 
 
 class Gate:
-    """instance, spawn: those that this engine was started for."""
+    """Admits the updates of one engine process. `instance`, `spawn`: those that this engine was started for."""
 
     def __init__(self, instance: str, spawn: int) -> None:
         self._instance = instance
@@ -61,7 +60,7 @@ class Gate:
             raise FenceError("no update is open here")
 
     def finish(self, way: Way = "calls") -> None:
-        """The open update is complete: the weights are known again."""
+        """Close the open update: the weights are known again."""
         self.require_open(way)
         self._open = None
 

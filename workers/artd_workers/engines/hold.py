@@ -1,7 +1,6 @@
-"""The wait before an engine is paused: until the daemon says that nothing more is admitted to it.
+"""Waits, before an engine is paused, until the daemon says that the gateway admits no further request to it.
 
-Owner of: the daemon's answers that were not waited for yet. Invariants: only a `Proceed` of the same push and fence ends the
-wait well; it outlasts neither its deadline nor the engine.
+Only a `Proceed` of the same push and fence ends the wait successfully. It ends with its deadline, and with the engine.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from .adapter import EngineError
 
 
 class Hold:
-    """send: to the daemon."""
+    """The wait of one engine. `send` sends to the daemon."""
 
     def __init__(self, send: Callable[[FromWorker], None]) -> None:
         self._send = send
         self._answers: queue.SimpleQueue[Proceed | None] = queue.SimpleQueue()
 
     def wait(self, push: Push, deadline: Deadline) -> None:
-        """Say that this push is about to pause the engine, and wait for its Proceed. Raises EngineError."""
+        """Tell the daemon that this push is about to pause the engine, and wait for its Proceed. Raises EngineError."""
         self._send(Pausing(push=push.push, fence=push.fence))
         reach("engine.pausing")
         while (answer := self._next(push, deadline)) != Proceed(push=push.push, fence=push.fence):
@@ -32,11 +31,11 @@ class Hold:
                 raise EngineError(f"the engine ended while push {push.push} waited for the gateway to hold")
 
     def proceed(self, answer: Proceed) -> None:
-        """The daemon has answered. Any thread."""
+        """Pass on the daemon's answer. Any thread."""
         self._answers.put(answer)
 
     def abort(self) -> None:
-        """There is no engine left to be paused: end the wait. Any thread."""
+        """End the wait, because the engine has ended. Any thread."""
         self._answers.put(None)
 
     def _next(self, push: Push, deadline: Deadline) -> Proceed | None:

@@ -1,8 +1,7 @@
-"""JSON over HTTP over a Unix socket, one connection a call.
+"""Sends JSON over HTTP over a Unix socket, one connection per call: the harness's only way to its server.
 
-Purpose: the harness's only way to its server; blocking, with a deadline on every call.
-Owner of: no state (a connection lives for one call). Errors: EngineTimeout, EngineError (refused, reset, or a status
-that is not 2xx, with the server's own message).
+Calls block, each with a deadline. They raise EngineTimeout, and EngineError when the connection is refused or reset, or for a
+status that is not 2xx, with the server's own message.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class StatusError(EngineError):
 
 
 class _Socket(socket.socket):
-    """A socket's own timeout is one for each read: an answer that comes byte by byte would never end. And a deadline may move."""
+    """A socket with a deadline for the whole answer, which may move. Python's timeout is per read, so a slow answer would never
+    end."""
 
     deadline: Deadline
 
@@ -58,7 +58,7 @@ class _UnixConnection(http.client.HTTPConnection):
             self.sock.settimeout(self._deadline.left)
             try:
                 return self.sock.connect(self._path)
-            except BlockingIOError:  # as many connections wait to be taken as may
+            except BlockingIOError:  # the server's queue of connections is full
                 time.sleep(_AGAIN_S)
         raise TimeoutError
 
@@ -72,7 +72,7 @@ def call(
     deadline: Deadline,
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """One request to the server on the Unix socket `path`; returns decoded JSON, the text if it is none, or None."""
+    """Send one request to the server on the Unix socket `path`. Returns decoded JSON, the text if it is not JSON, or None."""
     connection = _UnixConnection(path, deadline)
     data = None if body is None else json.dumps(body).encode()
     more = dict(headers or {}) | ({} if data is None else {"Content-Type": "application/json"})
@@ -102,7 +102,7 @@ def _decode(text: str) -> Any:
 
 
 def _message(text: str) -> str:
-    """The server's error message, out of the envelopes that engine and FastAPI put round it."""
+    """Return the server's error message without the envelopes of the engine and FastAPI."""
     value = _decode(text)
     if isinstance(value, dict):
         value = value.get("error", value.get("detail", value))

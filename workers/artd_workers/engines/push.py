@@ -1,13 +1,14 @@
-"""The push state machine of one engine: a committed checkpoint in, verified or not at all.
+"""The push state machine of one engine: a checkpoint becomes live after it is verified, or not at all.
 
-Purpose: phases of a merged push: fence, hold, pause, transfer, load, resume, verify (the gateway holds from the end of the
-second on: a paused engine answers no canary, so the engine resumes first and only `Live` releases the gateway). A direct push
-has two more before the hold, beside running requests: open, and stage where the weights are pulled into spare memory first.
-Of a lora push: load, verify, beside running requests.
-Owner of: the greatest fence taken, the adapters loaded and their folders. Invariants: an attempt that is older than
-one taken is refused before it touches the engine; no adapter leaves while a push loads or adopts one; an engine is paused,
-and its weights are touched, only after the gateway holds; any error leaves the engine unknown, and the caller ends it; one
-push at a time (the caller's thread).
+Phases of a merged push: fence, hold, pause, transfer, load, resume, verify. The gateway holds requests from the end of `hold`
+on. A paused engine answers no canary, so the engine resumes first, and only `Live` releases the gateway. A direct push has two
+more phases before the hold, beside running requests: open, and stage where the weights are pulled into spare memory first.
+Phases of a lora push: load and verify, beside running requests.
+
+It owns the greatest fence taken, and the loaded adapters with their folders. An attempt that is older than one taken is refused
+before it touches the engine. No adapter leaves while a push loads one. An engine is paused, and its weights are touched, only
+after the gateway holds. Any error leaves the engine unknown, and the caller ends it. One push runs at a time, in the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from . import canary, checkpoint
 from .adapter import Adapter, DiskLoad, EngineError, Fence
 
 DIRECT: tuple[Transfer, ...] = ("direct", "nccl")
-"""What is verified before the engine resumes, so that requests in flight may go on across it."""
+"""Transfers that are verified before the engine resumes, so that requests in flight may continue across the push."""
 
 
 class Stale(Exception):
@@ -43,7 +44,7 @@ class Stale(Exception):
 
 
 class _Adopted(NamedTuple):
-    """An adapter that the engine has loaded. folder: its copy here; sha: of its checkpoint."""
+    """An adapter that the engine has loaded. `folder`: its copy here; `sha`: of its checkpoint."""
 
     folder: Path
     sha: str
@@ -51,7 +52,7 @@ class _Adopted(NamedTuple):
 
 @dataclass
 class _Left:
-    """An adapter's folder that the server does not name any more. looked: `tidy` has seen it before."""
+    """The folder of an adapter that the server has forgotten. `looked`: `tidy` has seen it before."""
 
     name: str
     folder: Path
@@ -59,7 +60,7 @@ class _Left:
 
 
 class PushError(Exception):
-    """A push did not get to live: the engine's weights are unknown and it must be ended."""
+    """A push did not become live: the engine's weights are unknown, and it must be ended."""
 
     def __init__(self, phase: str, error: str) -> None:
         super().__init__(error)
@@ -67,9 +68,12 @@ class PushError(Exception):
 
 
 class Pusher:
-    """instance, spawn: of this engine; base_name: name of the base weights on the server; folder: for adapters' copies;
-    hold: returns when nothing more is admitted to the engine, or raises EngineError; mark: becomes another one with every tensor that
-    the engine has loaded."""
+    """Runs the pushes of one engine.
+
+    `instance`, `spawn`: of this engine. `base_name`: name of the base weights on the server. `folder`: for copies of adapters.
+    `hold` returns when the gateway admits nothing more to the engine, or raises EngineError. `mark()` changes with every tensor
+    that the engine has loaded.
+    """
 
     def __init__(
         self, adapter: Adapter, spec: RunSpec, base_name: str, folder: Path, instance: str, spawn: int,
@@ -95,15 +99,15 @@ class Pusher:
 
     @property
     def phase(self) -> str:
-        """Phase of the push that runs now, or of the last one."""
+        """The phase of the running push, or of the last one."""
         return self._phase
 
     def progress(self) -> tuple[str, object]:
-        """How far it is: another one with each phase and each tensor. Any thread."""
+        """Return a value that changes with each phase and each loaded tensor. Any thread."""
         return self._phase, self._mark()
 
     def run(self, push: Push) -> Live:
-        """Bring the push's checkpoint to live. Raises Stale, or PushError with the phase that failed."""
+        """Make the push's checkpoint live. Raises Stale, or PushError with the phase that failed."""
         if push.fence <= self._seen:
             raise Stale(f"push {push.push} has fence {push.fence}, but fence {self._seen} was taken before")
         self._seen = push.fence
@@ -111,7 +115,7 @@ class Pusher:
         reach("engine.fenced")
         seconds: dict[str, float] = {}
         try:
-            agreement = self._merged(push, seconds) if push.mode == "merged" else self._lora(push, seconds)
+            agreement = self._push_merged(push, seconds) if push.mode == "merged" else self._push_lora(push, seconds)
         except EngineError as error:
             raise PushError(self._phase, str(error)) from error
         reach("engine.verified")
@@ -121,7 +125,7 @@ class Pusher:
         return replace(live, max_abs=agreement.max_abs, mean_abs=agreement.mean_abs)
 
     def unload(self, name: str) -> None:
-        """Note an adapter to be unloaded by `tidy` when no request uses it. Any thread."""
+        """Note an adapter that `tidy` unloads when no request uses it. Any thread."""
         with self._lock:
             if name in self._loaded:
                 self._leaving.add(name)
@@ -129,8 +133,11 @@ class Pusher:
                 self._log(f"asked to unload {name}, which is not loaded here")
 
     def tidy(self, deadline: Deadline) -> list[str]:
-        """Unload noted adapters whose last request has ended, and remove the folders of those unloaded before; returns the
-        names unloaded. While a push loads one nothing is: the caller's thread must not wait for it. Raises EngineError."""
+        """Unload noted adapters whose last request has ended, and remove the folders of those unloaded before.
+
+        Returns the unloaded names. While a push loads an adapter it does nothing, because the caller's thread must not wait.
+        Raises EngineError.
+        """
         if not self._moving.acquire(blocking=False):
             return []
         try:
@@ -146,20 +153,23 @@ class Pusher:
 
     # ---- merged -------------------------------------------------------------------------------------------------------
 
-    def _merged(self, push: Push, seconds: dict[str, float]) -> canary.Agreement | None:
-        """None where requests go on across the push: every checksum was compared before they did, and a canary would have to
-        wait for room beside them, the gateway with it."""
+    def _push_merged(self, push: Push, seconds: dict[str, float]) -> canary.Agreement | None:
+        """Push merged weights. Returns None where requests continue across the push.
+
+        There every checksum was compared before they continued. A canary would have to wait for room beside them, and the
+        gateway with it.
+        """
         committed = self._open(push)
         fence = Fence(self._instance, self._spawn, push.push, push.fence)
         direct = push.source == "live" and push.transfer in DIRECT
         in_flight = self._spec.engine.in_flight if direct else "drain"
         ahead = Deadline(push.deadline_s)
         staged = direct and self._prepare(push, fence, committed, seconds, ahead)
-        with self._timed("hold", seconds):
+        with self._time_phase("hold", seconds):
             self._hold(push, ahead)
-        # Waiting for requests is the users' time, not the engine's: it does not count against the deadline.
+        # Waiting for users' requests does not count against the engine's deadline.
         pause = Deadline(push.drain_s + push.deadline_s)
-        with self._timed("pause", seconds):
+        with self._time_phase("pause", seconds):
             self._adapter.pause(push.drain_s, pause, in_flight)
         reach("engine.paused")
         deadline = Patient(push.deadline_s, self.progress)
@@ -168,9 +178,9 @@ class Pusher:
         else:
             self._update(push, fence, committed, seconds, deadline)
         reach("engine.updated")
-        with self._timed("load", seconds):
+        with self._time_phase("load", seconds):
             self._adapter.finish(push.name, deadline)
-        with self._timed("resume", seconds):
+        with self._time_phase("resume", seconds):
             self._adapter.resume(deadline)
         reach("engine.resumed")
         if in_flight != "drain":
@@ -180,34 +190,36 @@ class Pusher:
     def _prepare(
         self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
     ) -> bool:
-        """What a direct push does beside the running engine; whether the weights are staged."""
+        """Do the part of a direct push that runs beside the engine. Returns whether the weights are staged."""
         wanted = self._spec.engine.transfer
-        with self._timed("open", seconds):
+        with self._time_phase("open", seconds):
             self._adapter.direct_open(Path(push.rendezvous) / OFFER, deadline)
             self._adapter.direct_expect(committed.folder / WEIGHTS_FILE, deadline)
             staged = wanted == "staged" or (wanted in ("auto", "nccl") and self._adapter.direct_room(deadline))
         if staged:
-            with self._timed("stage", seconds):
+            with self._time_phase("stage", seconds):
                 self._adapter.direct_stage(fence, deadline)
         return staged
 
     def _pull(self, fence: Fence, staged: bool, seconds: dict[str, float], deadline: Deadline) -> None:
-        """The weights in, and their checksums compared."""
-        with self._timed("transfer", seconds):
+        """Bring the weights in and compare their checksums."""
+        with self._time_phase("transfer", seconds):
             (self._adapter.direct_swap if staged else self._adapter.direct_pull)(fence, deadline)
 
     def _update(
         self, push: Push, fence: Fence, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
     ) -> None:
-        """The weights in, tensor by tensor. The engine knows how the time divides: the trainer's (or disk's and merge's)
-        share, and its own."""
-        with self._timed("transfer", seconds):
+        """Bring the weights in, tensor by tensor.
+
+        The engine reports its own share of the time; the rest is the trainer's, or that of the disk and the merge.
+        """
+        with self._time_phase("transfer", seconds):
             self._adapter.begin(fence, deadline)
             figures = self._load_tensors(push, fence, committed, deadline)
         loaded = figures.get("load", 0.0)
         seconds["transfer"] = max(0.0, seconds["transfer"] - loaded)
         seconds["load"] = loaded
-        with self._timed("load", seconds):
+        with self._time_phase("load", seconds):
             self._check_bytes(committed, int(figures.get("bytes", 0.0)))
 
     def _load_tensors(
@@ -229,14 +241,14 @@ class Pusher:
 
     # ---- lora ---------------------------------------------------------------------------------------------------------
 
-    def _lora(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
+    def _push_lora(self, push: Push, seconds: dict[str, float]) -> canary.Agreement:
         committed = self._open(push)
         deadline = Patient(push.deadline_s, self.progress)
         with self._moving:
             with self._lock:
                 there = push.name in self._loaded and self._loaded[push.name].sha == push.checkpoint.sha
                 if there:
-                    self._leaving.discard(push.name)  # a rollback: it may be in use, and stays as it is
+                    self._leaving.discard(push.name)  # after a rollback it may be in use, so it stays as it is
             if not there:
                 self._load(push, committed, seconds, deadline)
         reach("engine.updated")
@@ -246,10 +258,10 @@ class Pusher:
         self, push: Push, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
     ) -> None:
         folder = self._folder / f"{push.push}-{push.fence}"
-        with self._timed("transfer", seconds):
+        with self._time_phase("transfer", seconds):
             checkpoint.adopt_adapter(committed, folder)
-        with self._timed("load", seconds):
-            if push.name in self._loaded:  # another lineage's step of the same number
+        with self._time_phase("load", seconds):
+            if push.name in self._loaded:  # the same step number of another lineage
                 self._drop(push.name, deadline)
             self._adapter.load_adapter(push.name, folder, deadline)
         with self._lock:
@@ -258,9 +270,9 @@ class Pusher:
     def _verify_adapter(
         self, name: str, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
     ) -> canary.Agreement:
-        """By the sums of what the kernels read, and by what they compute, with and without it."""
+        """Verify an adapter by the sums of what the kernels read, and by what they compute with it and without it."""
         told = committed.manifest.canary
-        with self._timed("verify", seconds):
+        with self._time_phase("verify", seconds):
             folder = self._loaded[name].folder
             found = self._adapter.check_adapter(folder, committed.weights.held, deadline)
             if found.get("tensors") != len(committed.weights.tensors):
@@ -276,8 +288,11 @@ class Pusher:
         return agreement
 
     def _drop(self, name: str, deadline: Deadline) -> None:
-        """Have the server forget the name. The folder stays: a request in flight may need it once more, as engines read an
-        adapter again that they have put out of their slots meanwhile."""
+        """Make the server forget the name.
+
+        The folder stays: a request in flight may need it again, because engines reload an adapter that they have evicted from
+        their slots.
+        """
         self._adapter.unload_adapter(name, deadline)
         with self._lock:
             adopted = self._loaded.pop(name)
@@ -285,8 +300,11 @@ class Pusher:
         self._left.append(_Left(name, adopted.folder))
 
     def _remove_left(self, deadline: Deadline) -> None:
-        """Remove the folders that no request can need any more. One that the server was about to take in when it forgot the
-        name shows in its metrics a moment later, so a folder is looked at twice. Requests of a namesake keep it, too."""
+        """Remove the folders that no request can need any more.
+
+        A request that the server was about to admit when it forgot the name shows in its metrics a moment later, so a folder is
+        looked at twice. Requests for a newer adapter of the same name keep the folder, too.
+        """
         for left in list(self._left):
             if left.looked and not self._adapter.in_flight(left.name, deadline):
                 shutil.rmtree(left.folder, ignore_errors=True)
@@ -304,19 +322,19 @@ class Pusher:
         if committed.manifest.parameters != self._spec.parameters:
             raise EngineError(
                 f"{committed.folder} holds {committed.manifest.parameters} parameters, the run trains "
-                f"{self._spec.parameters}: it is no checkpoint of this run"
+                f"{self._spec.parameters}: it is not a checkpoint of this run"
             )
         return committed
 
     def _verify(
         self, model: str, committed: checkpoint.Checkpoint, seconds: dict[str, float], deadline: Deadline
     ) -> canary.Agreement:
-        with self._timed("verify", seconds):
+        with self._time_phase("verify", seconds):
             scores = self._adapter.score(model, committed.manifest.canary.prompts, deadline)
             return canary.verify(committed.manifest.canary, scores)
 
     @contextmanager
-    def _timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
+    def _time_phase(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
         self._phase = phase
         began = time.perf_counter()
         yield

@@ -1,6 +1,6 @@
-"""What the harness asks of an engine beside its adapter, and the engine of a kind.
+"""The contract of an engine beside its adapter, and the engine of a kind.
 
-Purpose: the harness names no engine. `ENGINES` of `artd_schema.engines` names the module of each, which is imported when it is asked for.
+The harness names no engine. `ENGINES` of `artd_schema.engines` names the module of each, which is imported on demand.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ Device = Literal["cpu", "cuda"]
 
 
 class Server(Protocol):
-    """One spawn of an engine's server. folder: `EngineConfig.dir`; scratch: its TMPDIR; ended: set once it has ended; lost: why it was
-    ended though it lived, "" if it was not."""
+    """One spawn of an engine's server.
+
+    `folder`: `EngineConfig.dir`. `scratch`: its TMPDIR. `ended`: set once it has ended. `lost`: why artd ended it although it
+    was alive, "" if artd did not.
+    """
 
     folder: Path
     socket: Path

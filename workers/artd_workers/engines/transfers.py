@@ -1,7 +1,4 @@
-"""How this engine can take a live push, found out once it serves.
-
-Owner of: the file `table` in the spawn's folder, for the trainer. No torch: the harness imports this.
-"""
+"""Finds out how this engine can receive a live push, once it serves. There is no torch, because the harness imports this."""
 
 from __future__ import annotations
 
@@ -23,18 +20,22 @@ _STOCK: dict[bool, tuple[Transfer, ...]] = {True: ("stock",), False: ()}
 
 
 def table_of(adapter: Adapter, spec: RunSpec, device: Literal["cpu", "cuda"], folder: Path) -> EngineTable | None:
-    """What the engine's kernels read, also written for a trainer; None where nobody asks. Raises EngineError."""
+    """Return the tensors that the engine's kernels read, and write them to the file `table` for the trainer.
+
+    Returns None where no push needs them. Raises EngineError.
+    """
     if device == "cpu" or spec.rollout_weights_mode != "merged":
         return None
     table = adapter.direct_table(Deadline(_ASK_S))
-    write_whole(folder / TABLE, msgspec.msgpack.encode(table))  # a trainer may be looking
+    write_whole(folder / TABLE, msgspec.msgpack.encode(table))  # a trainer may be reading it
     return table
 
 
 def transfers_of(spec: RunSpec, table: EngineTable | None, own: bool) -> tuple[tuple[Transfer, ...], str]:
-    """Return the ways of a live push, best first, and what stands against the wanted one ("": nothing, or nobody asks).
+    """Return the transfers for a live push, best first, and the obstacle to the wanted one ("" = none, or not asked).
 
-    `own` says whether artd can push by the engine's own calls (`Capabilities.own_transfer`). Without any way, pushes come from disk.
+    `own`: whether artd can push by the engine's own calls (`Capabilities.own_transfer`). Without any transfer, pushes come from
+    disk.
     """
     if table is None:
         return ("gloo",), ""

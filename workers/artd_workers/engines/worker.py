@@ -1,10 +1,9 @@
-"""The engine worker's main loop: link on one side, server on the other.
+"""The engine worker's main loop, between the link to the daemon and the server.
 
-Purpose: start the server, say Ready, serve Push, Proceed, Unload and Exit, and tell the daemon when the server is gone.
-Owner of: the server and the push thread. Invariants: the server is spawned, watched and ended in the main thread; pushes run
-in a thread of their own, one at a time; a failed push ends the engine, and a dead server ends the harness (`Down`): the
-daemon starts a new spawn, which is pushed the newest committed checkpoint before it serves. Never is an unknown engine
-verified again.
+It starts the server, says Ready, serves Push, Proceed, Unload and Exit, and tells the daemon when the server is gone. The main
+thread starts, watches and ends the server. Pushes run in a thread of their own, one at a time. A failed push ends the engine,
+and a dead server ends the harness (`Down`). The daemon then starts a new spawn, which gets the newest committed checkpoint
+before it serves. An engine with unknown weights is never verified again.
 """
 
 from __future__ import annotations
@@ -77,7 +76,8 @@ class EngineWorker:
     # ---- phases of a life ---------------------------------------------------------------------------------------------
 
     def _start(self) -> bool:
-        """Wait for the server; False when told to exit first. Raises EngineError with the reason it did not come up."""
+        """Wait for the server. Returns False when the daemon says Exit first. Raises EngineError with the reason why it did not
+        come up."""
         deadline = Deadline(START_S)
         while not self._server.serving():
             self._receive()
@@ -93,7 +93,7 @@ class EngineWorker:
         spec = self._config.spec
         self._pusher = Pusher(adapter, spec, model_name(self._config), self._server.folder / "adapters",
                               self._link.identity.instance, self._link.identity.spawn, self._hold.wait, log,
-                              lambda: marks.found(self._server.scratch))  # fmt: skip
+                              lambda: marks.read_latest(self._server.scratch))  # fmt: skip
         table = table_of(adapter, spec, self._engine.device(spec.engine), self._server.folder)
         ways, obstacle = transfers_of(spec, table, adapter.capabilities.own_transfer)
         if obstacle:
@@ -111,7 +111,7 @@ class EngineWorker:
         return True
 
     def _capture(self, adapter: Adapter) -> None:
-        """Have routes captured, when the run wants them, before any request comes."""
+        """Start capturing routes, when the run wants them, before any request comes."""
         if self._config.routes is None:
             return
         if adapter.capabilities.routes != self._engine.read_version().routes:
@@ -122,7 +122,7 @@ class EngineWorker:
         adapter.capture_routes(self._config.routes, Deadline(_CALL_S))
 
     def _warm(self, adapter: Adapter, deadline: Deadline) -> bool:
-        """Warm the engine up; False when told to exit meanwhile. Raises EngineError when it has died."""
+        """Warm the engine up. Returns False when the daemon says Exit meanwhile. Raises EngineError when the engine has died."""
         warming = threading.Thread(target=warm, args=(adapter, deadline, log), name="artd-warm", daemon=True)
         warming.start()
         while warming.is_alive() and not self._server.ended.is_set():
@@ -135,7 +135,7 @@ class EngineWorker:
         raise EngineError(self._server.death() if gone else "the engine does not answer after its warm-up")
 
     def _tell_progress(self) -> None:
-        """The daemon ends an engine whose push stands still: its heartbeat tells that it does not."""
+        """Report a push's progress in heartbeats; the daemon ends an engine whose push makes none."""
         push, pusher = self._current, self._pusher
         told = None if push is None or pusher is None else (push.push, push.fence, pusher.progress())
         if told == self._told:
@@ -149,7 +149,7 @@ class EngineWorker:
         self._told = told
 
     def _watch_progress(self) -> None:
-        """Body of a thread: end an engine that computes nothing for its requests."""
+        """End an engine that computes nothing for its requests (body of a thread)."""
         why = progress.watch(
             lambda: self._engine.work(self._server.socket),
             lambda: self._current is not None,
@@ -161,7 +161,7 @@ class EngineWorker:
             self._server.kill()
 
     def _serve(self) -> str:
-        """Serve until told to exit ("") or until the engine is lost (why)."""
+        """Serve until the daemon says Exit (returns "") or the engine is lost (returns why)."""
         tidy_due = 0.0
         while self._grace_s is None:
             self._receive()
@@ -179,7 +179,7 @@ class EngineWorker:
         if error:
             self._server.kill()
             self._hold.abort()
-            if self._current is not None:  # its calls fail now, and it knows in which phase
+            if self._current is not None:  # the push's calls fail now, and it reports its phase
                 self._pushing.join(_TOLD_S)
             cause = self._server.first_error()
             error += "" if cause in error else cause
@@ -212,14 +212,14 @@ class EngineWorker:
             case w.Exit():
                 self._grace_s = message.grace_s
             case _:
-                log(f"{type(message).__name__} is no message for an engine worker")
+                log(f"{type(message).__name__} is not a message for an engine worker")
 
     def _take(self, push: w.Push) -> None:
         running = self._current
         self._pushes.put(push)
         if running is not None and running.source == "live" and push.fence > running.fence:
-            # The daemon has given up on that push (its trainer refused or died): nothing will be sent any more, and only
-            # a restart brings the engine's weights back to known.
+            # The daemon has given up on that push, because its trainer refused or died. Nothing more will be sent, and
+            # only a restart makes the engine's weights known again.
             self._broken = f"push {running.push} fence {running.fence} was replaced while it waited for the trainer"
             self._server.kill()
 
@@ -229,7 +229,7 @@ class EngineWorker:
     # ---- pushes -------------------------------------------------------------------------------------------------------
 
     def _push_all(self, pusher: Pusher) -> None:
-        """Body of the push thread: it ends with the first push that fails, for there is no engine left to push to."""
+        """Run pushes (body of the push thread) until the first one fails, after which no engine is left."""
         while not self._broken:
             push = self._pushes.get()
             self._current = push
@@ -239,15 +239,15 @@ class EngineWorker:
                 log(str(error))
                 answer = w.Refused(push=push.push, fence=push.fence, reason=str(error))
             except PushError as error:
-                self._failed(push, error.phase, str(error))
+                self._fail(push, error.phase, str(error))
                 return
-            except Exception as error:  # a defect of ours must not leave an unknown engine serving
-                self._failed(push, pusher.phase, f"{type(error).__name__}: {error}")
+            except Exception as error:  # a bug of artd's must not leave an engine with unknown weights serving
+                self._fail(push, pusher.phase, f"{type(error).__name__}: {error}")
                 return
-            self._current = None  # before the answer: the daemon may send the next push at once
+            self._current = None  # before the answer, because the daemon may send the next push at once
             self._link.send(answer)
 
-    def _failed(self, push: w.Push, phase: str, error: str) -> None:
+    def _fail(self, push: w.Push, phase: str, error: str) -> None:
         if self._server.lost and self._server.ended.wait(_TOLD_S):
             error = f"{self._server.death()}; {error}"
         self._link.send(w.PushFailed(push=push.push, fence=push.fence, phase=phase, error=error))
@@ -256,16 +256,16 @@ class EngineWorker:
 
     def _tidy(self) -> None:
         assert self._pusher is not None
-        with contextlib.suppress(EngineError):  # asked again at the next tick; a dead server is noticed by itself
+        with contextlib.suppress(EngineError):  # the next tick tries again; the main loop notices a dead server
             for name in self._pusher.tidy(Deadline(_CALL_S)):
                 log(f"unloaded {name}")
 
 
 def log(text: str) -> None:
-    """A line of the harness's own log (the supervisor keeps its stderr)."""
+    """Print a line to the harness's own log; the supervisor keeps its stderr."""
     print(f"engine worker: {text}", file=sys.stderr, flush=True)
 
 
 def remove_folder(config: w.EngineConfig) -> None:
-    """Remove what is left of this spawn's folder; the log lies elsewhere."""
+    """Remove what is left of this spawn's folder; the log is elsewhere."""
     shutil.rmtree(Path(config.dir), ignore_errors=True)

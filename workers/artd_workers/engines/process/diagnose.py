@@ -1,7 +1,4 @@
-"""Why a server ended: its last log lines, with out-of-memory and full disk called by their names.
-
-Purpose: the text of `Down`. Owner of: no state.
-"""
+"""Finds out why a server ended, from its last log lines; it names a full disk and lack of memory. `Down` carries the text."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _MEMORY = (
 
 
 def tail(log: Path, offset: int = 0, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log that were written at byte `offset` or later."""
+    """Return the last lines of a log that were written at byte `offset` or later."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, 2)
@@ -42,7 +39,7 @@ def tail(log: Path, offset: int = 0, lines: int = TAIL_LINES) -> str:
 
 
 def first_error(log: Path, offset: int = 0) -> str:
-    """The first exception named in a log at byte `offset` or later, such as `RuntimeError: no`; "" when there is none.
+    """Return the first exception in a log at byte `offset` or later, such as `RuntimeError: no`, "" when there is none.
 
     The last lines of a dying server may be its API server's, three processes away from the cause.
     """
@@ -57,7 +54,7 @@ def first_error(log: Path, offset: int = 0) -> str:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel's out-of-memory killer ended in this process's cgroup so far (0 where it cannot be read)."""
+    """Return how many processes the kernel's out-of-memory killer has ended in this cgroup, 0 where that cannot be read."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         path = next(line[3:] for line in groups if line.startswith("0::"))
@@ -68,7 +65,11 @@ def oom_kills() -> int:
 
 
 def cause(returncode: int, text: str, oom_killed: bool, lost: str = "") -> str:
-    """One sentence: how the server ended and, where it can be told, why. returncode: as of Popen; lost: why artd ended it."""
+    """Return one sentence: how the server ended and, where it is known, why.
+
+    `returncode`: as of Popen; `oom_killed`: the kernel's out-of-memory killer was at work; `lost`: why artd itself ended the
+    server.
+    """
     if any(word in text for word in _DISK):
         return "the disk is full (no space left on device): free space, then artd starts the engine again"
     if oom_killed or any(word in text for word in _MEMORY):

@@ -1,8 +1,7 @@
-"""Whether a server that lives still has its engine: it is asked again and again.
+"""Asks a running server again and again whether it still has its engine.
 
-Purpose: an API server may outlive its engine, and never end while it owes somebody an answer that only the engine could give.
-Owner of: no state. Invariants: what counts is a server that says no, or has nobody to say it, several times in a row; one that
-is busy or stopped says nothing, and is waited for.
+An API server may outlive its engine, and may never end while it owes an answer that only the engine could give. Several
+refusals in a row count as a loss. A server that is busy or stopped does not answer, and is waited for.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from artd_workers.engines.adapter import EngineError, EngineTimeout
 
 LOOK_S = 1.0
 LOOKS = 3
-"""Refusals in a row that count: an engine that was ended for one could have served."""
+"""So many refusals in a row count as a loss; after a single one the engine may still serve."""
 
 
-def lost(ask: Callable[[], None], over: threading.Event, every_s: float = LOOK_S) -> str:
-    """Why the engine is lost; returns "" once `over` is set. ask: raises EngineError unless the server says that it can serve."""
+def await_loss(ask: Callable[[], None], over: threading.Event, every_s: float = LOOK_S) -> str:
+    """Return why the engine is lost, or "" once `over` is set. `ask` raises EngineError unless the server says that it can
+    serve."""
     refusals = 0
     while not over.wait(every_s):
         refused = _refusal(ask)

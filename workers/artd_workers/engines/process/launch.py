@@ -1,8 +1,9 @@
-"""Become another program that dies with its parent: `python -m artd_workers.engines.process.launch PARENT_PID PROGRAM ARGS...`.
+"""Becomes another program that dies with its parent: `python -m artd_workers.engines.process.launch PARENT_PID PROGRAM
+ARGS...`.
 
-Purpose: PR_SET_PDEATHSIG for a stock server. The kernel keeps the setting across exec, and setting it here, in the new
-process, needs no code between fork and exec. It fires when the *thread* that started this process ends: the harness starts
-servers from its main thread only. Owner of: no state.
+It sets PR_SET_PDEATHSIG for a stock server. The kernel keeps the setting across exec, and setting it in the new process needs
+no code between fork and exec. The signal comes when the *thread* that started this process ends, so the harness starts servers
+from its main thread only.
 """
 
 from __future__ import annotations

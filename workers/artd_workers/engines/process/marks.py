@@ -1,7 +1,8 @@
-"""Signs of life from inside a call that takes long: the engine's worker leaves them while it loads weights, the harness looks.
+"""Leaves marks of progress during a long call: the engine's worker touches a file while it loads weights, and the harness looks
+at it.
 
-Purpose: the call has one answer, at its end, and a slow disk is slow, not a failure. Owner of: the file `loaded` in the server's TMPDIR,
-which stays empty. Invariants: a mark that cannot be left costs no push.
+The call itself answers only at its end, and a slow disk is slow, not broken. The file `loaded` in the server's TMPDIR stays
+empty. A mark that cannot be written is skipped.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ FILE = "loaded"
 
 
 def leave() -> None:
-    """One more tensor is loaded."""
+    """Mark that one more tensor is loaded."""
     if folder := os.environ.get("TMPDIR", ""):
         with contextlib.suppress(OSError):
             (Path(folder) / FILE).touch()
 
 
-def found(folder: Path) -> int:
-    """When the last one was left, ns; 0 = none was."""
+def read_latest(folder: Path) -> int:
+    """Return when the last mark was left, in nanoseconds since the epoch; 0 = never."""
     try:
         return (folder / FILE).stat().st_mtime_ns
     except OSError:

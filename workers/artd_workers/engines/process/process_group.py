@@ -1,10 +1,9 @@
-"""A server's process group, seen through /proc: who is in it, what scratch files it holds, and its end.
+"""A server's process group, seen through /proc: its processes, their scratch files, and its end.
 
-Purpose: end a server that does not end itself, and leave nothing of it in /dev/shm or /tmp.
-Owner of: no state. Invariants: only processes of the caller's own session are ever signalled (a group number that was
-recycled elsewhere is in another session); a file is scratch only if it lies directly in /dev/shm or /tmp under a name that
-Python's, torch's or an engine's own scratch has, is this user's and newer than the server: logs, models and checkpoints, which a
-server holds open too, never are.
+It ends a server that does not end itself, and leaves nothing of it in /dev/shm or /tmp. Only processes of the caller's own
+session are ever signalled, because a group number that was recycled elsewhere is in another session. A scratch file is directly
+in /dev/shm or /tmp under a name that Python, torch or an engine gives scratch files, belongs to this user and is newer than the
+server. So logs, models and checkpoints, which a server also has open, are never removed.
 """
 
 from __future__ import annotations
@@ -22,8 +21,11 @@ _POLL_S = 0.02
 
 
 def members(pgid: int) -> list[int]:
-    """Live processes of the group that are in this process's session. One whose first thread alone has ended, a zombie by its
-    state, lives: it may hold a GPU's memory still."""
+    """Return the live processes of the group that are in this process's session.
+
+    A process whose first thread has ended, but not its others, is a zombie by its state and still counts: it may hold a GPU's
+    memory.
+    """
     session = os.getsid(0)
     found = []
     for entry in os.listdir("/proc"):
@@ -36,12 +38,13 @@ def members(pgid: int) -> list[int]:
 
 
 def scratch_files(pids: Iterable[int], since: float) -> set[Path]:
-    """Scratch files that these processes map or hold open, of this user, changed at `since` (epoch s) or later."""
+    """Return this user's scratch files that the processes map or have open, changed at `since` (seconds since the epoch) or
+    later."""
     names: set[str] = set()
     inodes: set[tuple[int, int]] = set()
     for pid in pids:
-        mapped, semaphores = _mapped(pid)
-        names |= mapped | _opened(pid)
+        mapped, semaphores = _find_mapped(pid)
+        names |= mapped | _find_open(pid)
         inodes |= semaphores
     found = set()
     for path in {Path(name) for name in names} | _semaphores(inodes):
@@ -55,7 +58,7 @@ def scratch_files(pids: Iterable[int], since: float) -> set[Path]:
 
 
 def kill(pgid: int, wait_s: float) -> list[int]:
-    """SIGKILL every member until none lives; returns those that still live after wait_s (uninterruptible in the kernel)."""
+    """Send SIGKILL to every member until none lives. Returns those that still live after `wait_s` seconds, stuck in the kernel."""
     end = time.monotonic() + wait_s
     while alive := members(pgid):
         for pid in alive:
@@ -67,7 +70,7 @@ def kill(pgid: int, wait_s: float) -> list[int]:
 
 
 def wait_gone(pgid: int, wait_s: float) -> bool:
-    """Whether the group has no live member within wait_s."""
+    """Return whether the group has no live member within `wait_s` seconds."""
     end = time.monotonic() + wait_s
     while members(pgid):
         if time.monotonic() >= end:
@@ -85,7 +88,8 @@ def signal_process(pid: int, number: int) -> None:
 
 
 def _stat(pid: str) -> list[str]:
-    """Fields of /proc/PID/stat from the third on: 0 state, 2 pgrp, 3 session, 17 threads, 19 start (empty: no such process)."""
+    """Return the fields of /proc/PID/stat from the third on: 0 state, 2 pgrp, 3 session, 17 threads, 19 start. Empty: no such
+    process."""
     try:
         text = Path("/proc", pid, "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -93,9 +97,11 @@ def _stat(pid: str) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def _mapped(pid: int) -> tuple[set[str], set[tuple[int, int]]]:
-    """Names of the scratch files that it maps, and (device, inode) of what it maps in /dev/shm under a name that is gone: sem_open
-    makes a semaphore under another name than the one that stays."""
+def _find_mapped(pid: int) -> tuple[set[str], set[tuple[int, int]]]:
+    """Return the names of mapped scratch files, and (device, inode) of mappings in /dev/shm whose name is gone.
+
+    sem_open maps a semaphore under a temporary name, and keeps the file under another.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -114,7 +120,7 @@ def _mapped(pid: int) -> tuple[set[str], set[tuple[int, int]]]:
 
 
 def _semaphores(inodes: set[tuple[int, int]]) -> set[Path]:
-    """The names under which these lie in /dev/shm."""
+    """Return the names in /dev/shm of these (device, inode)."""
     found = set()
     for path in SHM.glob("sem.mp-*") if inodes else ():
         try:
@@ -126,7 +132,7 @@ def _semaphores(inodes: set[tuple[int, int]]) -> set[Path]:
     return found
 
 
-def _opened(pid: int) -> set[str]:
+def _find_open(pid: int) -> set[str]:
     folder = f"/proc/{pid}/fd"
     found = set()
     try:

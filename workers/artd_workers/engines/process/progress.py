@@ -1,8 +1,8 @@
-"""Whether an engine that has requests computes anything: its marks are looked at again and again.
+"""Watches whether an engine that has requests computes anything, by looking at its marks again and again.
 
-Purpose: a kernel that never ends, a deadlock or a stopped engine leaves a server that answers `/health`. Owner of: how long each engine
-stood still. Invariants: only time in which this process itself was awake counts, and none in which there was nothing to compute
-or the engine was not to compute (a push pauses it, `busy`); a server that says nothing has made no progress.
+A kernel that never ends, a deadlock or a stopped engine leaves a server that still answers `/health`. Only time in which this
+process itself was awake counts, and no time in which there was nothing to compute or a push had paused the engine (`busy`). A
+server that does not answer has made no progress.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from artd_workers.engines.adapter import EngineError
 
 LOOK_S = 5.0
 ANSWER_S = 5.0
-"""How long a server may take to say what it does."""
+"""Seconds that a server may take to report its work."""
 
 
 class Work(NamedTuple):
-    """What an engine says of itself. requests: that it owes an answer to; mark: changes with every step that it computes, also in the middle
-    of a long prompt; asleep: it is not to compute."""
+    """What an engine reports of itself.
+
+    `requests`: the number of requests that it owes an answer to. `mark`: changes with every step that it computes, also in the
+    middle of a long prompt. `asleep`: it is paused on purpose.
+    """
 
     requests: int
     mark: str
@@ -29,7 +32,7 @@ class Work(NamedTuple):
 
 
 class Standstill:
-    """limit_s: seconds without progress that are the end."""
+    """Measures how long an engine has made no progress. More than `limit_s` seconds are too long."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -37,7 +40,8 @@ class Standstill:
         self.seconds = 0.0
 
     def look(self, work: Work | None, passed: float) -> str:
-        """Why the engine is to be ended, or "". work: None when it did not answer; passed: seconds since the last look."""
+        """Return why the engine must be ended, or "". `work`: None when it did not answer; `passed`: seconds since the last
+        look."""
         if work is not None and (not work.requests or work.asleep or (self._last and work.mark != self._last.mark)):
             self.seconds = 0.0
         elif self._last is not None or work is None:
@@ -49,12 +53,12 @@ class Standstill:
         return f"the engine computed no token for {self.seconds:.0f} s {what} (limits.engine_stall_s)"
 
     def reset(self) -> None:
-        """It had a reason to stand still."""
+        """Start again from zero: the engine had a reason to stand still."""
         self._last, self.seconds = None, 0.0
 
 
 def watch(ask: Callable[[], Work], busy: Callable[[], bool], limit_s: float, over: threading.Event) -> str:
-    """Why the engine is to be ended; "" once `over` is set. ask: raises EngineError; busy: a push is under way."""
+    """Return why the engine must be ended, or "" once `over` is set. `ask` raises EngineError; `busy()`: a push is under way."""
     look_s = min(LOOK_S, limit_s / 5)
     standstill, looked = Standstill(limit_s), time.monotonic()
     while not over.wait(look_s):

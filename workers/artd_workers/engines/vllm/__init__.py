@@ -1,1 +1,1 @@
-"""vLLM as an engine: `server.py` starts the stock server, `adapter.py` speaks to it, `extension.py` runs in its worker."""
+"""vLLM as an engine: `server.py` starts the stock server, `adapter.py` calls it, `extension.py` runs in its worker."""

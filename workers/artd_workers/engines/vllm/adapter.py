@@ -1,9 +1,9 @@
 """vLLM's control routes as an `Adapter`.
 
-Purpose: translate the contract of `base.py` to a vLLM server's HTTP; version differences come from its capability row.
-Owner of: which rendezvous file this engine has joined, which offer it has opened, and whether the last pause kept requests
-with their cache. Invariants: no route is called without
-a deadline, and a call that waits in vLLM's worker carries its own: the executor of vLLM 0.25 ignores that of /collective_rpc.
+It translates the contract of `engines.adapter` to a vLLM server's HTTP; its capability row gives the differences of versions.
+It remembers which rendezvous file this engine has joined, which offer it has opened, and whether the last pause kept requests
+with their cache. Every route is called with a deadline. A call that waits in vLLM's worker carries its own, because the
+executor of vLLM 0.25 ignores that of /collective_rpc.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ from .versions import VERSIONS
 
 _RESET_TRIES, _RESET_PAUSE_S = 20, 0.1
 _SHOWN = 200
-"""Characters of an odd answer in an error."""
+"""Characters of an unexpected answer that an error shows."""
 _OFFER_POLL_S, _STAGE_POLL_S = 0.005, 0.01
 _INNER = 0.9
-"""Of the time left, for what waits in the worker: it gives up first, and its reason comes back."""
+"""Share of the remaining time that a wait in the worker gets, so that it gives up first and its reason comes back."""
 _LORA_GAUGE = re.compile(r"^vllm:lora_requests_info\{(?P<labels>.*)\}\s+(?P<value>\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class VllmAdapter:
-    """See `base.Adapter`. socket: the server's Unix socket; the server must be healthy when this is made. owner: what it calls
-    vLLM's own routes as (see `guard`; none: as this process's spawn)."""
+    """The `Adapter` of a vLLM server, which must be healthy when this is made.
+
+    `socket`: the server's Unix socket. `owner`: the value of the owner header for vLLM's own routes (see `guard`; None = this
+    process's spawn).
+    """
 
     versions = VERSIONS
 
@@ -55,7 +58,7 @@ class VllmAdapter:
         self._kept = False
         reply = self._call("GET", "/version", deadline=deadline)
         if not isinstance(reply, dict) or "version" not in reply:
-            raise EngineError(f"GET /version answered {reply!r}: this is no vLLM server")
+            raise EngineError(f"GET /version answered {reply!r}: this is not a vLLM server")
         self.version = str(reply["version"])
         self.capabilities = capabilities(self.versions, self.version)
 
@@ -69,7 +72,7 @@ class VllmAdapter:
     def pause(self, drain_s: float, deadline: Deadline, in_flight: InFlight = "drain") -> bool:
         self._kept = in_flight == "keep"
         if in_flight != "drain":
-            # vLLM's own text says that clear_cache has no effect here; its code takes the cache from running requests.
+            # vLLM's documentation says that clear_cache has no effect here, but its code drops the cache of running requests.
             self._stop("keep", deadline, clear=not self._kept)
             return False
         if drain_s > 0:
@@ -129,7 +132,7 @@ class VllmAdapter:
         try:
             return msgspec.convert(found, EngineTable)
         except msgspec.ValidationError as error:
-            raise EngineError(f"artd_direct_table answered what is no table: {error}") from None
+            raise EngineError(f"artd_direct_table answered with something that is not a table: {error}") from None
 
     def direct_open(self, offer: Path, deadline: Deadline) -> None:
         if offer == self._opened:
@@ -178,7 +181,7 @@ class VllmAdapter:
             reply = self._call("POST", "/reset_prefix_cache", deadline=deadline)
             if not isinstance(reply, dict) or reply.get("success") is not False:
                 return
-            time.sleep(_RESET_PAUSE_S)  # blocks of requests that were aborted come back within a step or two
+            time.sleep(_RESET_PAUSE_S)  # blocks of aborted requests are freed within a step or two
         raise EngineError(
             "POST /reset_prefix_cache: blocks are still held while paused, so old prefixes would outlive the push"
         )
@@ -200,7 +203,7 @@ class VllmAdapter:
         return name in active_adapters(page)
 
     def score(self, model: str, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
-        body = {  # vLLM looks up no cached prefix for a request that wants the prompt's logprobs
+        body = {  # vLLM uses no cached prefix for a request that wants the prompt's logprobs
             "model": model,
             "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": 1,
@@ -262,16 +265,16 @@ class VllmAdapter:
         self, method: str, route: str, body: Any = None, *, deadline: Deadline, query: dict[str, str] | None = None,
         text: bool = False,
     ) -> Any:  # fmt: skip
-        """text: any answer will do; else it has to be a JSON object, or nothing."""
+        """Call a route. `text`: accept any answer; otherwise it must be a JSON object, or empty."""
         path = f"{route}?{urlencode(query)}" if query else route
         reply = call(self._socket, method, path, body, deadline=deadline, headers=self._headers)
         if not text and not isinstance(reply, dict | None):
-            raise EngineError(f"{method} {route} answered {str(reply)[:_SHOWN]!r}: this is no answer of vLLM's")
+            raise EngineError(f"{method} {route} answered {str(reply)[:_SHOWN]!r}: this is not an answer of vLLM")
         return reply
 
 
 def rows(table: Sequence[WeightEntry]) -> list[list[Any]]:
-    """A weight table as JSON: [name, dtype, shape, sha256 or sum64] per tensor."""
+    """Return a weight table as JSON: [name, dtype, shape, sha256 or sum64] per tensor."""
     return [
         [entry.name, entry.dtype, list(entry.shape), entry.sha256 if entry.sum64 is None else entry.sum64]
         for entry in table
@@ -279,9 +282,9 @@ def rows(table: Sequence[WeightEntry]) -> list[list[Any]]:
 
 
 def active_adapters(metrics: str) -> set[str]:
-    """Adapter names that run or wait, from a /metrics page.
+    """Return the adapter names that run or wait, from a /metrics page.
 
-    The gauge has one series per combination of names ever seen and its value is a time: the latest one is the truth.
+    The gauge has one series for each combination of names ever seen, whose value is a time: the latest one is current.
     """
     series = [(float(match["value"]), dict(_LABEL.findall(match["labels"]))) for match in _LORA_GAUGE.finditer(metrics)]
     if not series:
@@ -292,7 +295,7 @@ def active_adapters(metrics: str) -> set[str]:
 
 
 def _scores(prompt_logprobs: Any, prompt: Sequence[int]) -> list[float]:
-    """Logprob of each given token but the first. vLLM: a list, null first, then {token id: {logprob, ...}} per token."""
+    """Return the logprob of each given token but the first. vLLM gives a list: null, then {token id: {logprob, ...}} per token."""
     if not isinstance(prompt_logprobs, list) or len(prompt_logprobs) != len(prompt):
         raise EngineError("/v1/completions gave no logprob per canary token")
     try:

@@ -1,9 +1,8 @@
-"""How a stock vLLM server is started: its arguments and environment, on a CPU (vLLM 0.32) or on a GPU (0.25).
+"""Builds the arguments and the environment of a stock vLLM server, on a CPU or on a GPU.
 
-Purpose: one place for what differs between devices and versions. Owner of: no state but the answer to "is there a GPU".
-Invariants: a flag that the installed version lacks is never given; prefix caching stays on (it pays for multi-turn prompts)
-unless routes are captured by hooks; `Adapter.finish` drops it at every merged push but one that kept requests with their cache.
-There, and in lora mode, the gateway's salts keep epochs apart.
+Everything that differs between devices and versions is here. A flag that the installed version lacks is never given. Prefix
+caching stays on (it pays for multi-turn prompts) unless hooks capture routes; `Adapter.finish` empties the cache at every
+merged push, but not where requests were kept with their cache. There, and in lora mode, the gateway's salts keep epochs apart.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from artd_workers.transfer.stock import ENVIRONMENT
 
 from .guard import MIDDLEWARE
 from .parsers import TEMPLATE, Parsers
-from .versions import installed
+from .versions import find_installed
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "artd_workers.engines.vllm.extension.Extension"
 CPU_BACKEND, CUDA_BACKEND = "artd_gloo", "artd_nccl"
 """Transfer backends of artd's extension: its own over gloo, and vLLM's own over NCCL behind the gate."""
 MAX_LORAS = 4
-"""Adapters that may run in one batch; requests of further ones wait for a slot."""
+"""Adapters that may run in one batch; requests of other adapters wait for a slot."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
 """`experts` are all of a layer's; where it is missing, vLLM takes an adapter and silently drops what it has of them. Without
 the list vLLM wraps the output head too: memory for nothing, and on CPU any request for prompt logprobs (the canary) in a batch
@@ -47,13 +46,13 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, VLLM.adapter_rank)
 YIELDING = frozenset(("--max-num-batched-tokens", "--gpu-memory-utilization"))
 """Flags of artd's that `engine.args` may set to something else."""
 PREFILL_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
-"""Of a step, at least."""
+"""The smallest --max-num-batched-tokens by device."""
 _ASK = "import torch; print(torch.cuda.is_available())"
 _ASK_S = 120.0
 
 
 def device_of(engine: EngineSpec) -> Device:
-    """Where the server will run."""
+    """Return the device on which the server will run."""
     if engine.device == "auto":
         return "cuda" if sees_gpu() else "cpu"
     return engine.device
@@ -61,8 +60,10 @@ def device_of(engine: EngineSpec) -> Device:
 
 @cache
 def sees_gpu() -> bool:
-    """Whether the torch of this interpreter, which is the server's, sees a GPU. Another process is asked: torch costs this one
-    seconds and hundreds of MB. Raises EngineError when it does not answer."""
+    """Return whether the torch of this interpreter, which is the server's, sees a GPU. Raises EngineError.
+
+    Another process is asked, because importing torch costs seconds and hundreds of MB.
+    """
     try:
         if metadata.version("torch").endswith("+cpu"):
             return False
@@ -98,7 +99,7 @@ def command(config: EngineConfig, socket: Path, parsers: Parsers = NO_PARSERS) -
         "--middleware": MIDDLEWARE,
         "--uvicorn-log-level": "warning",
     }
-    version = installed()
+    version = find_installed()
     flags = ["--enable-scale-out"] if version.scale_out_flag else []
     more_flags, more = _of_cpu(engine) if device == "cpu" else _of_cuda(engine)
     flags, options = flags + more_flags, options | more
@@ -147,7 +148,8 @@ def _of_cpu(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:
 
 
 def _of_cuda(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:
-    """Nothing is compiled; steps that only decode run as CUDA graphs, whose tensors pushes write in place."""
+    """Return the flags and options for a GPU. Nothing is compiled; decoding steps run as CUDA graphs, whose tensors pushes
+    write in place."""
     graphs = {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(engine.max_num_seqs),
     }  # fmt: skip
@@ -156,20 +158,20 @@ def _of_cuda(engine: EngineSpec) -> tuple[list[str], dict[str, Any]]:
         "--compilation-config": json.dumps(graphs),
         # The size of the KV cache is given; this share must merely be free at the start, which a trainer may have taken.
         "--gpu-memory-utilization": 0.01,
-        # Others turn the experts' weights into a layout of their own.
+        # Other backends change the layout of the experts' weights.
         "--moe-backend": "triton",
     }
     return [], options
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes up to `most` for which graphs are made; others run as the next larger one."""
+    """Return the batch sizes up to `most` for which graphs are made; other sizes run as the next larger one."""
     sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, most, 32)}
     return sorted(size for size in sizes if size < most) + [most]
 
 
 def lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM can be started with and that holds `rank`. Raises EngineError above its largest."""
+    """Return the smallest rank that vLLM can be started with and that holds `rank`. Raises EngineError above its largest."""
     for allowed in LORA_RANKS:
         if rank <= allowed:
             return allowed
@@ -179,14 +181,14 @@ def lora_rank(rank: int) -> int:
 
 
 def environment(config: EngineConfig, scratch: Path) -> dict[str, str]:
-    """The server's environment: the harness's own, which carries the tags that processes are reaped by, with changes."""
+    """Return the server's environment: the harness's own, which carries the tags by which processes are reaped, with changes."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("OMP_NUM_THREADS")}
     pid = os.getpid()
     common = {
         "TMPDIR": str(scratch),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        # Routes are kept by the worker's names of requests, which `routes.owner_of` reads.
+        # Routes are kept by the worker's request names, which `row_book.owner_of` reads.
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

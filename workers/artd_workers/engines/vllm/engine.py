@@ -1,4 +1,4 @@
-"""vLLM as an engine: the parts of this folder that the harness uses, in one place."""
+"""vLLM as an engine: the parts of this folder that the harness uses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from . import work
 from .adapter import VllmAdapter
 from .command import device_of
 from .server import Server
-from .versions import installed
+from .versions import find_installed
 
 
 class Vllm:
-    """See `registry.Engine`."""
+    """The `registry.Engine` of vLLM."""
 
     def server(self, config: EngineConfig) -> Server:
         return Server(config)
@@ -28,7 +28,7 @@ class Vllm:
         return VllmAdapter(socket, deadline)
 
     def read_version(self) -> Capabilities:
-        return installed()
+        return find_installed()
 
     def device(self, spec: EngineSpec) -> Device:
         return device_of(spec)

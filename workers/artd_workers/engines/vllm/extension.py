@@ -1,14 +1,14 @@
-"""artd inside vLLM's worker process (`--worker-extension-cls`): fence, load from disk, direct push, adapters' sums, routes, who
-sampled each token, warm-up, and death with the harness.
+"""artd inside vLLM's worker process (`--worker-extension-cls`): what the stock server cannot do.
 
-Purpose: what the stock server cannot do. vLLM imports this module before it builds the model, and mixes `Extension` into
-its worker class, so its methods are reachable by /collective_rpc.
-Owner of: the worker's `Update`, its `RouteCapture` and its `SampleBook`. Invariants: every write of weights passes the one gate of this process:
-between `artd_begin` and `artd_finish`, or within a direct pull or swap; when the harness dies, however it dies, this process
-group dies. What only the CPU's vLLM 0.32 has is imported there alone.
-Why the thread is here: the API server dies with the harness by PR_SET_PDEATHSIG, but EngineCore and this worker would live
-on as orphans, inherit no pipe of the harness, and only this one runs code of artd. It ends the group for all three. A
-harness killed before this module is imported is noticed when it is.
+It adds the fence, loads from disk, the direct push, the sums of adapters, routes, who sampled each token, the warm-up, and
+death with the harness. vLLM imports this module before it builds the model, and mixes `Extension` into its worker class, so
+/collective_rpc reaches the methods. It owns the worker's `Update`, its `RouteCapture` and its `SampleBook`. Every write of
+weights passes the one gate of this process: between `artd_begin` and `artd_finish`, or within a direct pull or swap. What only
+vLLM 0.32 on a CPU has is imported there alone.
+
+When the harness dies, however it dies, this process group dies. The API server dies with the harness by PR_SET_PDEATHSIG, but
+EngineCore and this worker would go on as orphans. They inherit no pipe of the harness, and only this process runs code of artd,
+so its thread ends the group for all three. A harness that was killed before this module is imported is noticed at the import.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from .command import CPU_BACKEND, CUDA_BACKEND
 from .warm import warm
 
 CAPTURES: list[Any] = []
-"""The one capture of this worker, once it has begun."""
+"""The capture of this worker, empty before `artd_capture_routes`."""
 BOOKS: list[SampleBook] = []
-"""The one sample-book of this worker, from its first label on: before that nothing is served."""
+"""The sample-book of this worker, empty before its first label; nothing is served before that."""
 UPDATE = Update(own_gate())
 
 
 class Extension(DirectExtension):
-    """RPC methods; `self` is vLLM's worker. Every error reaches the harness as a failed call, and it ends the engine."""
+    """The RPC methods; `self` is vLLM's worker. The harness sees every error as a failed call, and ends the engine."""
 
     def artd_begin(self, fence: dict[str, Any]) -> dict[str, Any]:
         """Open a weight update. Raises FenceError."""
@@ -59,7 +59,7 @@ class Extension(DirectExtension):
         return {}
 
     def artd_expect(self, fence: dict[str, Any], table: list[list[Any]]) -> dict[str, Any]:
-        """vLLM's own transfer calls, which carry no hashes, must bring the tensors of this table in the open update."""
+        """Require that vLLM's own transfer calls, which carry no hashes, bring the tensors of this table in the open update."""
         UPDATE.gate.check(Fence(**fence))
         UPDATE.wanted = {entry.name: entry for entry in entries(table)}
         return {}
@@ -67,8 +67,10 @@ class Extension(DirectExtension):
     def artd_load_merged(
         self, fence: dict[str, Any], base: str | None, checkpoint: str, scale: float, dtype: str, table: list[list[Any]]
     ) -> dict[str, Any]:
-        """Replace the model's weights by those of a checkpoint, read here (base + scale * B A, or without a base every
-        weight), checked against the table's hashes."""
+        """Replace the model's weights by those of a checkpoint, read here and checked against the table's hashes.
+
+        They are base + scale * B A, or without a base every weight of the checkpoint.
+        """
         UPDATE.gate.check(Fence(**fence))
         worker: Any = self
         wanted = entries(table)
@@ -82,7 +84,7 @@ class Extension(DirectExtension):
         return {}
 
     def artd_finish(self, fence: dict[str, Any]) -> dict[str, Any]:
-        """Close the update; returns bytes loaded and seconds (transfer, load) as measured here."""
+        """Close the update. Returns the bytes loaded, and seconds (transfer, load) as measured here."""
         UPDATE.gate.check(Fence(**fence))
         if not UPDATE.figures:
             raise RuntimeError("the update loaded nothing")
@@ -94,8 +96,11 @@ class Extension(DirectExtension):
         return slots.check(self.model_runner, folder, entries(table))  # type: ignore[attr-defined]
 
     def artd_label(self, owner: str, name: str, cleared: bool) -> dict[str, Any]:
-        """The weights are `name` from the next step on, see `SampleBook.label`; called while the engine is paused, by its own
-        harness (see `guard`). Raises FenceError."""
+        """Name the weights `name` from the next step on, see `SampleBook.label`. Raises FenceError for another owner (see
+        `guard`).
+
+        The harness calls it while the engine is paused.
+        """
         if owner != guard.own():
             raise FenceError(f"a label of {owner}, but this engine belongs to instance and spawn {guard.own()}")
         if not BOOKS:
@@ -105,15 +110,15 @@ class Extension(DirectExtension):
         return {}
 
     def artd_take_sampled(self, choices: list[str]) -> dict[str, Any]:
-        """Who sampled each token of these choices (`REQUEST#CHOICE`), see `SampleBook.take`."""
+        """Return who sampled each token of these choices (`REQUEST#CHOICE`), see `SampleBook.take`."""
         return BOOKS[0].take(choices) if BOOKS else {}
 
     def artd_warm(self, timeout_s: float) -> dict[str, float]:
-        """Make the forms of the experts' kernel ready, before anything is served; see `warm`. Nothing but time hangs on it."""
+        """Make the forms of the experts' kernel ready, before anything is served; see `warm`. A failure only costs time."""
         return warm(self.model_runner, timeout_s)  # type: ignore[attr-defined]
 
     def artd_capture_routes(self, layers: int, topk: int, experts: int) -> dict[str, Any]:
-        """From now on capture the experts of every token. Raises CaptureError when the model is of another shape."""
+        """Capture the experts of every token from now on. Raises CaptureError when the model has another shape."""
         from artd_workers.engines.vllm.tokens.capture import RouteCapture
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -121,22 +126,22 @@ class Extension(DirectExtension):
         return {}
 
     def artd_take_routes(self, request_ids: list[str]) -> dict[str, Any]:
-        """What was captured for these requests, see `RouteCapture.take`; requests without any are left out."""
+        """Return what was captured for these requests, see `RouteCapture.take`; requests without routes are left out."""
         return CAPTURES[0].take(request_ids) if CAPTURES else {}
 
     def artd_drop_routes(self, request_ids: list[str]) -> dict[str, Any]:
-        """Nobody will take the routes of these requests, whether they have ended or not."""
+        """Drop the routes of these requests, whether they have ended or not: nobody will take them."""
         if CAPTURES:
             CAPTURES[0].drop(request_ids)
         return {}
 
     def artd_held_routes(self) -> dict[str, int]:
-        """What is captured and not yet taken, see `RouteCapture.held`; empty when nothing is captured."""
+        """Return what is captured and not yet taken, see `RouteCapture.held`; empty when nothing is captured."""
         return CAPTURES[0].held() if CAPTURES else {}
 
 
 def _load_into(worker: Any) -> Load:
-    """In place where the model's tensors are those of the checkpoint, fused and nothing else; else layer by layer."""
+    """Return a load in place where the model's tensors are those of the checkpoint, at most fused; else a layerwise reload."""
     model = worker.model_runner.get_model()
     if worker.device.type == "cuda" and not table_of(worker).obstacles:
         return InPlace(model)
@@ -152,7 +157,7 @@ def _end_with_harness(pid: int, ticks: int) -> None:
             poller.register(descriptor, select.POLLIN)
             poller.poll()
     except ProcessLookupError:
-        pass  # it was dead before this began
+        pass  # the harness was already dead
     finally:
         own = os.getpgrp()
         remove(process_group.scratch_files(process_group.members(own), 0.0))

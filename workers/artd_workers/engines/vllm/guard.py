@@ -1,11 +1,10 @@
-"""artd in vLLM's API server (`--middleware`): vLLM's own control routes obey their harness, and nobody else.
+"""artd in vLLM's API server (`--middleware`): vLLM's own control routes obey only their harness.
 
-Purpose: these routes carry no fence. A harness that was replaced while it was stopped, and wakes, could otherwise pause or
-resume an engine that is not its own, relabel its weights or take its adapters. What artd adds by /collective_rpc has fences of
-its own (`fence.py`); within one spawn there is one harness, whose pushes are in order.
-It also counts the requests that wait for the engine, for whoever asks whether that stands still (`work`).
-Owner of: that count. Invariants: a guarded route without the right header is refused before vLLM sees it; everything else passes
-untouched. Imports nothing but the standard library.
+These routes carry no fence. A harness that was stopped and replaced, and wakes up, could otherwise pause or resume an engine
+that is not its own, relabel its weights or take its adapters. The calls that artd adds by /collective_rpc have fences
+(`gate.py`); within one spawn there is one harness, whose pushes are in order. A guarded route without the right header is
+refused before vLLM sees it; everything else passes unchanged. The guard also counts the requests that wait for the engine, for
+the watch of its progress (`work`). It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ROUTES = frozenset(
 )  # fmt: skip
 GENERATING = frozenset(("/inference/v1/generate", "/v1/completions", "/v1/chat/completions"))
 IN_FLIGHT = "/artd/in_flight"
-"""How many of these wait for the engine."""
+"""The route that returns how many generating requests wait for the engine."""
 MIDDLEWARE = f"{__name__}.Guard"
 OK, CONFLICT = 200, 409
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -34,24 +33,24 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 def owner(instance: str, spawn: int) -> str:
-    """The header of calls to this spawn's server."""
+    """Return the header of calls to this spawn's server."""
     return f"{instance}/{spawn}"
 
 
 def own(environ: Mapping[str, str] = os.environ) -> str:
-    """The header of this process's spawn: in the harness and in its server the same."""
+    """Return the header of this process's spawn: the same in the harness and in its server."""
     return owner(environ.get("ARTD_INSTANCE", ""), int(environ["ARTD_SPAWN"]))
 
 
 def refusal(route: str, told: str) -> str:
-    """Why a call is refused ("" = it is not). told: its header."""
+    """Return why a call is refused, "" when it is not. `told`: the value of its header."""
     if route not in ROUTES or told == own():
         return ""
     return f"{route} for {told or 'nobody'}, but this engine belongs to instance and spawn {own()}"
 
 
 class Guard:
-    """Pure ASGI: it never touches a body that passes."""
+    """The ASGI middleware. It never touches a body that passes."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -1,9 +1,9 @@
-"""Experts with LoRA adapters on CPU, in plain torch.
+"""Experts with LoRA adapters on a CPU, in plain torch.
 
-Purpose: with adapters vLLM 0.32 picks its Triton experts even on CPU, where they end the engine at the first request. This
-class takes their place: each token gets base weights plus the adapter of its own request, expert by expert.
-Owner of: no state (adapters lie in vLLM's own slots, see `MoELoRAContext`). Invariants: weights stay as they were loaded
-(nothing is packed); one worker, no expert parallelism. Made to be right, and fast enough for small models.
+With adapters vLLM 0.32 chooses its Triton experts even on a CPU, where they end the engine at the first request. This class
+replaces them: each token gets the base weights plus the adapter of its own request, expert by expert. Adapters are in vLLM's
+own slots (see `MoELoRAContext`). Weights stay as they were loaded (nothing is packed), and there is one worker without expert
+parallelism. It is made to be correct, and fast enough for small models.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.platforms import current_platform
 
 _NONE = -1
-"""Slot of a token whose request uses no adapter."""
+"""The slot of a token whose request uses no adapter."""
 
 
 class LoraExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """See the module. Slots of adapters: `w13_lora_a` [slots, experts, r, hidden] and so on, first gate and then up."""
+    """vLLM's experts with adapters. Slots of adapters: `w13_lora_a` [slots, experts, r, hidden] and so on, first gate and then
+    up."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
@@ -48,26 +49,28 @@ class LoraExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         activation: Any, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Any, a2_scale: Any,
         workspace13: Any, workspace2: Any, expert_tokens_meta: Any, apply_router_weight_on_input: bool,
     ) -> None:  # fmt: skip
-        """output [tokens, hidden] = sum over a token's experts of weight x expert(token). w1: [experts, gate and up, hidden],
-        w2: [experts, hidden, inner], topk_weights, topk_ids: [tokens, topk]."""
+        """Fill output [tokens, hidden] with the sum over a token's experts of weight x expert(token).
+
+        w1: [experts, gate and up, hidden]; w2: [experts, hidden, inner]; topk_weights, topk_ids: [tokens, topk].
+        """
         slots = self._slots(len(hidden_states))
         total = torch.zeros(hidden_states.shape, dtype=torch.float32)
         for expert in topk_ids.unique().tolist():
             token, place = (topk_ids == expert).nonzero(as_tuple=True)
             y = self._expert(hidden_states[token], w1[expert], w2[expert], expert, slots[token]).float()
-            if not apply_router_weight_on_input:  # else the tokens came in weighted
+            if not apply_router_weight_on_input:  # else the tokens are weighted already
                 y *= topk_weights[token, place, None].float()
             total.index_add_(0, token, y)
         output.copy_(total)
 
     def _slots(self, tokens: int) -> Tensor:
-        """Slot of each token's adapter."""
+        """Return the slot of each token's adapter."""
         if self._lora_context is None:
             return torch.full((tokens,), _NONE)
         return self._lora_context.punica_wrapper.token_lora_indices[:tokens]
 
     def _expert(self, x: Tensor, w1: Tensor, w2: Tensor, expert: int, slots: Tensor) -> Tensor:
-        """One expert's output for its tokens x [n, hidden], each with its own adapter."""
+        """Return one expert's output for its tokens x [n, hidden], each with its own adapter."""
         gate, up = (x @ w1.t()).chunk(2, -1)
         groups = [(slot, slots == slot) for slot in slots.unique().tolist() if slot != _NONE]
         context = self._lora_context
@@ -83,7 +86,7 @@ class LoraExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 def install() -> None:
-    """Have vLLM choose `LoraExperts` where it is started with adapters on a CPU. Call before the model is built."""
+    """Make vLLM choose `LoraExperts` where it is started with adapters on a CPU. Call it before the model is built."""
     stock = method.select_unquantized_moe_backend
 
     def select(moe_config: Any) -> Any:

@@ -1,10 +1,10 @@
-"""A stock vLLM OpenAI server as a child: its start, death and end.
+"""A stock vLLM OpenAI server as a child process: its start, death and end.
 
-Purpose: one spawn of the server on a fresh Unix socket in a 0700 folder; everything it makes lies there or is found and
-removed at the end. Owner of: the server's process group, `EngineConfig.dir`, the server's part of the log, and beside it the record of scratch
-files, by which the next spawn removes what one that was killed together with its harness left in /dev/shm.
-Invariants: spawned from the harness's main thread (PR_SET_PDEATHSIG is tied to it); once it serves, it ends when its engine does;
-nothing of the group lives after `stop`.
+Each spawn has a fresh Unix socket in a 0700 folder; everything that it makes is there, or is found and removed at the end. This
+owns the server's process group, `EngineConfig.dir`, the server's part of the log, and beside it the record of scratch files, by
+which the next spawn removes what a spawn left in /dev/shm that was killed together with its harness. The server is spawned from
+the harness's main thread, to which PR_SET_PDEATHSIG is tied. Once it serves, it ends when its engine does. Nothing of the group
+lives after `stop`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _SCAN_S = 1.0
 
 
 class Server:
-    """One spawn of the server. Not restartable: a new spawn is a new harness. lost: why it was ended though it lived ("" = it
-    was not)."""
+    """One spawn of the server. It cannot be restarted: a new spawn has a new harness.
+
+    `lost`: why artd ended it although it was alive, "" when artd did not.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -70,8 +72,11 @@ class Server:
         return command(self.config, self.socket, self._parsers)
 
     def spawn(self) -> None:
-        """Start the server; returns at once. Raises EngineError when the folder or the interpreter cannot be used, or there is not the
-        GPU that the run wants: the server itself would take a minute to say so, at every start."""
+        """Start the server and return at once. Raises EngineError when the folder or the interpreter cannot be used.
+
+        It also raises when the GPU that the run wants is missing; the server itself would need a minute to say so, at every
+        start.
+        """
         if refused := refusal("engine.device", self.config.spec.engine.device):
             raise EngineError(refused)
         self._prepare()
@@ -98,8 +103,10 @@ class Server:
         threading.Thread(target=self._watch, args=(self._process,), name="artd-server", daemon=True).start()
 
     def serving(self) -> bool:
-        """Whether the server says that it can serve. Raises EngineError once it has ended. Call it again until it is true: from then
-        on its engine is watched."""
+        """Return whether the server says that it can serve. Raises EngineError once it has ended.
+
+        Call it until it returns True: only then its engine is watched.
+        """
         self.scan()
         if self.ended.is_set():
             raise EngineError(self.death())
@@ -115,7 +122,7 @@ class Server:
         return True
 
     def scan(self, now: bool = False) -> None:
-        """Remember which scratch files the group holds: a group that dies can no longer be asked. Any thread."""
+        """Remember which scratch files the group holds; after its death /proc no longer shows them. Any thread."""
         with self._scanning:
             if self._process is not None and (now or time.monotonic() - self._scanned >= _SCAN_S):
                 self._scanned = time.monotonic()
@@ -125,19 +132,19 @@ class Server:
                     scratch.record(self._files, self.record)
 
     def death(self) -> str:
-        """Why the server ended, in one sentence."""
+        """Return why the server ended, in one sentence."""
         assert self._process is not None
         text = self.tail() + self.first_error()
         why = diagnose.cause(self._process.returncode, text, diagnose.oom_kills() > self._ooms, self.lost)
         return f"the vLLM server of run {self.config.run} has ended: {why}{self.first_error()}"
 
     def first_error(self) -> str:
-        """The first exception in this spawn's log, as the end of a sentence ("" when there is none)."""
+        """Return the first exception in this spawn's log as the end of a sentence, "" when there is none."""
         found = diagnose.first_error(self.log, self._log_offset) if self._process is not None else ""
         return f" (first error in its log: {found})" if found else ""
 
     def tail(self) -> str:
-        """The last log lines of this spawn; "" when there was no process."""
+        """Return the last log lines of this spawn, "" when there was no process."""
         return diagnose.tail(self.log, self._log_offset) if self._process is not None else ""
 
     def kill(self) -> None:
@@ -147,9 +154,9 @@ class Server:
             process_group.kill(self._process.pid, KILL_S)
 
     def stop(self, grace_s: float) -> list[int]:
-        """End the server within about grace_s, remove its files; returns processes that could not be ended.
+        """End the server within about `grace_s` seconds and remove its files. Returns processes that could not be ended.
 
-        SIGTERM with requests in flight hangs vLLM 0.32 for good, so they are aborted first, and SIGKILL follows anyway.
+        SIGTERM with requests in flight hangs vLLM 0.32 for good, so they are aborted first, and SIGKILL follows in any case.
         """
         left: list[int] = []
         self._over.set()
@@ -188,7 +195,7 @@ class Server:
             if template := self.config.spec.engine.chat_template:
                 (self.folder / TEMPLATE).write_text(template)
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            scratch.sweep(self.record)  # of a spawn that was killed together with its harness
+            scratch.sweep(self.record)  # left by a spawn that was killed together with its harness
         except OSError as error:
             raise EngineError(f"the engine's folder {self.folder} cannot be made: {error}") from None
 
@@ -197,7 +204,7 @@ class Server:
             headers = {guard.HEADER: guard.own()}
             call(str(self.socket), "POST", "/abort_requests", {}, deadline=deadline, headers=headers)
         except EngineError:
-            return  # SIGTERM and SIGKILL follow whatever it answered
+            return  # SIGTERM and SIGKILL follow in any case
 
     def _ask(self) -> None:
         call(str(self.socket), "GET", "/health", deadline=Deadline(_HEALTH_S))
@@ -208,11 +215,11 @@ class Server:
         self._over.set()
 
     def _watch_engine(self) -> None:
-        if why := health.lost(self._ask, self._over):
+        if why := health.await_loss(self._ask, self._over):
             self.lost = f"its engine has died ({why})"
             self.kill()
 
 
 def _private(path: str, flags: int) -> int:
-    """Opener of files that only this user may read."""
+    """Open a file that only this user may read."""
     return os.open(path, flags, 0o600)

@@ -1,8 +1,8 @@
-"""How a choice ended, and what of its text the client sees.
+"""Decides how a choice ended, and what of its text the client sees.
 
-vLLM's derender decodes every sampled token, also the ones behind which its own chat endpoint cuts the text: the stop
-string, the stop token and the EOS (which is text where the client asks for `skip_special_tokens: false`). The cut is made
-here, on the text alone; the ledger keeps every sampled token.
+vLLM's derender decodes every sampled token, also those after which its own chat endpoint cuts the text: the stop string, the
+stop token and the EOS (which is text where the client sets `skip_special_tokens: false`). The text is cut here; the ledger
+keeps every sampled token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 def for_derender(reply: Json, params: Json, response_id: str, *, logprobs: bool) -> Json:
-    """A generate reply as derender shall see it: our id, no stop token, logprobs only if they were asked for."""
+    """Return a generate reply for derender: with our id, without stop token, and with logprobs only on request."""
     choices = []
     for choice in reply["choices"]:
         tokens = choice["token_ids"]
@@ -23,9 +23,9 @@ def for_derender(reply: Json, params: Json, response_id: str, *, logprobs: bool)
 
 
 def cut_text(text: str, choice: Json, params: Json) -> str:
-    """Text of a choice without the stop string or stop token that ended it.
+    """Return the text of a choice without the stop string or stop token that ended it.
 
-    Generation ends at the first match, so the first occurrence is the one, unless min_tokens made the engine pass some.
+    Generation ends at the first match, so the first occurrence counts, unless min_tokens made the engine pass some.
     """
     if ended_by_string(text, choice, params):
         return cut_string(text, choice, params)
@@ -58,7 +58,7 @@ def ends_in_stop_token(choice: Json, params: Json) -> bool:
 
 
 def _found_stop(text: str, params: Json) -> str | None:
-    """The stop string that comes first in the text of a choice that ended in one, or in a stop token."""
+    """Return the stop string that comes first in the text of a choice that ended in one or in a stop token, else None."""
     stops = params.get("stop") or ()
     found = [(text.find(stop), stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in text]
     return min(found)[1] if found else None

@@ -1,4 +1,4 @@
-"""What each version of vLLM can do, as rows of a table: no code asks for a version.
+"""What each version of vLLM can do, as rows of a table; no other code compares versions.
 
 The series are those of the engine's entry in `artd_schema.engines`, which a test compares.
 """
@@ -20,10 +20,11 @@ VERSIONS: tuple[Capabilities, ...] = (
 )  # fmt: skip
 
 
-def installed() -> Capabilities:
+def find_installed() -> Capabilities:
     """Return the row of the vLLM that will be started. Raises EngineError for a version that is not in the table.
 
-    The harness runs in the server's interpreter, so the package is asked; where it has another name, the newest is assumed.
+    The harness runs in the server's interpreter, so it asks for the package; where the package has another name, the newest row
+    is assumed.
     """
     for package in engines.VLLM.packages:
         try:

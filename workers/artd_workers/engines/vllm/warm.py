@@ -1,11 +1,10 @@
-"""Every form of vLLM's Triton kernel for experts, made ready before anything is served.
+"""Makes every form of vLLM's Triton kernel for experts ready, before anything is served.
 
-Purpose: Triton compiles the kernel anew for each choice of tiles and for each pattern of sizes that 16 divides, and both hang on how
-many tokens a step has. vLLM's own start meets the forms of its graphs and of its largest step; the first request that brings another
-would wait for the compiler. Here vLLM's dummy step is run once for each form.
-Owner of: no state. Invariants: which steps are run follows from vLLM's own choice of tiles; a dummy step has no request and no
-attention, writes no KV cache, draws no random number and is not counted, and what it leaves in buffers every step writes anew.
-What goes wrong here costs time alone. Read in vLLM 0.25.1 and 0.32; imports vLLM only when called.
+Triton compiles the kernel anew for each choice of tiles and for each pattern of sizes that 16 divides; both depend on how many
+tokens a step has. vLLM's own start meets the forms of its graphs and of its largest step; the first request with another form
+would wait for the compiler. Here vLLM's dummy step runs once for each form. The steps follow from vLLM's own choice of tiles. A
+dummy step has no request and no attention, writes no KV cache, draws no random number and is not counted; what it leaves in
+buffers, every step overwrites. A failure only costs time. Read in vLLM 0.25.1 and 0.32; it imports vLLM only when called.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ from functools import partial
 from typing import Any
 
 _SPARSE = 4
-"""vLLM sorts no rows while there are so many times fewer of them than experts."""
+"""vLLM does not sort rows if there are this many times fewer of them than experts."""
 _ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Layers of one shape. tiles: vLLM's choice for so many tokens; chosen: experts of a token; known: of the model; mapped:
-    whether a map leads to those that are here."""
+    """Layers of one shape.
+
+    `tiles(tokens)`: vLLM's choice of tiles. `chosen`: experts of a token. `known`: experts of the model. `mapped`: whether a
+    map leads to the experts that are on this rank.
+    """
 
     tiles: Callable[[int], Mapping[str, int]]
     chosen: int
@@ -34,7 +36,7 @@ class Experts:
     mapped: bool = False
 
     def form(self, tokens: int) -> Hashable:
-        """What the kernel is compiled for: steps of equal forms share it."""
+        """Return what the kernel is compiled for; steps with equal forms share a kernel."""
         tiles = self.tiles(tokens)
         rows, block = tokens * self.chosen, tiles["BLOCK_SIZE_M"]
         padded = rows * block if rows < self.known else rows + self.known * (block - 1)
@@ -43,7 +45,8 @@ class Experts:
 
 
 def steps(experts: Sequence[Experts], most: int) -> list[int]:
-    """The fewest tokens of each form among steps of 1 to `most`; what most steps are comes first, since time may run out."""
+    """Return, of steps of 1 to `most` tokens, the smallest of each form; the commonest forms come first, since time may run
+    out."""
     first: dict[Hashable, int] = {}
     met: Counter[Hashable] = Counter()
     for tokens in range(1, most + 1 if experts else 1):
@@ -54,8 +57,11 @@ def steps(experts: Sequence[Experts], most: int) -> list[int]:
 
 
 def warm(runner: Any, timeout_s: float) -> dict[str, float]:
-    """Run them in a worker's model runner, and begin none after timeout_s. Returns `forms` there are, `run` of them, `kernels` that
-    Triton made ready (compiled, or read from its cache on disk), `seconds`."""
+    """Run the steps in a worker's model runner; start none after `timeout_s` seconds.
+
+    Returns `forms` that exist, `run` of them, `kernels` that Triton made ready (compiled, or read from its cache on disk), and
+    `seconds`.
+    """
     from vllm.config import CUDAGraphMode
 
     began, done = time.monotonic(), 0
@@ -71,7 +77,7 @@ def warm(runner: Any, timeout_s: float) -> dict[str, float]:
 
 
 def experts_of(model: Any) -> list[Experts]:
-    """The shapes of a loaded model's unquantised experts; most models have one."""
+    """Return the shapes of a loaded model's unquantised experts; most models have one."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
     from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
@@ -90,15 +96,16 @@ def experts_of(model: Any) -> list[Experts]:
 
 
 def _special(size: int) -> int:
-    """What Triton tells apart of an integer: 1, multiples of 16, all others."""
+    """Return what Triton specialises on for an integer: 1, a multiple of 16, or any other."""
     return 1 if size == 1 else _ALIGNED if size % _ALIGNED == 0 else 0
 
 
 @contextmanager
 def _made_ready() -> Iterator[list[str]]:
-    """The names of kernels that Triton makes ready meanwhile.
+    """Collect the names of the kernels that Triton makes ready inside the block.
 
-    vLLM's own monitor, which warns of the first of each name, does not hear of these: its warning means one that was missed.
+    vLLM's own monitor, which warns of the first kernel of each name, does not hear of these; its warning means one that was
+    missed.
     """
     from vllm.triton_utils import HAS_TRITON
 

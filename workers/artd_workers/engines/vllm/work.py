@@ -1,7 +1,7 @@
-"""What vLLM says of its work: from its metrics, and from artd's count of the requests in its API server.
+"""Reads what vLLM reports of its work: from its metrics, and from artd's count of the requests in its API server.
 
-Purpose: the metrics come with the engine's answers, so an engine that has never answered runs no request by them; the count
-(`guard`) knows better. Owner of: no state.
+The metrics come with the engine's answers, so an engine that never answers has no request by them; the count (`guard`) still
+sees it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _MARKS = re.compile(
     r"|request_success_total)\{.*$",
     re.MULTILINE,
 )
-"""The cache fills while a long prompt is computed in parts, long before its first token."""
+"""Metrics that change with progress. The cache's usage rises while a long prompt is computed in parts, before its first token."""
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\}\s+(\S+)$", re.MULTILINE)
 _AWAKE = re.compile(r'^vllm:engine_sleep_state\{.*sleep_state="awake".*\}\s+(\S+)$', re.MULTILINE)
 
 
 def ask(socket: Path) -> Work:
-    """Raises EngineError."""
+    """Ask the server. Raises EngineError."""
     deadline = Deadline(ANSWER_S)
     page = str(call(str(socket), "GET", "/metrics", deadline=deadline))
     return read(page, _in_flight(str(socket), deadline))
 
 
 def read(page: str, in_flight: int) -> Work:
-    """page: of /metrics; in_flight: generating requests in the API server."""
+    """Read a /metrics page. `in_flight`: generating requests in the API server."""
     counted = sum(int(float(value)) for value in _REQUESTS.findall(page))
     awake = _AWAKE.findall(page)
     return Work(max(counted, in_flight), "\n".join(_MARKS.findall(page)), bool(awake) and not any(map(float, awake)))

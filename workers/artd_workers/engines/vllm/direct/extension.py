@@ -1,11 +1,10 @@
-"""The direct push's calls in the worker of a vLLM on a GPU: a part of artd's worker extension.
+"""The calls of the direct push in the worker of a vLLM on a GPU: a part of artd's worker extension.
 
-Purpose: `DirectExtension` gives `Session` to /collective_rpc; arguments and results are JSON, and documents come as paths.
-Owner of: the worker's `Session`, whose gate is the one of this process. Invariants: a call that raises leaves the update
-open, and the caller ends the engine; what another spawn's harness sends, by a fence or as an owner, changes nothing. Imports no
-vLLM.
-Seen running with vLLM 0.25.1, tensor-parallel size 1. Its executor ignores time-outs of /collective_rpc, so every call that
-waits takes its own.
+`DirectExtension` makes `Session` reachable by /collective_rpc. Arguments and results are JSON; documents come as paths. It owns
+the worker's `Session`, whose gate is the one of this process. A call that raises leaves the update open, and the caller ends
+the engine. A call of another spawn's harness, told by its fence or owner, changes nothing. It imports no vLLM. Seen running
+with vLLM 0.25.1, tensor-parallel size 1. Its executor ignores time-outs of /collective_rpc, so every call that waits takes its
+own.
 """
 
 from __future__ import annotations
@@ -28,29 +27,33 @@ from .survey import parameters, survey
 
 
 class NotDirect(Exception):
-    """This engine's weights cannot be written directly, or not by this checkpoint; names the first reason."""
+    """This engine's weights cannot be written directly, or not from this checkpoint; the text names the first reason."""
 
 
 class DirectExtension:
-    """RPC methods; `self` is vLLM's worker."""
+    """The RPC methods; `self` is vLLM's worker."""
 
     _artd_session: Session | None = None
     _artd_table: EngineTable | None = None
 
     def artd_direct_table(self) -> dict[str, Any]:
-        """The `EngineTable` of this worker, as it is now."""
+        """Return the present `EngineTable` of this worker."""
         self._artd_table = table_of(self)
         return msgspec.to_builtins(self._artd_table)
 
     def artd_direct_open(self, offer: str, timeout_s: float = OPEN_S, owner: str | None = None) -> dict[str, float]:
-        """Open the `Offer` in the file `offer` (MessagePack). owner: see `guard`; None = a script's. Raises NotDirect,
-        CoverError, DeviceError, PullError, FenceError."""
+        """Open the `Offer` in the file `offer` (MessagePack). `owner`: see `guard`; None = a script's call.
+
+        Raises NotDirect, CoverError, DeviceError, PullError, FenceError.
+        """
         _check_owner(owner)
         return _session(self).open(msgspec.msgpack.decode(Path(offer).read_bytes(), type=Offer), timeout_s)
 
     def artd_direct_expect(self, weights: str, owner: str | None = None) -> dict[str, Any]:
-        """The next push must bring the tensors of this weights.json, by their sum64. Raises NotDirect for a table without,
-        FenceError."""
+        """Require that the next push brings the tensors of this weights.json, by their sum64.
+
+        Raises NotDirect for a table without sums, and FenceError.
+        """
         _check_owner(owner)
         table = msgspec.json.decode(Path(weights).read_bytes(), type=WeightTable)
         sums = {entry.name: entry.sum64 for entry in table.tensors if entry.sum64 is not None}
@@ -62,37 +65,37 @@ class DirectExtension:
         return {}
 
     def artd_direct_room(self) -> dict[str, bool]:
-        """Whether the weights fit into the GPU once more."""
+        """Return whether the weights fit into the GPU a second time."""
         return {"room": _session(self).room()}
 
     def artd_direct_pull(self, fence: dict[str, Any], timeout_s: float) -> dict[str, float]:
-        """Pull in place, the engine being paused; checked when it returns. Returns seconds."""
+        """Pull in place and check, while the engine is paused. Returns named seconds."""
         return _session(self).pull(Fence(**fence), timeout_s)
 
     def artd_direct_stage(self, fence: dict[str, Any], timeout_s: float) -> dict[str, float]:
-        """Begin to pull into spare memory beside the running engine."""
+        """Start to pull into spare memory while the engine runs."""
         return _session(self).stage(Fence(**fence), timeout_s)
 
     def artd_direct_staged(self) -> dict[str, float]:
-        """Seconds that staging took; empty while it is under way."""
+        """Return the seconds that staging took; empty while it runs."""
         return _session(self).staged()
 
     def artd_direct_swap(self, fence: dict[str, Any]) -> dict[str, float]:
-        """Copy in what was staged, the engine being paused; checked when it returns. Returns seconds."""
+        """Copy in what was staged and check it, while the engine is paused. Returns named seconds."""
         return _session(self).swap(Fence(**fence))
 
     def artd_direct_check(self) -> dict[str, float]:
-        """Check the engine's tensors as they are now. Returns seconds."""
+        """Check the engine's present tensors. Returns named seconds."""
         return _session(self).check()
 
     def artd_direct_drop_spare(self) -> dict[str, Any]:
-        """Give the spare memory back."""
+        """Free the spare memory."""
         _session(self).drop_spare()
         return {}
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """What stands against the direct push in a VllmConfig, by name; nothing is in the way where the value is false."""
+    """Return the settings of a VllmConfig that prevent the direct push, by name; a false value prevents nothing."""
     parallel = config.parallel_config
     return {
         "tensor_parallel_size": parallel.tensor_parallel_size if parallel.tensor_parallel_size > 1 else 0,
@@ -106,13 +109,14 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def table_of(worker: Any) -> EngineTable:
-    """What the worker's kernels read."""
+    """Return the tensors that the worker's kernels read."""
     version = metadata.version("vllm")
     return survey(worker.model_runner.get_model(), settings_of(worker.vllm_config), version)
 
 
 def _check_owner(owner: str | None) -> None:
-    """A harness that was replaced could else end a push of this engine: close its feeds, or have it wait for other sums."""
+    """Raise FenceError for another owner: a harness that was replaced could otherwise close this engine's feeds or change its
+    sums."""
     if owner is not None and owner != guard.own():
         raise FenceError(f"a call of {owner}, but this engine belongs to instance and spawn {guard.own()}")
 

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors vLLM keeps as one. The names are those of vLLM 0.25.1."""
+"""Says which of a checkpoint's tensors vLLM keeps as one. The names are those of vLLM 0.25.1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FUSED: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
         (r"(.*\.mlp\.experts)(?:\.routed_experts)?\.w2_weight", ("{e}.down_proj.weight",)),
     )
 )
-"""Its name -> what is on top of each other there, for each expert {e} where there are experts."""
+"""vLLM's name -> the tensors that it joins along the output, for each expert {e} where there are experts."""
 
 
 def parts_of(name: str) -> tuple[str, ...]:

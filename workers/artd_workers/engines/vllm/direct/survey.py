@@ -1,9 +1,9 @@
-"""What the kernels of a loaded vLLM model read, and whether it may be written from outside.
+"""Surveys which tensors the kernels of a loaded vLLM model read, and whether they may be written from outside.
 
-Purpose: `survey` lists every tensor of the model and refuses, by name, what it does not know: a class of layer, a way to
-quantise, a kernel's layout of its own, a buffer that may be derived from weights. Owner of: no state.
-Invariants: an allow-list (what is new in vLLM is an obstacle until someone has looked); classes are told by their names, so
-this file imports no vLLM and is tested without. The lists are those of vLLM 0.25.1.
+`survey` lists every tensor of the model, and refuses by name what it does not know: a class of layer, a quantisation method, a
+kernel's own layout, a buffer that may be derived from weights. It is an allow-list: what is new in vLLM is an obstacle until
+somebody has looked at it. Classes are known by their names, so this file imports no vLLM and is tested without it. The lists
+are those of vLLM 0.25.1.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ LAYERS = frozenset({
     "QKVParallelLinear", "MergedColumnParallelLinear", "ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear",
     "VocabParallelEmbedding", "ParallelLMHead", "RMSNorm", "RoutedExperts",
 })  # fmt: skip
-"""Classes whose parameters are those of the checkpoint, fused and nothing else."""
+"""Classes whose parameters are those of the checkpoint, at most fused."""
 METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
 MOE_BACKENDS = frozenset({"TRITON"})
-"""Those that keep [experts, 2 x inner, hidden] and [experts, hidden, inner] in the checkpoint's order."""
+"""Backends that keep [experts, 2 x inner, hidden] and [experts, hidden, inner] in the checkpoint's order."""
 CONSTANTS = frozenset({
     "cos_sin_cache", "_q_scale", "_k_scale", "_v_scale", "_prob_scale", "q_range", "k_range", "v_range", "kv_cache",
     "_expert_map", "expert_mask",
 })  # fmt: skip
-"""Tensors beside the parameters that no weight has a share in: rotary tables, scales of 1, the KV cache, expert numbers."""
+"""Tensors beside the parameters that do not depend on weights: rotary tables, scales of 1, the KV cache, expert numbers."""
 
 
 def survey(model: nn.Module, settings: dict[str, Any], version: str) -> EngineTable:
-    """The table of a model as it lies in this process. settings: as `extension.settings_of` gives them."""
+    """Return the table of a model in this process. `settings`: from `extension.settings_of`."""
     obstacles = list(_settings(settings))
     tensors: list[EngineTensor] = []
     backends: set[str] = set()
@@ -45,7 +45,9 @@ def survey(model: nn.Module, settings: dict[str, Any], version: str) -> EngineTa
         obstacles += [Obstacle(_join(path, name), why) for name, why in _unknown(module)]
         if own and kind not in LAYERS:
             obstacles.append(
-                Obstacle(path or "the model", f"{kind} is no layer whose weights are known to lie as in a checkpoint")
+                Obstacle(
+                    path or "the model", f"{kind} is not a layer whose weights are known to have a checkpoint's layout"
+                )
             )
         if kind == "RoutedExperts" and (backend := _backend(module)):
             backends.add(backend)
@@ -58,10 +60,10 @@ def survey(model: nn.Module, settings: dict[str, Any], version: str) -> EngineTa
             tensors.append(_entry(_join(path, name), parameter.data, kind, segments))
             if not parameter.is_contiguous():
                 obstacles.append(
-                    Obstacle(_join(path, name), "it is not contiguous: its kernel has padded or turned it")
+                    Obstacle(_join(path, name), "it is not contiguous: its kernel has padded or transposed it")
                 )
             if parameter.device.type != "cuda":
-                obstacles.append(Obstacle(_join(path, name), f"it lies on {parameter.device.type}, not on a GPU"))
+                obstacles.append(Obstacle(_join(path, name), f"it is on {parameter.device.type}, not on a GPU"))
     return EngineTable(
         engine="vllm", version=version, moe_backend=",".join(sorted(backends)), tensors=tuple(tensors),
         obstacles=tuple(obstacles),
@@ -69,7 +71,7 @@ def survey(model: nn.Module, settings: dict[str, Any], version: str) -> EngineTa
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The table's tensors by name, in its order."""
+    """Return the table's tensors by name, in its order."""
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
@@ -80,7 +82,7 @@ def _settings(settings: dict[str, Any]) -> Iterator[Obstacle]:
 
 
 def _unknown(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name, why) of what a module holds beside its parameters that may hang on weights."""
+    """Yield (name, why) of what a module holds beside its parameters that may depend on weights."""
     method = getattr(module, "quant_method", None)
     if method is not None and type(method).__name__ not in METHODS:
         yield "quant_method", f"{type(method).__name__} may keep weights in a form of its own"

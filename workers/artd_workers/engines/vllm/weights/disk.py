@@ -1,7 +1,7 @@
-"""The weights of a committed checkpoint as the engine serves them, read from disk in the order of its weight table.
+"""Reads the weights of a committed checkpoint from disk, as the engine serves them, in the order of its weight table.
 
-Purpose: what a push from disk loads: base and adapter merged, or every weight of a full-parameter checkpoint.
-Owner of: no state. Invariant: one rounding, from what the trainer holds to the served dtype, as in the trainer's own push.
+A push from disk loads base and adapter merged, or every weight of a full-parameter checkpoint. There is one rounding, from the
+trainer's precision to the served dtype, as in the trainer's own push.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from artd_workers.transfer.merge import Stored, merged_tensors, open_base
 def served_tensors(
     base: str | None, checkpoint: Path, scale: float, dtype: str, names: Sequence[str], device: str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor of `dtype` on `device`, merged there) of every weight. base: folder of the base model that the
-    checkpoint's adapter belongs to, scale = alpha / rank; None when the checkpoint holds every weight by itself. names: of
-    the weight table, in its order. Raises ValueError when what is stored has other names."""
+    """Yield (name, tensor of `dtype` on `device`, merged there) of every weight.
+
+    `base`: folder of the base model of the checkpoint's adapter, with `scale` = alpha / rank; None when the checkpoint holds
+    every weight. `names`: those of the weight table, in its order. Raises ValueError when the stored names differ.
+    """
     served = getattr(torch, dtype)
     if base is None:
         every = merged_tensors(Stored(checkpoint / MODEL_FILE, names), {}, 1.0, served)

@@ -1,8 +1,7 @@
-"""The `artd_gloo` transfer backend: vLLM's four transfer calls, fed over a group of gloo by the trainer.
+"""The `artd_gloo` transfer backend: vLLM's four transfer calls, with tensors that the trainer broadcasts over gloo.
 
-Owner of: the transfer group with the trainer, the reload in progress. Invariants: the model is only ever written between
-`Reload.start` and `Reload.finish`, and within an open update.
-Runs with vLLM 0.32 on CPU; imported before the model is built.
+It owns the transfer group with the trainer and the reload in progress. The model is written only between `Reload.start` and
+`Reload.finish`, within an open update. It runs with vLLM 0.32 on CPU, and is imported before the model is built.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .reload import Reload
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """Body of /init_weight_transfer_engine."""
+    """The body of /init_weight_transfer_engine."""
 
     rendezvous: str
     timeout_s: float
@@ -33,7 +32,7 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Body of /update_weights: fence, weight table rows, seconds for the whole transfer."""
+    """The body of /update_weights: fence, rows of the weight table, seconds for the whole transfer."""
 
     fence: dict[str, Any]
     table: list[list[Any]]
@@ -41,10 +40,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 def make_backend(update: Update) -> type[WeightTransferEngine]:
-    """The transfer backend class of this worker, bound to its updates."""
+    """Return the transfer backend class of this worker, bound to its updates."""
 
     class GlooTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):
-        """vLLM's four transfer calls over the group of `gloo.py`, this engine being rank 1."""
+        """vLLM's four transfer calls over the group of `gloo.py`, in which this engine is rank 1."""
 
         init_info_cls = JoinInfo
         update_info_cls = UpdateInfo
@@ -63,7 +62,7 @@ def make_backend(update: Update) -> type[WeightTransferEngine]:
             self._reload.start()
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            # The base class ends with an accelerator's synchronise, and there is none.
+            # The base class ends with synchronising an accelerator, and there is none.
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: UpdateInfo) -> None:

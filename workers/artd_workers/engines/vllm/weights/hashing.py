@@ -1,7 +1,7 @@
-"""Tensors on their way into an engine against the committed weight table: sha256, or the 64-bit sum of a GPU's trainer.
+"""Compares tensors that arrive in an engine with the committed weight table: by sha256, or by the 64-bit sum of a GPU's
+trainer.
 
-Owner of: the hashing thread of a load. Invariant: no tensor goes unchecked.
-Imports no vLLM.
+No tensor goes unchecked. It imports no vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from artd_workers.transfer.checksum import sum_of
 from artd_workers.transfer.sums import sums_of
 
 BATCH = 256 << 20
-"""Bytes of a GPU's tensors that are kept until they are summed together: waiting for it costs more than the sums."""
+"""Bytes of a GPU's tensors that are collected and summed together, because waiting for the GPU costs more than the sums."""
 
 
 class WeightError(Exception):
@@ -28,7 +28,7 @@ class WeightError(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the weight table as it crosses JSON. known: its sha256 in hex, or its sum64."""
+    """One row of the weight table as JSON carries it. `known`: its sha256 in hex, or its sum64."""
 
     name: str
     dtype: str
@@ -36,13 +36,14 @@ class Entry:
     known: str | int
 
     def check_form(self, tensor: torch.Tensor) -> None:
-        """Raises WeightError unless a tensor has this row's dtype and shape."""
+        """Raise WeightError unless a tensor has this row's dtype and shape."""
         found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if found != (self.dtype, self.shape):
             raise WeightError(f"{self.name} is {found}, the weight table says {(self.dtype, self.shape)}")
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a contiguous tensor has this row's bytes. A sum is made where the tensor lies, a sha256 on the CPU."""
+        """Return whether a contiguous tensor has this row's bytes. A sum is computed on the tensor's device, a sha256 on the
+        CPU."""
         return sum_of(tensor) == self.known if isinstance(self.known, int) else sha256(tensor) == self.known
 
 
@@ -52,7 +53,7 @@ def entries(rows: list[list[Any]]) -> list[Entry]:
 
 
 def wrong_of(rows: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Names of the rows whose tensors have other bytes. All sums are made at once: a GPU is waited for once."""
+    """Return the names of rows whose tensors have other bytes. All sums are made together, so a GPU is waited for once."""
     sums = iter(sums_of([tensor for row, tensor in zip(rows, tensors, strict=True) if isinstance(row.known, int)]))
     return [
         row.name
@@ -62,11 +63,14 @@ def wrong_of(rows: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[str
 
 
 class Hasher:
-    """Checks tensors in a thread beside the load (hashing releases the interpreter lock), those of a GPU there, many at once;
-    owns that thread, and the tensors that wait to be checked. Nobody may write to one that was added before `finish`."""
+    """Checks tensors in a thread during the load (hashing releases the interpreter lock), those of a GPU many at once.
+
+    It owns that thread, and the tensors that wait to be checked. Nobody may write to an added tensor before `finish`.
+    """
 
     def __init__(self, together: Callable[[torch.Tensor], bool] = attrgetter("is_cuda")) -> None:
-        """together: which tensors are checked many at once; they are of one device."""
+        """Start the thread. `together(tensor)`: whether a tensor is checked together with others; all such tensors are on one
+        device."""
         self._together = together
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="artd-hash")
         self._pending: list[tuple[Entry, Future[bool]]] = []
@@ -76,7 +80,7 @@ class Hasher:
         self.bytes = 0
 
     def add(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """tensor: contiguous."""
+        """Add a contiguous tensor to be checked."""
         size = tensor.numel() * tensor.element_size()
         self.bytes += size
         if not self._together(tensor):
@@ -93,7 +97,7 @@ class Hasher:
         self._batch, self._held = [], 0
 
     def finish(self) -> None:
-        """Raise WeightError, naming the first tensor whose bytes are not the table's."""
+        """Wait for all checks. Raises WeightError, which names the first tensor whose bytes are not the table's."""
         self._check()
         wrong = self._wrong + [entry.name for entry, right in self._pending if not right.result()]
         if wrong:
@@ -104,5 +108,5 @@ class Hasher:
 
 
 def sha256(tensor: torch.Tensor) -> str:
-    """Hex digest of a contiguous tensor's bytes."""
+    """Return the hex digest of a contiguous tensor's bytes."""
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()

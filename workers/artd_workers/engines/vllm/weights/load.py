@@ -1,8 +1,9 @@
-"""Weights into vLLM's model, in vLLM's worker, tensor by tensor: each one checked, and every tensor of the model filled.
+"""Loads weights into vLLM's model, in vLLM's worker, tensor by tensor: every tensor is checked, and every tensor of the model
+filled.
 
-Purpose: every byte that reaches the model is the byte that the committed weight table names, and every tensor arrives.
-`InPlace` lets the model's loader write the very tensors that kernels and CUDA graphs read, where the survey found nothing in
-the way; elsewhere it is `reload.Reload`. Owner of: the update that is open. Imports no vLLM.
+Every byte that reaches the model is the one that the committed weight table names. `InPlace` lets the model's loader write the
+very tensors that kernels and CUDA graphs read, where the survey found no obstacle; elsewhere `reload.Reload` loads. It owns the
+open update, and imports no vLLM.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ Source = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass
 class Update:
-    """What the worker's extension and its transfer backend share: one per worker process. figures: bytes and seconds of the
-    update that is open, as far as it has come; wanted: tensors that vLLM's own calls are still to bring, by name."""
+    """The state that the worker's extension and its transfer backend share, one per worker process.
+
+    `figures`: bytes and seconds of the open update so far. `wanted`: tensors that vLLM's own calls still have to bring, by
+    name.
+    """
 
     gate: Gate
     figures: dict[str, float] = field(default_factory=dict)
@@ -45,17 +49,18 @@ class Load(Protocol):
     bytes: int
 
     def start(self) -> None:
-        """Before the first tensor."""
+        """Prepare the model, before the first tensor."""
 
     def load(self, table: list[Entry], source: Source) -> None:
         """Feed the model from `source`, which must yield the table's tensors in its order. Raises WeightError."""
 
     def finish(self) -> None:
-        """After the last tensor."""
+        """Complete the model, after the last tensor."""
 
 
 class InPlace:
-    """Into the tensors as they lie; their addresses stay. What no weight was written to is found by the NaN left there."""
+    """Loads into the model's own tensors, whose addresses stay. NaN that is left in a tensor shows that not all of it was
+    written."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -69,7 +74,7 @@ class InPlace:
     def load(self, table: list[Entry], source: Source) -> None:
         began = time.perf_counter()
         feed(self, self._model, table, source)
-        # Any NaN makes the sum one, and so do infinities of both signs: such weights are wrong as well.
+        # A NaN makes the sum NaN, and so do infinities of both signs, which are wrong weights as well.
         named = dict(self._model.named_parameters())
         odd = torch.stack([parameter.data.sum(dtype=torch.float32).isnan() for parameter in named.values()]).tolist()
         if wrong := [name for name, is_odd in zip(named, odd, strict=True) if is_odd]:
@@ -82,17 +87,17 @@ class InPlace:
     def finish(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what merging took: a trainer may share this GPU
+            torch.cuda.empty_cache()  # frees what merging used, because a trainer may share this GPU
 
 
 class Checking:
-    """In place of a model before vLLM's own transfer calls: only what the open update wants gets through to it, once."""
+    """Stands in for a model before vLLM's own transfer calls: only tensors that the open update wants reach it, once each."""
 
     def __init__(self, model: Any, update: Update) -> None:
         self._model, self._update = model, update
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Raises WeightError."""
+        """Check the tensors and pass them to the model. Raises WeightError."""
         taken = list(weights)
         rows = [self._row(name, tensor) for name, tensor in taken]
         if wrong := wrong_of(rows, [tensor for _, tensor in taken]):
@@ -105,16 +110,17 @@ class Checking:
     def _row(self, name: str, tensor: torch.Tensor) -> Entry:
         entry = self._update.wanted.pop(name, None)
         if entry is None:
-            raise WeightError(f"{name} has come, which the open update does not expect, or has got already")
+            raise WeightError(f"unexpected tensor {name}: not in this update's weight table, or already received")
         entry.check_form(tensor)
         return entry
 
 
 def feed(load: Load, model: Any, table: list[Entry], source: Source) -> set[str]:
-    """Let the model load what `source` yields; names of the parameters that it says it has loaded. Raises WeightError."""
+    """Let the model load what `source` yields. Returns the names of the parameters that it reports as loaded. Raises
+    WeightError."""
     hasher = Hasher()
     try:
-        loaded = model.load_weights(_checked(load, table, source, hasher))
+        loaded = model.load_weights(_check_each(load, table, source, hasher))
         hasher.finish()
     finally:
         hasher.close()
@@ -122,7 +128,7 @@ def feed(load: Load, model: Any, table: list[Entry], source: Source) -> set[str]
     return set(loaded or ())
 
 
-def _checked(load: Load, table: list[Entry], source: Source, hasher: Hasher) -> Source:
+def _check_each(load: Load, table: list[Entry], source: Source, hasher: Hasher) -> Source:
     transfer = 0.0
     for entry in table:
         began = time.perf_counter()

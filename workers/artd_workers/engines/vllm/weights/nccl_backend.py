@@ -1,9 +1,8 @@
-"""vLLM's own NCCL transfer backend, with the gate before it and every tensor checked on its way into the model.
+"""vLLM's own NCCL transfer backend, behind the gate and with every tensor checked before it is loaded.
 
-Purpose: the stock calls carry neither fence nor hashes; the wire, the bodies and the layerwise reload stay vLLM's.
-Owner of: no state beyond the backend's own. Invariants: nothing is received outside of an open update; a tensor that the
-update does not expect, or with other bytes than committed, is never loaded; an update ends only when all have come.
-Imported on CUDA alone, before the model is built (vLLM 0.25).
+vLLM's calls carry neither fence nor hashes; the connection, the bodies and the layerwise reload stay vLLM's. Nothing is
+received outside an open update. A tensor that the update does not expect, or with other bytes than committed, is never loaded.
+An update ends only when all tensors have come. It is imported on CUDA only, before the model is built (vLLM 0.25).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from .reload import incomplete
 
 
 def make_checked(update: Update) -> type[NCCLWeightTransferEngine]:
-    """The backend class of this worker, bound to its updates."""
+    """Return the backend class of this worker, bound to its updates."""
 
     class CheckedNccl(NCCLWeightTransferEngine):
-        """See the module."""
+        """vLLM's backend with the gate and the checks."""
 
         model: Any
 

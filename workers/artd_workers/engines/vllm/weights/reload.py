@@ -1,7 +1,7 @@
-"""A load through vLLM's layerwise reload: a layer is processed again when all of it is there, and copied to where it was.
+"""Loads through vLLM's layerwise reload: a layer is processed again when all of it is there, and copied to where it was.
 
-Purpose: the way for models whose kernels read a layout of their own (on a CPU linears are repacked: writing parameters in place
-is wrong there). Owner of: one load. Runs in vLLM 0.32 on CPU and 0.25 on CUDA.
+It serves models whose kernels read a layout of their own: on a CPU linears are repacked, so writing parameters in place would
+be wrong. Runs in vLLM 0.32 on CPU and 0.25 on CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .repack import forget_kernels, pack_tied_heads
 
 
 class Reload:
-    """See `load.Load`."""
+    """A `load.Load` by layerwise reload."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
@@ -51,9 +51,9 @@ class Reload:
 
 
 def incomplete(model: torch.nn.Module) -> list[str]:
-    """Layers of a reload under way that got some of their weights, but not all: vLLM would fill the rest with anything.
+    """Return the layers of a running reload that got some but not all of their weights; vLLM would leave the rest undefined.
 
-    An embedding is left out: its rows are padded, so it never gets all.
+    An embedding is left out, because its rows are padded and never complete.
     """
     found = []
     for name, module in model.named_modules():

@@ -1,10 +1,9 @@
-"""What vLLM 0.32 on CPU needs so that a model can be loaded again in place.
+"""What vLLM 0.32 on a CPU needs so that a model can be loaded again in place.
 
-Purpose: its CPU kernels read weights in a form of their own. vLLM packs experts when a layer's kernel is made, and a head tied to
-the embedding when the model is made; weights that come later would never reach these, without any error.
-Owner of: no state. Invariants: after `forget_kernels` the next load of a layer makes its kernel, and packs, as the first did;
-after `pack_tied_heads` a tied head answers by the embedding as it is now. On a GPU neither does anything: kernels read the
-parameters themselves, and CUDA graphs hold their addresses.
+Its CPU kernels read packed weights. vLLM packs experts when it makes a layer's kernel, and a head tied to the embedding when it
+makes the model; weights that come later would never reach these, without any error. After `forget_kernels` the next load of a
+layer makes its kernel, and packs, as the first load did. After `pack_tied_heads` a tied head uses the present embedding. On a
+GPU neither does anything: kernels read the parameters themselves, and CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from vllm.platforms import current_platform
 
 
 def forget_kernels(model: torch.nn.Module) -> None:
-    """Call before a reload begins."""
+    """Make the next load build the experts' kernels again. Call it before a reload."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -27,7 +26,7 @@ def forget_kernels(model: torch.nn.Module) -> None:
 
 
 def pack_tied_heads(model: torch.nn.Module) -> None:
-    """Call after a reload has ended."""
+    """Pack heads that are tied to the embedding again. Call it after a reload."""
     if not current_platform.is_cpu():
         return
     vocabularies = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]

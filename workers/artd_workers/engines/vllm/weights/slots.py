@@ -1,10 +1,9 @@
-"""A LoRA adapter as vLLM's kernels read it: sums of the stacked A and B of its slot, under the names that the trainer uses.
+"""Checks a LoRA adapter as vLLM's kernels read it: by sums of the stacked A and B of its slot, under the trainer's names.
 
-Purpose: the sha256 of an adapter's file says nothing of what vLLM makes of it (cast, scale, packing; expert deltas that it drops
-with HTTP 200). Here is read what is multiplied: of linears `lora_a_stacked` and `lora_b_stacked`, of experts what the context of
-their kernel points to. vLLM 0.25 and 0.32 lay both out in the same way (read in their sources; 0.32 run).
-Owner of: which folder is which of vLLM's adapters (`FOLDERS`). Invariants: nothing is written; every number of a slot is either in
-a tensor of the table or zero.
+The sha256 of an adapter's file says nothing of what vLLM makes of it (cast, scale, packing; expert deltas that it drops with
+HTTP 200). This reads what is multiplied: `lora_a_stacked` and `lora_b_stacked` of linears, and for experts what the context of
+their kernel points to. vLLM 0.25 and 0.32 lay both out in the same way (read in their sources; 0.32 run). Nothing is written.
+Every number of a slot is in a tensor of the table, or zero. `FOLDERS` holds which of vLLM's adapters came from which folder.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from artd_workers.transfer.checksum import sums_of_stacked
 from .hashing import Entry, WeightError
 
 FOLDERS: dict[str, int] = {}
-"""vLLM's number of the adapter that it read from a folder. A name may come again with another adapter, a folder never does."""
+"""Folder -> vLLM's number of the adapter that it read there. Names are used again for other adapters, folders never."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a slot holds of one kind: names of its tensors, and they themselves [len(names), ...], with room for larger ranks."""
+    """What a slot holds of one kind: the names of its tensors, and the tensors [len(names), ...], with room for larger ranks."""
 
     names: tuple[str, ...]
     stacked: Tensor
 
 
 def install() -> None:
-    """Note every adapter that vLLM reads. Call before the model is built."""
+    """Record every adapter that vLLM reads. Call it before the model is built."""
     stock = WorkerLoRAManager._load_adapter
 
     def load(self: Any, request: Any) -> Any:
@@ -48,8 +47,10 @@ def install() -> None:
 
 @torch.no_grad()
 def check(runner: Any, folder: str, table: list[Entry]) -> dict[str, float]:
-    """Compare the slot of the adapter in this folder with the table: each tensor by its sum, all else by being zero. Returns how
-    many `tensors` were compared and their `bytes`. Raises WeightError."""
+    """Compare the slot of the adapter in this folder with the table: each tensor by its sum, all else must be zero.
+
+    Returns how many `tensors` were compared, and their `bytes`. Raises WeightError.
+    """
     manager = runner.lora_manager._adapter_manager
     wanted = {entry.name: entry for entry in table}
     if not wanted:
@@ -84,7 +85,7 @@ def _slot(manager: Any, folder: str) -> int:
     number = FOLDERS.get(folder)
     if number is None:
         raise WeightError(f"vLLM has read no adapter from {folder}")
-    if number not in manager.lora_index_to_id:  # others have pushed it out since: as a request would have it, once more
+    if number not in manager.lora_index_to_id:  # other adapters have evicted it; load it again, as a request would
         manager.activate_adapter(number)
     return int(manager.lora_index_to_id.index(number))
 
@@ -127,7 +128,7 @@ def _experts(path: str, layer: Any, slot: int) -> Iterator[Part]:
 
 
 def _cut(part: Part, entry: Entry) -> tuple[Tensor, list[Tensor]]:
-    """(the tensors [n, rows, columns], what is beside them in the slot)."""
+    """Return (the tensors [n, rows, columns], what else is in the slot)."""
     stacked = part.stacked
     rows, columns = entry.shape
     if str(stacked.dtype) != f"torch.{entry.dtype}" or rows > stacked.shape[1] or columns > stacked.shape[2]:
