@@ -1,6 +1,6 @@
 """A direct push between processes without a GPU: an opened handle is a window on another process's memory.
 
-Purpose: `OtherPort` is `device.Port` on both sides; what is copied is read by the kernel out of the process that a handle names, so
+Purpose: `OtherPort` is `contracts.Port` on both sides; what is copied is read by the kernel out of the process that a handle names, so
 nothing is shared but the offer. Owner of: no memory. Invariants: a window's addresses belong to no memory of this process, and a
 process that has ended, or was never opened, cannot be read.
 """

@@ -1,4 +1,4 @@
-"""`engines.direct.wire.Wire` without NCCL: a Unix socket between two processes, or two ends in one.
+"""`transfer.contracts.Wire` without NCCL: a Unix socket between two processes, or two ends in one.
 
 Owner of: a socket, a thread that works through the queue, and a watchdog. Invariants: as bad as NCCL over NVLink: the end of the
 other side is not noticed, what waits then waits until it is aborted.

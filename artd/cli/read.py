@@ -73,7 +73,7 @@ class Database:
     """A read-only connection."""
 
     def __init__(self, data: Path) -> None:
-        """Raises CliError: NOT_RUNNING when no daemon ever ran there, FAILED when the file cannot be read."""
+        """Open the database. Raises CliError: NOT_RUNNING when no daemon ever ran there, FAILED when the file cannot be read."""
         path = data / DATABASE
         if not path.exists():
             raise CliError(

@@ -16,7 +16,7 @@ from artd_schema.trajectory import RouteShape
 from .selects import UNFINISHED
 
 REMEDY = "start the artd that wrote it, or artctl finish {} and make another run"
-"""Of a run whose spec cannot be read."""
+"""The next step for a run whose spec cannot be read; `{}` is its name."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -25,14 +25,14 @@ def _spec(stored: bytes) -> RunSpec:
 
 
 def stored_spec(run: sqlite3.Row) -> RunSpec:
-    """The spec of a row with `name` and `spec`. Errors: Unreadable."""
+    """Return the spec of a row with `name` and `spec`. Raises Unreadable."""
     if why := unreadable(run):
         raise Unreadable(f"{why}. Next: {REMEDY.format(run['name'])}")
     return _spec(run["spec"])
 
 
 def unreadable(run: sqlite3.Row) -> str:
-    """Why the spec of a row with `name` and `spec` cannot be read; "" when it can."""
+    """Return why the spec of a row with `name` and `spec` cannot be read, "" when it can."""
     try:
         _spec(run["spec"])
     except UNREADABLE as error:
@@ -57,12 +57,12 @@ def active_run(c: sqlite3.Connection, run_id: int) -> sqlite3.Row | None:
 
 
 def route_shape(run: sqlite3.Row) -> RouteShape | None:
-    """What the routes of a run's trajectories look like; None when it replays no experts."""
+    """Return the shape of a run's routes, None when it replays no experts."""
     return msgspec.json.decode(run["routes"], type=RouteShape) if run["routes"] else None
 
 
 def load_run(c: sqlite3.Connection, run_id: int) -> RunView:
-    """The run, with no more of its sealed groups than one batch takes. Errors: Unreadable."""
+    """Return the run, with at most as many of its sealed groups as one batch takes. Raises Unreadable."""
     run = c.execute("SELECT * FROM run WHERE id = ?", (run_id,)).fetchone()
     spec = stored_spec(run)
     job = c.execute(
@@ -109,7 +109,7 @@ def open_pushes(c: sqlite3.Connection, engine: str) -> list[PushView]:
 
 
 def newest_checkpoint(c: sqlite3.Connection, run_id: int) -> sqlite3.Row | None:
-    """The newest checkpoint of the run's chain."""
+    """Return the newest checkpoint of the run's chain."""
     row: sqlite3.Row | None = c.execute(
         "SELECT k.* FROM run r JOIN checkpoint k ON k.id = r.checkpoint_id WHERE r.id = ?", (run_id,)
     ).fetchone()

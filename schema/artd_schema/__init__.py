@@ -1,7 +1,6 @@
-"""Everything of artd that crosses a process boundary or reaches disk.
+"""Everything of artd that crosses a process boundary or reaches disk: msgspec Structs, SQL and codecs.
 
-Purpose: one place for the msgspec Structs, the SQL and the codecs shared by daemon, workers and client.
-Owner of: no state. Invariants: imports msgspec and the standard library only; fields are only ever added, with a
+Daemon, workers and client share it. It imports only msgspec and the standard library. Fields are only ever added, with a
 default.
 """
 

@@ -1,13 +1,13 @@
 """Crash points: named moments of production code at which a test may end or stop the process that reaches them.
 
-Purpose: tests kill at *moments*, not at times. Owner of: no state; what is armed lies in the folder `$ARTD_CRASH_DIR`, which
-every process of a daemon inherits. Without that variable `reach` is an empty function.
+So tests kill at *moments*, not at times. A test arms points in the folder `$ARTD_CRASH_DIR`, which every process of a daemon
+inherits. Without that variable `reach` is an empty function.
 
-Arming: a file named as the point, holding an action and optionally at which arrival (`kill`, `stop`, `kill 3`). The
-process that takes the action renames the file to `NAME.taken-PID` first, so an action happens once. `kill` is SIGKILL,
-`late` the same after 0.1 s in which other threads go on (what was sent too early gets out), `stop` is SIGSTOP (the process
-goes on when somebody continues it). Every arrival is a line `NAME PID` in the file
-`reached`. Invariants: `POINTS` names every point, with the process that reaches it; a test reads that none is left out.
+A file named as the point arms it. It holds an action and optionally the number of the arrival (`kill`, `stop`, `kill 3`). The
+process that takes the action first renames the file to `NAME.taken-PID`, so an action happens once. `kill` is SIGKILL. `late`
+is SIGKILL after 0.1 s in which other threads go on, so that anything sent too early gets out. `stop` is SIGSTOP; somebody else
+continues the process. Every arrival is a line `NAME PID` in the file `reached`. `POINTS` names every point with the process
+that reaches it; a test checks that none is missing.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ RECOVERY = ("reap.done", "recover.adopted", "recover.interrupted", "recover.remo
 
 
 def _off(name: str) -> None:
-    """Reach a point. Nothing is armed in this process."""
+    """Do nothing, because nothing is armed in this process."""
 
 
 def _on(name: str) -> None:
-    """Reach a point: note it, and do to this process what is armed there."""
+    """Record the arrival, and take the action that is armed for this point."""
     folder = Path(os.environ[VARIABLE])
     with (folder / REACHED).open("a") as file:
         file.write(f"{name} {os.getpid()}\n")
@@ -103,14 +103,14 @@ def _on(name: str) -> None:
         os.kill(os.getpid(), ACTIONS[action])
 
 
-def reached(folder: Path) -> list[str]:
-    """Every arrival so far, oldest first, in the folder that $ARTD_CRASH_DIR names to others."""
+def list_reached(folder: Path) -> list[str]:
+    """Return the points of every arrival so far, oldest first. `folder`: the folder of $ARTD_CRASH_DIR."""
     path = folder / REACHED
     return [line.partition(" ")[0] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _take(armed: Path) -> str | None:
-    """The action that this arrival takes; an arrival before its turn counts down."""
+    """Return the action for this arrival, None when there is none; an arrival before the armed one counts down."""
     try:
         action, _, left = armed.read_text().strip().partition(" ")
         if action not in ACTIONS:

@@ -29,29 +29,30 @@ class UnsafeDir(OSError):
 
 
 def data_home() -> Path:
-    """`$XDG_DATA_HOME` if absolute, else `~/.local/share`."""
+    """Return `$XDG_DATA_HOME` if it is absolute, else `~/.local/share`."""
     configured = os.environ.get("XDG_DATA_HOME", "")
     return Path(configured) if configured.startswith("/") else Path.home() / ".local" / "share"
 
 
 def default_data_dir() -> Path:
-    """The data folder when nobody chose one: `$XDG_DATA_HOME/artd/data` (runtimes lie beside it, not in it)."""
+    """Return the default data folder, `$XDG_DATA_HOME/artd/data`; runtimes are beside it."""
     return data_home() / "artd" / "data"
 
 
 def data_dir(given: str | os.PathLike[str] | None = None) -> Path:
-    """The data folder: `given`, else `$ARTD_DATA_DIR`, else the default; absolute, not resolved."""
+    """Return the data folder: `given`, else `$ARTD_DATA_DIR`, else the default. It is absolute, but links are not resolved."""
     chosen = given or os.environ.get("ARTD_DATA_DIR") or default_data_dir()
     return Path(chosen).expanduser().absolute()
 
 
 def runtime_dir(data: str | os.PathLike[str], create: bool = True) -> Path:
-    """The folder for sockets of the daemon on this data folder, 0700 and ours.
+    """Return the folder for sockets of the daemon on this data folder; it has mode 0700 and belongs to this user. Raises
+    UnsafeDir.
 
-    `$XDG_RUNTIME_DIR/artd/<8 hex>`, else `/tmp/artd-<uid>/<8 hex>`; the hex digits are the sha256 of the data
-    folder's real path. Raises UnsafeDir.
+    It is `$XDG_RUNTIME_DIR/artd/<8 hex>`, else `/tmp/artd-<uid>/<8 hex>`; the hex digits are the sha256 of the data folder's
+    real path.
     """
-    import hashlib  # here: it costs `artctl status`, which has no use for it, 5 ms
+    import hashlib  # imported here, because it costs 5 ms, which `artctl status` saves
 
     name = hashlib.sha256(os.path.realpath(data).encode()).hexdigest()[:8]
     configured = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -84,7 +85,7 @@ def _check_private(folder: Path) -> None:
 
 
 def socket_path(folder: Path, name: str) -> Path:
-    """`folder/name`, checked to fit in a Unix socket address. Raises UnsafeDir."""
+    """Return `folder/name`, checked to fit into a Unix socket's address. Raises UnsafeDir."""
     path = folder / name
     if len(os.fsencode(path)) > SOCKET_BYTES:
         raise UnsafeDir(f"{path} has {len(os.fsencode(path))} bytes; a socket path has {SOCKET_BYTES} at most")
@@ -118,7 +119,7 @@ class DaemonFile:
 
 
 def write_daemon_file(data: Path, content: DaemonFile) -> None:
-    """Replace DATA/daemon.json; 0600. Not fsynced: it is worth nothing after a power loss."""
+    """Replace DATA/daemon.json, with mode 0600. It is not fsynced, because it is worth nothing after a power loss."""
     temporary = data / f"{DAEMON_JSON}.tmp"
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w") as out:
@@ -127,7 +128,7 @@ def write_daemon_file(data: Path, content: DaemonFile) -> None:
 
 
 def read_daemon_file(data: Path, name: str = DAEMON_JSON) -> DaemonFile | None:
-    """What the last daemon on this data folder wrote, or None when there is nothing readable. It may be dead."""
+    """Return what the last daemon on this data folder wrote, None when nothing can be read. That daemon may be dead."""
     try:
         content = json.loads((data / name).read_bytes())
         known = {f.name for f in fields(DaemonFile)}
@@ -137,12 +138,13 @@ def read_daemon_file(data: Path, name: str = DAEMON_JSON) -> DaemonFile | None:
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot of the machine."""
+    """Return the kernel's id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def process_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since the machine's start; None if it is gone, or its last thread has ended."""
+    """Return the start time of a live process in clock ticks since the machine's start; None if it, or its last thread, has
+    ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""What `artd replay-job` asks of the trainer's interpreter, and what it is told: one JSON object each way.
+"""The request of `artd replay-job` to the trainer's interpreter, and the answer: one JSON object each.
 
-Owner of: no state. Invariants: the request names committed things by sha256 only, so that an answer without `error` is
-about exactly the bytes that the job was given and made.
+The request names committed things by sha256 only, so an answer without `error` is about exactly the bytes that the job read and
+wrote.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from .worker import CheckpointRef, Run, TrainerConfig
 
 
 class ReplayRequest(Struct, frozen=True, kw_only=True):
-    """config: of the trainer that did the job; run: the job as it was sent, but that `dir` is a scratch folder (absolute,
-    not there yet); committed: the checkpoint that the job made."""
+    """A job to be done again.
+
+    `config`: of the trainer that did the job. `run`: the job as it was sent, except that `dir` is a scratch folder (absolute,
+    not there yet). `committed`: the checkpoint that the job made.
+    """
 
     config: TrainerConfig
     run: Run

@@ -85,7 +85,7 @@ def _below(ids: bytes, experts: int) -> bool:
 
 
 def _wide_below(low: bytes, high: bytes, experts: int) -> bool:
-    """The same for u16, given as its low and its high bytes."""
+    """Return whether all u16 ids, given by their low and high bytes, are below `experts`."""
     edge, rest = divmod(experts, 256)
     if high.translate(None, bytes(range(min(edge + 1, 256)))):
         return False
@@ -99,7 +99,7 @@ def _number(data: bytes) -> int:
 
 
 def _fault(part: bytes, first_row: int, shape: RouteShape) -> BadRoutes:
-    """The first bad row, found slowly."""
+    """Find the first bad row, one choice at a time."""
     width, group = shape.width, shape.topk * shape.width
     for at in range(0, len(part), group):
         chosen = part[at : at + group]

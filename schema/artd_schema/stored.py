@@ -1,7 +1,6 @@
-"""Which Structs lie in rows and files, and the digest by which a database says with what forms of them it was written.
+"""Lists the Structs that are stored in rows and files, and computes the digest of their forms that a database records.
 
-Owner of: no state. Invariants: the digest follows names, types, bounds and defaults of the fields, and neither docstrings nor
-the version of msgspec.
+The digest covers names, types, bounds and defaults of the fields, but neither docstrings nor the version of msgspec.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ READABLE: frozenset[str] = frozenset(
 
 
 def form() -> str:
-    """sha256 of the fields of all `STORED` Structs."""
+    """Return the sha256 of the fields of all `STORED` Structs."""
     return digest(msgspec.json.encode([_plain(inspect.type_info(kind), ()) for kind in STORED]))
 
 
 def _plain(value: Any, above: tuple[type, ...]) -> Any:
-    """A type of msgspec.inspect as lists and texts. above: the Structs that it stands in, which are only named again."""
+    """Return a type of msgspec.inspect as lists and texts. `above`: the enclosing Structs, which are only named again."""
     if isinstance(value, inspect.StructType):
         if value.cls in above:
             return value.cls.__name__

@@ -85,7 +85,7 @@ def test_merged_push_goes_through_the_phases_in_order(bench: Bench, monkeypatch:
     assert routes == ["/version", *one, *one, "/abort_requests"]
     versions = [call["body"]["new_version"] for call in bench.calls() if call["route"] == "/update_weight_version"]
     assert versions == ["toy@0", "toy@1"]
-    assert crashpoint.reached(bench.root) == ["engine.started", *PUSHED, *PUSHED]
+    assert crashpoint.list_reached(bench.root) == ["engine.started", *PUSHED, *PUSHED]
     gone(bench)
 
 

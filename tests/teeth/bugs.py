@@ -29,7 +29,7 @@ BUGS = (
     ),
     Bug(
         "adapter-config-not-hashed", "workers/artd_workers/engines/checkpoint.py",
-        ".hexdigest() != _find_listed(checkpoint, ADAPTER_CONFIG_FILE):", '.hexdigest() == "":',
+        ".hexdigest() != _find_sha(checkpoint, ADAPTER_CONFIG_FILE):", '.hexdigest() == "":',
         "tests/engine/test_push.py::test_a_damaged_adapter_config_is_refused", "DID NOT RAISE",
     ),
     Bug(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from artd_schema.direct import Feed, Run
-from artd_workers.trainer.push import rank_shares, serving
+from artd_workers.trainer.push import rank_shards, serving
 from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.trainer.push.direct.layout import WHOLE
 
@@ -30,8 +30,8 @@ def of(name: str | None, rank: int) -> Iterator[None]:
 
 def _twice(patch: pytest.MonkeyPatch) -> None:
     """It gives what another has given."""
-    share = rank_shares._share
-    patch.setattr(rank_shares, "_share", lambda row, parallel: share(row, parallel) or WHOLE)
+    share = rank_shards._shard
+    patch.setattr(rank_shards, "_shard", lambda row, parallel: share(row, parallel) or WHOLE)
 
 
 def _missing(patch: pytest.MonkeyPatch) -> None:
@@ -47,13 +47,13 @@ def _missing(patch: pytest.MonkeyPatch) -> None:
 
 def _column(patch: pytest.MonkeyPatch) -> None:
     """It takes its columns for the first ones."""
-    share = rank_shares._share
+    share = rank_shards._shard
 
     def first(*rest: Any) -> Any:
         found = share(*rest)
         return replace(found, index=0) if found is not None and found.dim == 1 else found
 
-    patch.setattr(rank_shares, "_share", first)
+    patch.setattr(rank_shards, "_shard", first)
 
 
 def _offers(change: Callable[[Run], Run | None]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -129,7 +129,7 @@ def test_memory_is_used_when_it_is_the_parent(daemon: FakeDaemon, tmp_path: Path
     shutil.rmtree(first.dir)
     daemon.commit(2, first, two)  # would be CheckpointError if it read the folder
     init, step = ["train.accepted", *STAGED], ["train.accepted", "train.stepped", *STAGED]
-    assert crashpoint.reached(tmp_path)[:9] == [*init, *step]
+    assert crashpoint.list_reached(tmp_path)[:9] == [*init, *step]
 
 
 def test_damaged_inputs_are_permanent(daemon: FakeDaemon, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Purpose: for each layout a fresh trainer, its other ranks started as in a run (through torchrun), does init and two steps with
 expert replay on layers of the real shape; one JSON line each, with its distance from one process and its speed. `alone` comes
 first: the others are compared with it. `--tiny`: the same on a CPU, in small. Owner of: a temporary folder with base model,
-batches and checkpoints. Invariants: nothing but `launch.started`, `Trainer.run` and `Trainer.committed`, as the worker calls them.
+batches and checkpoints. Invariants: nothing but `launch.start_ranks`, `Trainer.run` and `Trainer.committed`, as the worker calls them.
 """
 
 from __future__ import annotations

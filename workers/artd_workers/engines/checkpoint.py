@@ -74,9 +74,7 @@ def adopt_adapter(checkpoint: Checkpoint, target: Path) -> None:
     target.mkdir(parents=True)
     for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
         _link(checkpoint.folder / name, target / name)
-    if hashlib.sha256(_bytes(target / ADAPTER_CONFIG_FILE)).hexdigest() != _find_listed(
-        checkpoint, ADAPTER_CONFIG_FILE
-    ):
+    if hashlib.sha256(_bytes(target / ADAPTER_CONFIG_FILE)).hexdigest() != _find_sha(checkpoint, ADAPTER_CONFIG_FILE):
         raise EngineError(f"{checkpoint.folder / ADAPTER_CONFIG_FILE} is not the file that was committed")
     verify_file(target / ADAPTER_FILE, checkpoint.weights.tensors)
 
@@ -117,7 +115,7 @@ def _hash(file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def _find_listed(checkpoint: Checkpoint, name: str) -> str | None:
+def _find_sha(checkpoint: Checkpoint, name: str) -> str | None:
     """Return the sha256 of a file in the manifest, None when it is not there."""
     return next((file.sha256 for file in checkpoint.manifest.files if file.name == name), None)
 

@@ -74,5 +74,5 @@ class Gate:
 
 @cache
 def own_gate() -> Gate:
-    """The one gate of this engine process, for the instance and spawn in its environment."""
+    """Return the one gate of this engine process, for the instance and spawn in its environment."""
     return Gate(os.environ.get("ARTD_INSTANCE", ""), int(os.environ["ARTD_SPAWN"]))

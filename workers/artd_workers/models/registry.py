@@ -37,7 +37,7 @@ def adopt(code: PackageCode | None) -> None:
 
 
 def plan_for(config: HfConfig) -> Plan:
-    """The plan of a config. Raises UnsupportedModel, which lists the architectures if artd has no family for this one."""
+    """Plan a model by its config. Raises UnsupportedModel, which lists the architectures if artd has no family for this one."""
     names = config.get("architectures") or ["none"]
     if names[0] in _ADOPTED:
         return _plan_of_package(names[0], config)

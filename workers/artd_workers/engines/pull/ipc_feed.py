@@ -43,7 +43,7 @@ class IpcFeed:
     """
 
     def __init__(self, port: Port, feed: Feed, on_end: Callable[[], None]) -> None:
-        """Raises PullError when the process has ended, DeviceError, and OSError when its page is gone."""
+        """Open the feed. Raises PullError when the process has ended, DeviceError, and OSError when its page is gone."""
         self.bases: list[int] = []
         with ExitStack() as stack:
             watch = ProcessWatch(feed.pid, feed.ticks, lambda _: on_end())

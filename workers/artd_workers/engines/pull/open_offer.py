@@ -37,7 +37,7 @@ class OpenOffer:
         on_end: Callable[[OpenOffer], None],
         deadline: Deadline,
     ) -> None:
-        """Raises DeviceError, PullError, OSError."""
+        """Open every feed of the offer. Raises DeviceError, PullError, OSError."""
         self.offer, self._port = offer, port
         with ExitStack() as stack:
             self._opened = []

@@ -175,7 +175,7 @@ def make_batch(
 
 
 def _groups(manifest: BatchManifest) -> Tensor:
-    """Number the groups from 0 in the manifest's order. Returns the group of each trajectory [trajectories]."""
+    """Return the group of each trajectory [trajectories]; groups are numbered from 0 in the manifest's order."""
     numbers: dict[int, int] = {}
     found = [numbers.setdefault(member.group, len(numbers)) for member in manifest.trajectories]
     return torch.tensor(found, dtype=torch.int64)

@@ -20,9 +20,8 @@ from .layout import Parallel
 
 
 class Stage:
-    """This rank's pipeline stage. A single stage is both the first and the last, and moves nothing. shape: [1,
-    hidden] of one token.
-    """
+    """The pipeline stage of this rank. A single stage is both first and last, and moves nothing. `shape`: [1, hidden] of one
+    token."""
 
     def __init__(self, parallel: Parallel, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.number = parallel.pp, 0

@@ -34,9 +34,7 @@ class RankError(RuntimeError):
 
 @dataclass
 class Ranks:
-    """This process among those that train one model. `broken` means that the ranks are out of step, and that only a
-    restart helps.
-    """
+    """The processes that train one model, as this one sees them. `broken`: the ranks are out of step, and only a restart helps."""
 
     parallel: Parallel = ALONE
     rank: int = 0

@@ -28,7 +28,7 @@ from artd_workers.trainer.model.model import Policy
 from artd_workers.trainer.parallel.ranks import Ranks
 from artd_workers.trainer.parameters.trained import Trained
 from artd_workers.trainer.push.direct.checksums import ServedWeights
-from artd_workers.trainer.push.direct.layout import Share, Spread
+from artd_workers.trainer.push.direct.layout import Shard, Sharding
 from artd_workers.trainer.push.direct.member import Member
 from artd_workers.trainer.push.direct.plan import PlanError, whole_tensors
 from artd_workers.trainer.push.direct.team import Team
@@ -40,7 +40,7 @@ from artd_workers.transfer.coverage import CoverError
 from artd_workers.transfer.device import Cuda
 from artd_workers.transfer.merge import explain_rounding, open_base
 
-from .rank_shares import own_shards
+from .rank_shards import own_shards
 from .snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | Non
     if port is None:
         return OnHost(trained, ranks)
     weights = slots(policy.model)
-    codec, shares = own_shards(policy.plan, ranks.parallel)
+    codec, shards = own_shards(policy.plan, ranks.parallel)
     held = {weights[row.megatron].dtype for row in codec.rows}
     lost = explain_rounding(trained.base, held) if trained.kind == "lora" else ""
     if lost := ranks.first_nonempty(lost):
@@ -123,8 +123,10 @@ def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | Non
     if isinstance(lora := trained.parameters, Lora):
         live = {name: parameter.detach() for name, parameter in lora.list_parameters()}
         weight_lock = WeightLock(live, partial(Lora.outward, lora), lora.scale, policy.device)
-    spread = None if ranks.alone else _spread(codec, weights, shares, ranks)
-    weight_source = WeightSource(port, codec, weights, weight_lock, getattr(torch, spec.engine.dtype), spread=spread)
+    sharding = None if ranks.alone else _find_sharding(codec, weights, shards, ranks)
+    weight_source = WeightSource(
+        port, codec, weights, weight_lock, getattr(torch, spec.engine.dtype), sharding=sharding
+    )
     try:
         served = ServedWeights(weight_source, tuple(trained.base), ranks)
     except (PlanError, CoverError) as error:
@@ -133,14 +135,14 @@ def serving_of(policy: Policy, trained: Trained, spec: RunSpec, port: Port | Non
     return served
 
 
-def _spread(codec: Codec, weights: Mapping[str, Tensor], shares: Mapping[str, Share], ranks: Ranks) -> Spread:
+def _find_sharding(codec: Codec, weights: Mapping[str, Tensor], shards: Mapping[str, Shard], ranks: Ranks) -> Sharding:
     """Return how the model is split over the ranks. Collective: every rank calls it."""
-    own = whole_tensors(codec, {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}, shares)
+    own = whole_tensors(codec, {row.megatron: tuple(weights[row.megatron].shape) for row in codec.rows}, shards)
     told = (
         msgspec.msgpack.decode(one, type=dict[str, tuple[int, ...]])
         for one in ranks.all_gather(msgspec.msgpack.encode(own))
     )
-    return Spread(shares, {name: shape for shapes in told for name, shape in shapes.items()})
+    return Sharding(shards, {name: shape for shapes in told for name, shape in shapes.items()})
 
 
 def team_of(weight_source: WeightSource, ranks: Ranks) -> Team | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Unable(Exception):
-    """This pair cannot do the push this way, and no engine was touched: the reason, and where."""
+    """The pair cannot do the push in this way, and no engine was touched: the reason, and where."""
 
 
 class Broken(Exception):

@@ -27,7 +27,7 @@ from .survey import parameters, survey
 
 
 class NotDirect(Exception):
-    """This engine's weights cannot be written directly, or not from this checkpoint; the text names the first reason."""
+    """The engine's weights cannot be written directly, or not from this checkpoint; the text names the first reason."""
 
 
 class DirectExtension:

@@ -123,7 +123,7 @@ def plan_collectively(weight_source: WeightSource, table: EngineTable, ranks: Co
     Raises PlanError or CoverError on every rank when any rank's part is wrong, or all parts together. Collective:
     every rank calls it.
     """
-    if weight_source.spread is None:
+    if weight_source.sharding is None:
         return weight_source.plan(table)
     plan, why = Plan(parts=(), sources=(), pieces=()), ""
     try:

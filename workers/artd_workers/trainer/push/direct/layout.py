@@ -1,7 +1,7 @@
-"""Where a Hugging Face tensor lies in Megatron's tensors and in an engine's: intervals of elements.
+"""Says where a Hugging Face tensor is in Megatron's tensors and in an engine's, as intervals of elements; `plan.py` uses both
+layouts.
 
-Purpose: the two layouts that `plan.py` brings together. Owner of: no state. Invariants: exact permutations, as in
-`models.codec`; an engine tensor that names no parts is the tensor of the same name.
+They are exact permutations, as in `models.codec`. An engine tensor that names no parts is the tensor of the same name.
 """
 
 from __future__ import annotations
@@ -18,30 +18,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Share:
-    """How a trainer process holds a weight: part `index` of `count` along `dim`, the whole where that is None. Fused weights are
-    split each by itself."""
+class Shard:
+    """What a trainer process holds of a weight: shard `index` of `count` along `dim`, or all of it when `dim` is None.
+
+    The parts of a fused weight are each sharded separately.
+    """
 
     dim: int | None = None
     index: int = 0
     count: int = 1
 
 
-WHOLE = Share()
+WHOLE = Shard()
 
 
 @dataclass(frozen=True)
-class Spread:
-    """A model of which this process gives a part. shares: by Megatron name, WHOLE where it is missing; shapes: of each whole
-    Hugging Face tensor of the model, in an order that all processes have in common."""
+class Sharding:
+    """How a model is sharded over the processes of which this one gives its part.
 
-    shares: Mapping[str, Share]
+    `shards`: by Megatron name, WHOLE where a name is missing. `shapes`: of each whole Hugging Face tensor of the model, in the
+    same order in all processes.
+    """
+
+    shards: Mapping[str, Shard]
     shapes: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """`count` elements of a part that lie together from `at` in a Megatron tensor; the rest as in `Piece`."""
+    """`count` adjacent elements of a part, which begin at `at` in a Megatron tensor; the other fields are those of `Piece`."""
 
     part: str
     first: int
@@ -53,8 +58,10 @@ class Interval:
 
 
 def in_engine(tensor: EngineTensor, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """(part, where it begins) of each whole Hugging Face tensor that fills an engine's, by its name. sizes: their elements. A
-    part that `sizes` lacks is left out: the plan's check then names the gap."""
+    """Yield (part, its first element) of each whole Hugging Face tensor in an engine's tensor. `sizes`: their elements.
+
+    A part that `sizes` lacks is left out: the plan's check then names the gap.
+    """
     at = 0
     for part in _parts(tensor):
         if part not in sizes:
@@ -69,15 +76,15 @@ def _parts(tensor: EngineTensor) -> Iterator[str]:
         yield from (part.replace("{e}", str(expert)) for part in parts)
 
 
-def in_megatron(row: Row, heads: Heads, shape: Sequence[int], share: Share = WHOLE) -> Iterator[Interval]:
-    """The parts of a codec row's tensor, in the order in which they lie in it. heads, shape: of what this process has of it."""
+def in_megatron(row: Row, heads: Heads, shape: Sequence[int], shard: Shard = WHOLE) -> Iterator[Interval]:
+    """Yield the parts of a codec row's tensor, in their order. `heads`, `shape`: of what this process holds of it."""
     size = prod(shape)
-    if share.dim == 1 and share.count > 1:
+    if shard.dim == 1 and shard.count > 1:
         (part,), width = row.parts, shape[1]
-        yield Interval(part, share.index * width, 0, 0, size, width, share.count * width)
+        yield Interval(part, shard.index * width, 0, 0, size, width, shard.count * width)
         return
     sizes = _sizes(row, heads, shape)
-    before = [share.index * each if share.dim == 0 else 0 for each in sizes]
+    before = [shard.index * each if shard.dim == 0 else 0 for each in sizes]
     if row.layout != "query_groups":
         at = 0
         for part, first, each in zip(row.parts, before, sizes, strict=True):
@@ -93,16 +100,16 @@ def in_megatron(row: Row, heads: Heads, shape: Sequence[int], share: Share = WHO
 
 
 def whole_shapes(
-    row: Row, heads: Heads, shape: Sequence[int], share: Share = WHOLE
+    row: Row, heads: Heads, shape: Sequence[int], shard: Shard = WHOLE
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(part, shape of the whole of it) of a codec row; arguments as of `in_megatron`."""
+    """Yield (part, shape of the whole part) of a codec row; arguments as for `in_megatron`."""
     for part, size in zip(row.parts, _sizes(row, heads, shape), strict=True):
         own = (size // shape[-1], shape[-1]) if len(shape) == 2 else (size,)
-        yield part, tuple(n * share.count if dim == share.dim else n for dim, n in enumerate(own))
+        yield part, tuple(n * shard.count if dim == shard.dim else n for dim, n in enumerate(own))
 
 
 def _sizes(row: Row, heads: Heads, shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements of each part in a codec row's tensor."""
+    """Return the elements of each part in a codec row's tensor."""
     size = prod(shape)
     if row.layout != "query_groups":
         return (size // len(row.parts),) * len(row.parts)

@@ -23,7 +23,7 @@ from .weight_source import WeightSource
 
 
 class Member:
-    """This rank's end. `line` is the channel to rank 0; the caller sets it, and lets it call `take`."""
+    """The end of a rank other than 0. `line` is the channel to rank 0; the caller sets it, and lets it call `take`."""
 
     line: Line
 
@@ -54,7 +54,7 @@ class Member:
 
 
 class _Part:
-    """This rank's part of one pair. folder: this rank's folder of the pair, which does not exist yet."""
+    """The part of this rank in one pair. `folder`: its folder for the pair, which does not exist yet."""
 
     def __init__(self, folder: Path, weight_source: WeightSource, answer: Callable[[Answer], None]) -> None:
         self._local, self._weight_source, self._answer = LocalPart(folder), weight_source, answer

@@ -1,4 +1,4 @@
-"""The direct push over NCCL: a pair of trainer and engine that uses the plan and the offer of `pair.py` but shares no
+"""The direct push over NCCL: a pair of trainer and engine that uses the plan and the offer of `pair.py` but shards no
 memory.
 
 `NcclWay` is the `ways.Way` of such a pair. It owns the pair's folder with the offer, its `Feeder`, and the trainer's

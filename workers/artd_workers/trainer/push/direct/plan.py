@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from artd_schema.direct import EngineTable, Piece, Plan, Run
 from artd_workers.transfer import coverage
 
-from .layout import WHOLE, Interval, Share, Spread, in_engine, in_megatron, whole_shapes
+from .layout import WHOLE, Interval, Shard, Sharding, in_engine, in_megatron, whole_shapes
 
 if TYPE_CHECKING:
     from artd_workers.models.codec import Codec
@@ -27,18 +27,22 @@ class PlanError(ValueError):
 
 
 def make_plan(
-    table: EngineTable, codec: Codec, shapes: Mapping[str, Sequence[int]], itemsize: int, spread: Spread | None = None
+    table: EngineTable,
+    codec: Codec,
+    shapes: Mapping[str, Sequence[int]],
+    itemsize: int,
+    sharding: Sharding | None = None,
 ) -> Plan:
     """Return this process's plan for an engine.
 
-    shapes: of every Megatron tensor, by the codec's names. itemsize: bytes of a served element. spread: set when
+    shapes: of every Megatron tensor, by the codec's names. itemsize: bytes of a served element. sharding: set when
     other processes give the rest of the model; the caller must then run `check_coverage` on the pieces of all
     processes. Raises PlanError, CoverError.
     """
     if table.obstacles:
         first = table.obstacles[0]
         raise PlanError(f"{first.where}: {first.why}")
-    model = spread or single_process(codec, shapes)
+    model = sharding or single_process(codec, shapes)
     parts = {name: i for i, name in enumerate(model.shapes)}
     sizes = {name: prod(shape) for name, shape in model.shapes.items()}
     where = _places(codec, shapes, model)
@@ -51,33 +55,35 @@ def make_plan(
         for source, one in where.get(part, ())
     ]  # fmt: skip
     plan = Plan(parts=tuple(parts), sources=tuple(row.megatron for row in codec.rows), pieces=tuple(pieces))
-    if spread is None:
+    if sharding is None:
         check_coverage(table, plan.parts, list(sizes.values()), pieces)
     _check(plan, table, [prod(shapes[name]) for name in plan.sources], itemsize)
     return plan
 
 
-def single_process(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> Spread:
+def single_process(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> Sharding:
     """Return the layout of a model that one process holds as a whole."""
-    return Spread({}, whole_tensors(codec, shapes, {}))
+    return Sharding({}, whole_tensors(codec, shapes, {}))
 
 
 def whole_tensors(
-    codec: Codec, shapes: Mapping[str, Sequence[int]], shares: Mapping[str, Share]
+    codec: Codec, shapes: Mapping[str, Sequence[int]], shards: Mapping[str, Shard]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each whole Hugging Face tensor of which this process holds a part."""
     return {
         part: shape
         for row in codec.rows
-        for part, shape in whole_shapes(row, codec.shape, shapes[row.megatron], shares.get(row.megatron, WHOLE))
+        for part, shape in whole_shapes(row, codec.shape, shapes[row.megatron], shards.get(row.megatron, WHOLE))
     }
 
 
-def _places(codec: Codec, shapes: Mapping[str, Sequence[int]], model: Spread) -> dict[str, list[tuple[int, Interval]]]:
+def _places(
+    codec: Codec, shapes: Mapping[str, Sequence[int]], model: Sharding
+) -> dict[str, list[tuple[int, Interval]]]:
     """Return for each part the intervals that this process gives, each with the index of its source."""
     found: dict[str, list[tuple[int, Interval]]] = {}
     for source, row in enumerate(codec.rows):
-        share = model.shares.get(row.megatron, WHOLE)
+        share = model.shards.get(row.megatron, WHOLE)
         for one in in_megatron(row, codec.shape, shapes[row.megatron], share):
             found.setdefault(one.part, []).append((source, one))
     return found

@@ -19,7 +19,7 @@ from artd_workers.models.codec import Codec, peft_names
 from artd_workers.transfer.checksum import WORD, Span
 from artd_workers.transfer.contracts import Port
 
-from .layout import Spread
+from .layout import Sharding
 from .merge_cpu import Filler, PlainFiller
 from .plan import make_plan, single_process
 from .schedule import Fill, make_schedule
@@ -38,10 +38,10 @@ class WeightSource:
 
     def __init__(
         self, port: Port, codec: Codec, weights: Mapping[str, Tensor], weight_lock: WeightLock, dtype: torch.dtype,
-        buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES, spread: Spread | None = None,
+        buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES, sharding: Sharding | None = None,
     ) -> None:  # fmt: skip
         """Raises KeyError for a missing weight and ValueError for one that is not contiguous."""
-        self.port, self.codec, self.weight_lock, self.dtype, self.spread = port, codec, weight_lock, dtype, spread
+        self.port, self.codec, self.weight_lock, self.dtype, self.sharding = port, codec, weight_lock, dtype, sharding
         self.weights = {row.megatron: weights[row.megatron].detach() for row in codec.rows}
         if odd := [name for name, tensor in self.weights.items() if not tensor.is_contiguous()]:
             raise ValueError(f"{odd[0]} is not contiguous: it cannot be pulled")
@@ -61,11 +61,11 @@ class WeightSource:
     @cached_property
     def model(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the model's whole Hugging Face tensors, by name."""
-        return (self.spread or single_process(self.codec, self.shapes)).shapes
+        return (self.sharding or single_process(self.codec, self.shapes)).shapes
 
     def plan(self, table: EngineTable) -> Plan:
         """Return what this process gives to an engine. Raises PlanError, CoverError."""
-        return make_plan(table, self.codec, self.shapes, self.dtype.itemsize, self.spread)
+        return make_plan(table, self.codec, self.shapes, self.dtype.itemsize, self.sharding)
 
     @cached_property
     def buffers(self) -> tuple[Tensor, ...]:

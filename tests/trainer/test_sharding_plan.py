@@ -17,7 +17,7 @@ from artd_workers.models.codec import Codec
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.push.direct.checksums import ServedWeights
 from artd_workers.trainer.push.direct.collectives import SingleRank
-from artd_workers.trainer.push.direct.layout import Share, Spread
+from artd_workers.trainer.push.direct.layout import Shard, Sharding
 from artd_workers.trainer.push.direct.plan import PlanError, check_coverage, make_plan, whole_tensors
 from artd_workers.trainer.push.direct.schedule import make_schedule
 from artd_workers.trainer.push.direct.weight_lock import WeightLock
@@ -31,21 +31,21 @@ COLUMN, ROW = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"), (
 
 
 class Rank:
-    """SingleRank of `size`: codec, weights and shares of what it gives."""
+    """SingleRank of `size`: codec, weights and shards of what it gives."""
 
     def __init__(self, index: int, size: int, config: dict[str, Any], base: dict[str, Tensor]) -> None:
         made = plan_for(config).codec
         self.weights: dict[str, Tensor] = {}
-        self.shares: dict[str, Share] = {}
+        self.shards: dict[str, Shard] = {}
         for name, tensor in made.to_megatron(base):
             linear = name.removesuffix(".weight").rpartition(".")[2]
             if linear in COLUMN:
                 blocks = tensor.chunk(2) if linear == "linear_fc1" else [tensor]
                 self.weights[name] = torch.cat([block.chunk(size)[index] for block in blocks])
-                self.shares[name] = Share(0, index, size)
+                self.shards[name] = Shard(0, index, size)
             elif linear in ROW:
                 self.weights[name] = tensor.chunk(size, 1)[index].contiguous()
-                self.shares[name] = Share(1, index, size)
+                self.shards[name] = Shard(1, index, size)
             elif index == 0:
                 self.weights[name] = tensor
         heads = replace(made.shape, heads=made.shape.heads // size, groups=made.shape.groups // size)
@@ -56,15 +56,15 @@ class Rank:
         return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
 
     def model(self) -> dict[str, tuple[int, ...]]:
-        return whole_tensors(self.codec, self.sizes, self.shares)
+        return whole_tensors(self.codec, self.sizes, self.shards)
 
 
 def plans(table: EngineTable, ranks: list[Rank], itemsize: int = 4) -> list[Plan]:
     model = {name: size for rank in ranks for name, size in rank.model().items()}
-    return [make_plan(table, rank.codec, rank.sizes, itemsize, Spread(rank.shares, model)) for rank in ranks]
+    return [make_plan(table, rank.codec, rank.sizes, itemsize, Sharding(rank.shards, model)) for rank in ranks]
 
 
-def spread(table: EngineTable, ranks: list[Rank], made: list[Plan]) -> None:
+def check_cover(table: EngineTable, ranks: list[Rank], made: list[Plan]) -> None:
     sizes = {name: torch.Size(size).numel() for rank in ranks for name, size in rank.model().items()}
     check_coverage(
         table, made[0].parts, [sizes[part] for part in made[0].parts], [p for plan in made for p in plan.pieces]
@@ -83,7 +83,7 @@ def test_the_pieces_of_all_make_the_engine(buffer: int) -> None:
     model = engine_model(MOE, torch.float32)
     table, tensors = engine_table(model), list(parameters(model).values())
     made = plans(table, ranks)
-    spread(table, ranks, made)
+    check_cover(table, ranks, made)
     assert made[0].parts == made[1].parts and any(piece.width for piece in made[1].pieces)
     for rank, plan in zip(ranks, made, strict=True):
         weights = [rank.weights[name].flatten() for name in plan.sources]
@@ -109,7 +109,7 @@ def test_stages_give_their_layers() -> None:
     model = rank.model()
     halves = [[row for row in rank.codec.rows if ("layers.0." in row.megatron) == first] for first in (True, False)]
     codecs = [replace(rank.codec, rows=tuple(rows)) for rows in halves]
-    made = [make_plan(table, codec, rank.sizes, 4, Spread({}, model)) for codec in codecs]
+    made = [make_plan(table, codec, rank.sizes, 4, Sharding({}, model)) for codec in codecs]
     assert made[0].parts == made[1].parts == tuple(model)
     sizes = [torch.Size(size).numel() for size in model.values()]
     check_coverage(table, tuple(model), sizes, [*made[0].pieces, *made[1].pieces])
@@ -118,18 +118,18 @@ def test_stages_give_their_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "share", "says"),
+    ("name", "shard", "says"),
     [
-        ("decoder.layers.1.self_attention.linear_proj.weight", Share(1, 0, 2), "o_proj.* are in two pieces"),
-        ("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight", Share(0, 0, 2), "experts.* two pieces"),
+        ("decoder.layers.1.self_attention.linear_proj.weight", Shard(1, 0, 2), "o_proj.* are in two pieces"),
+        ("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight", Shard(0, 0, 2), "experts.* two pieces"),
     ],
 )
-def test_a_part_in_the_wrong_place_is_named(name: str, share: Share, says: str) -> None:
+def test_a_part_in_the_wrong_place_is_named(name: str, shard: Shard, says: str) -> None:
     ranks, _ = ranks_of(2)
-    ranks[1].shares[name] = share
+    ranks[1].shards[name] = shard
     table = engine_table(engine_model(MOE, torch.float32))
     with pytest.raises(CoverError, match=says):
-        spread(table, ranks, plans(table, ranks))
+        check_cover(table, ranks, plans(table, ranks))
 
 
 def test_a_copy_that_is_given_twice_or_never_is_named() -> None:
