@@ -96,7 +96,7 @@ def test_every_metric_is_defined() -> None:
     assert measured <= told, measured - told
     spent = set(re.findall(r'seconds\["(\w+)"\]', trainer.read_text()))
     engine = (ROOT / "workers/artd_workers/engines/push.py").read_text()
-    spent |= set(re.findall(r'_timed\("(\w+)"', engine))
+    spent |= set(re.findall(r'_time_phase\("(\w+)"', engine))
     assert {"train", "stage", "verify"} <= spent <= told, spent - told
 
 
