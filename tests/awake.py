@@ -1,8 +1,8 @@
 """Time on a machine that is short of it: how long a test waits, and how long something took.
 
-Purpose: what has to happen is waited for, `SOON_S` long; a bound that is a guarantee ("gone within 2 s") is held against `Awake`.
-Owner of: a thread that looks at the clock. Invariants: between two looks at most GAP_S counts: while nothing ran here (the whole
-machine stood still, a disk did), what is measured did not run either. The daemon's leases count in the same way.
+A test waits `SOON_S` for what has to happen. A bound that is a guarantee ("gone within 2 s") is measured by `Awake`: a thread
+looks at the clock, and between two looks at most GAP_S count. While nothing ran here (the whole machine or a disk stood still),
+the measured process did not run either. The daemon's leases count in the same way.
 """
 
 from __future__ import annotations

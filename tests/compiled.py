@@ -1,6 +1,6 @@
-"""C libraries of the tests, built once a process.
+"""Builds the tests' C libraries, once per process, each in a temporary folder.
 
-Owner of: one temporary folder for each library. Invariants: a machine without a C compiler is a failure, never a skip.
+A machine without a C compiler is a failure, never a skip.
 """
 
 from __future__ import annotations

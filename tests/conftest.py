@@ -1,7 +1,7 @@
-"""What every test may rely on. Owner of: this process's answer to Ctrl-C.
+"""What every test may rely on.
 
-Invariants: SIGINT is not ignored, here and in what tests start, even where a shell started pytest in the background; a skip
-that tests/SKIPS does not name turns the run red.
+SIGINT is not ignored, here and in what tests start, even where a shell started pytest in the background. A skip that
+tests/SKIPS does not name fails the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A direct push without a GPU: plain memory for CUDA's, modules with vLLM's names and shapes for vLLM's.
 
-Owner of: no state. Invariants: queues work at once; an "engine" here is filled by nobody but `Session`.
+Queues work at once. Only `Session` fills an "engine" here.
 """
 
 from __future__ import annotations

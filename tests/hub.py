@@ -1,7 +1,5 @@
-"""A server that speaks as much of the Hugging Face Hub as huggingface_hub asks for when it fetches a model.
-
-Owner of: one HTTP server and what was asked of it. Nothing of it is artd's: digests are computed here from the files' bytes.
-"""
+"""A server that speaks as much of the Hugging Face Hub as huggingface_hub needs to fetch a model. It computes digests from the
+files' bytes, without artd's code."""
 
 from __future__ import annotations
 

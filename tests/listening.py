@@ -1,7 +1,4 @@
-"""Which TCP and UDP sockets a set of processes listens on, as the kernel tells it.
-
-Owner of no state. Invariants: reads /proc only: what a process says of itself is not asked.
-"""
+"""Lists the TCP and UDP sockets on which a set of processes listens, from /proc only."""
 
 from __future__ import annotations
 

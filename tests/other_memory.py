@@ -1,8 +1,8 @@
 """A direct push between processes without a GPU: an opened handle is a window on another process's memory.
 
-Purpose: `OtherPort` is `contracts.Port` on both sides; what is copied is read by the kernel out of the process that a handle names, so
-nothing is shared but the offer. Owner of: no memory. Invariants: a window's addresses belong to no memory of this process, and a
-process that has ended, or was never opened, cannot be read.
+`OtherPort` is `contracts.Port` on both sides. The kernel reads what is copied out of the process that a handle names, so
+nothing is shared but the offer. A window's addresses belong to no memory of this process, and a process that has ended, or was
+never opened, cannot be read.
 """
 
 from __future__ import annotations

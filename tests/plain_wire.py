@@ -1,7 +1,7 @@
 """`transfer.contracts.Wire` without NCCL: a Unix socket between two processes, or two ends in one.
 
-Owner of: a socket, a thread that works through the queue, and a watchdog. Invariants: as bad as NCCL over NVLink: the end of the
-other side is not noticed, what waits then waits until it is aborted.
+It behaves as badly as NCCL over NVLink: it does not notice the end of the other side, and waits until it is aborted. It owns a
+socket, a thread that works through the queue, and a watchdog.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What may be skipped, and a way to run what mounts without being root.
+"""Decides what may be skipped, and runs tests that mount without being root.
 
-`tests/SKIPS` names every test that may be skipped, and what it needs. Any other skip turns the run red: a test that nobody runs
-guards nothing. With ARTD_SKIP_NONE set (`make root`) no skip is allowed.
-Tests marked `mounts` run as they are where this account may mount, else in a user namespace of their own (`unshare -rm`), else
-they are skipped.
+`tests/SKIPS` names every test that may be skipped, and what it needs. Any other skip fails the run, because a test that nobody
+runs guards nothing. With ARTD_SKIP_NONE set (`make root`) no skip is allowed. Tests marked `mounts` run directly where this
+account may mount, else in a user namespace of their own (`unshare -rm`), else they are skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A CPU for the tests beside a real engine. Owner of: no state.
+"""Keeps a CPU free for the tests beside a real engine.
 
-On two CPUs vLLM keeps both as long as it has a request: busy loops beside it got 2 % each, and a test ran again when the request
-that it wanted to see in flight was over.
+On two CPUs vLLM uses both as long as it has a request. Busy loops beside it got 2 % each, and a test ran too late to see the
+request in flight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Toy checkpoints: a tiny Llama, Qwen3 or Qwen3-MoE with a byte-level BPE tokenizer and a chat template, made on the spot.
+"""Makes toy checkpoints: a tiny Llama, Qwen3 or Qwen3-MoE with a byte-level BPE tokenizer and a chat template.
 
-Purpose: something real in shape but small in size for trainer, engine and end-to-end tests.
-From the command line: `PYTHON tests/toys.py OUT_DIR [--family llama|qwen3|qwen3_moe] [--seed N] [--tied]`.
-Invariants: needs torch, tokenizers and safetensors only (no network); the same arguments give the same bytes.
+They have a real form and a small size, for trainer, engine and end-to-end tests. Command line: `PYTHON tests/toys.py OUT_DIR
+[--family llama|qwen3|qwen3_moe] [--seed N] [--tied]`. It needs torch, tokenizers and safetensors only, and no network. The same
+arguments give the same bytes.
 """
 
 from __future__ import annotations

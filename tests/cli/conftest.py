@@ -1,7 +1,5 @@
-"""Fixtures of the command-line tests: a frozen time, a data folder, a daemon that is one lock and one file.
-
-Owner of: the environment that the commands see. Invariants: nothing of the user's own folders or settings is read.
-"""
+"""Fixtures of the command-line tests: a frozen time, a data folder, a daemon that is one lock and one file. Nothing of the
+user's own folders or settings is read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A process that looks like a daemon to the command line: `python fake_daemon.py DATA END`.
 
-END: `polite` ends at the first SIGTERM, `slow` drains until the second, `deaf` until it is killed. Owner of: DATA/artd.lock.
+It holds DATA/artd.lock. END: `polite` ends at the first SIGTERM, `slow` drains until the second, `deaf` runs until it is
+killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What the tests of `artd replay-job` share: a data folder with a past, a stand-in for the trainer's interpreter, answers.
-
-Owner of: the folders that a test gives it.
-"""
+"""The shared parts of the tests of `artd replay-job`: a data folder with finished jobs, a stand-in for the trainer's
+interpreter, and answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A data folder made by hand: the schema's SQL executed, rows inserted, no daemon involved.
-
-Purpose: known rows for the command line. Owner of: the folder that the test gives it.
-"""
+"""A data folder with known rows for the command line: the schema's SQL is executed and rows are inserted, without a daemon."""
 
 from __future__ import annotations
 

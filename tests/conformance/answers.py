@@ -1,7 +1,7 @@
-"""A server that does not do its part: whichever call of whichever method it answers wrongly, slowly or not at all.
+"""A server that answers one call of one method wrongly, slowly or not at all.
 
-Purpose: `METHODS` is every method of `Adapter` that speaks to the server, with its calls; `answers` tries each against one fault.
-Owner of: no state. Invariants: the relay answers in the server's place, which hears nothing and is none the worse.
+`METHODS` is every method of `Adapter` that calls the server, with its calls; `answers` tries each against one fault. The relay
+answers in place of the server, which hears nothing and stays intact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A run's engine as the suite sees it: spawn after spawn, and the pushes to them.
+"""A run's engine as the suite sees it: one spawn after the other, and the pushes to them.
 
-Purpose: what a case may do: take the engine, push to it, replace it as the daemon would. Owner of: a temporary folder, the
-spawns in it, the run's fence. Invariants: a spawn that `engine` returns serves what was pushed last and verified; the next ones
-are started ahead; `close` leaves no process.
+A case may take the engine, push to it, and replace it as the daemon would. A bench owns a temporary folder, the spawns in it
+and the run's fence. A spawn that `engine` returns serves what was pushed last and verified; the next spawns start ahead of
+time; `close` leaves no process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scripted server as a `Kind`, an engine from outside the package (`abacus`): no model, no torch, a second a spawn. Owner of: the folder of its checkpoints."""
+"""The scripted server as a `Kind`, for an engine outside the package (`abacus`): no model, no torch, one second per spawn."""
 
 from __future__ import annotations
 

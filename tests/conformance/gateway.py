@@ -1,6 +1,7 @@
-"""What any dialect has to do: cases of (rig, engine), where the engine is scripted and speaks it.
+"""What every dialect has to do, as cases of (rig, engine) with a scripted engine that speaks the dialect.
 
-An author of another engine writes a `FakeEngine` that speaks the dialect, with `kind`, `salts` and `field`, and passes these.
+The author of another engine writes a `FakeEngine` that speaks the dialect, with `kind`, `salts` and `field`, and passes these
+cases.
 """
 
 from __future__ import annotations

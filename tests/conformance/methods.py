@@ -1,8 +1,8 @@
-"""Every method of `Adapter` does what its docstring says.
+"""Checks that every method of `Adapter` does what its docstring says, one function per promise.
 
-Purpose: plain functions, one a promise. `MERGED` and `LORA` are the cases of an engine of that mode, `GLOO` those of that way of a
-push; `answers.py` has the server that does not do its part. Owner of: no state. Invariants: a case begins with and leaves an engine
-that serves step 0 and is not paused; calls go to the server beside the harness, which is asked for a push only in `again`.
+`MERGED` and `LORA` are the cases of an engine of that mode, `GLOO` those of that transfer; `answers.py` has the server that
+answers wrongly. A case begins with an engine that serves step 0 and is not paused, and leaves it so. Calls go directly to the
+server; only `again` asks the harness for a push.
 """
 
 from __future__ import annotations

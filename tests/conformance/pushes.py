@@ -1,7 +1,7 @@
-"""Pushes that fail, whatever fails: the harness says in which phase, ends the engine in time, and the next spawn serves.
+"""Pushes that fail in every way: the harness reports the phase and ends the engine in time, and the next spawn serves.
 
-Purpose: `fails` is one failure and everything that has to follow, as it looks from outside; `CASES` names them.
-Owner of: no state. Invariants: a case begins with an engine that serves a verified step, and leaves one behind.
+`fails` is one failure with everything that must follow, seen from outside; `CASES` names the failures. A case begins with an
+engine that serves a verified step, and leaves one.
 """
 
 from __future__ import annotations

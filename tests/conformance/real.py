@@ -1,7 +1,7 @@
 """vLLM as a `Kind`, on a CPU: a toy model, checkpoints scored by Hugging Face, and the trainer's side of gloo pushes.
 
-Owner of: the folder of the toy and its checkpoints. The toy of `merged` is a dense Qwen3; that of `lora` a mixture of experts
-whose routes are captured, with adapters on every linear and every expert, at step 3 on experts alone.
+The toy of `merged` is a dense Qwen3. The toy of `lora` is a mixture of experts whose routes are captured, with adapters on
+every linear and every expert, at step 3 on experts alone.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""What stands between a harness and its engine's server in the suite: `relay.py PYTHON -m MODULE ... --uds SOCKET ...`.
+"""A relay between a harness and its engine's server: `relay.py PYTHON -m MODULE ... --uds SOCKET ...`.
 
-Purpose: every engine fails in the same ways at the same calls. This process becomes the server, on another socket
-(`upstream`); its child takes SOCKET, notes each call and passes it on, or does what the folder $ARTD_RELAY says. There:
-`faults`, JSON {ROUTE: FAULT} ("*": any route), read at each call; `calls`, one JSON line each; `server`, the server's pid.
-A route is the path, or the method of a /collective_rpc. FAULT, of which the server hears nothing: a status; "hang"; "close";
-"garbage" (no JSON); "odd" (JSON of another form); "drip" (an answer byte by byte); "fine" and "false" (success and failure);
-{"say": ANSWER}. Passed on: {"hold": PATH}, once the file is there; {"shift": NATS}, and every prompt logprob of the answer is off
-by so much.
-Owner of: the socket. Invariants: standard library only (it runs with any engine's interpreter); it dies with the server.
+So every engine can fail in the same ways at the same calls. This process becomes the server, on another socket (`upstream`).
+Its child takes SOCKET, records each call and passes it on, or does what the folder $ARTD_RELAY says. That folder has `faults`,
+JSON {ROUTE: FAULT} ("*": any route), read at each call; `calls`, one JSON line each; and `server`, the server's pid. A route is
+the path, or the method of a /collective_rpc.
+
+Of these faults the server hears nothing: a status; "hang"; "close"; "garbage" (no JSON); "odd" (JSON of another form); "drip"
+(an answer byte by byte); "fine" and "false" (success and failure); {"say": ANSWER}. These are passed on: {"hold": PATH}, once
+the file exists; {"shift": NATS}, which changes every prompt logprob of the answer by so much.
+
+It uses only the standard library, because it runs with any engine's interpreter, and it dies with the server.
 """
 
 from __future__ import annotations

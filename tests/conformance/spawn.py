@@ -1,8 +1,8 @@
 """One spawn of an engine as the suite sees it: a real harness, and a relay before its server.
 
-Purpose: what can be done to a spawn (spoil a call, kill) and seen of it (what the harness says, /proc, what the server answers
-a client). A `Kind` brings what differs from engine to engine; an author of another engine writes one.
-Owner of: no state. Invariants: nothing is seen through the code that is tried, but by HTTP of its own, files and /proc.
+A test can spoil a call or kill a process, and see what the harness reports, /proc, and what the server answers a client. A
+`Kind` holds what differs from engine to engine; the author of another engine writes one. Nothing is observed through the code
+under test, but by the suite's own HTTP, files and /proc.
 """
 
 from __future__ import annotations

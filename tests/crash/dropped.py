@@ -1,8 +1,7 @@
 """`python -m tests.crash.dropped FOLDER PHASE`: a daemon's folder around a staged result whose last fsync fails.
 
-Run under the shim. Phases: `stage` leaves a job that runs and its staged result, as a machine leaves them whose trainer is told
-that the fsync of its manifest failed and whose daemon is killed before it hears of that; `boot` is the next start.
-Owner of: nothing but the folder that it is given.
+Run it under the shim. Phase `stage` leaves a running job and its staged result, as on a machine where the trainer sees the
+fsync of its manifest fail and the daemon is killed before it hears of that. Phase `boot` is the next start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Whether a disk image keeps every promise: `artd check --deep`, and everything that somebody was told before the cut.
+"""Checks that a disk image keeps every promise: `artd check --deep`, and everything that somebody was told before the power
+loss.
 
-Owner of: nothing. Invariants: an image is of the present schema or of the made-up next one, and judged by the artd of that; what was told is compared with rows by their own SQL here, not by the services that wrote them.
+An image has the present schema or the made-up next one, and the artd of that schema judges it. What was told is compared with
+rows by SQL of this file, not by the services that wrote them.
 """
 
 from __future__ import annotations

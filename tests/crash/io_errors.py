@@ -1,10 +1,10 @@
-"""`python -m tests.crash.io_errors`: lives of a daemon's services in one process each, whose disk fails by order.
+"""`python -m tests.crash.io_errors`: lives of a daemon's services, each in a process of its own, with a disk that fails on
+demand.
 
-Run under the shim. Each line on stdin is one life (`Life`, JSON), each line on stdout how it ended (`Ended`). A life is a fork,
-so that what costs time, the imports, is paid once.
-Owner of: nothing but the folder that it is given. Invariants: the services are the daemon's own and are wired as `services`
-does it, with a fork-free packer, a trainer and an engine without processes, and clocks that run fast; what ends the
-daemon ends the process in the same way (`daemon._fatal`, `daemon._explain_end`).
+Run it under the shim. Each line on stdin is one life (`Life`, JSON), each line on stdout says how it ended (`Ended`). A life is
+a fork, so that the imports, which take most of the time, happen once. The services are the daemon's own, wired as in
+`services`, with a packer that does not fork, a trainer and an engine without processes, and fast clocks. An error ends the
+process as it ends the daemon (`daemon._fatal`, `daemon._explain_end`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One run that goes on and on while its processes are killed at crash points.
 
-Owner of: the daemon of a rig, one client, its journal. Invariants: a point is armed before what reaches it is begun; before
-every recovery the folder is whole and nothing lives; after every point the run comes to rest at a step that is served.
+It owns the daemon of a rig, one client and its journal. A point is armed before anything that reaches it begins. Before every
+recovery the folder is intact and no process lives. After every point the run comes to rest at a step that is served.
 """
 
 from __future__ import annotations

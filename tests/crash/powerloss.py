@@ -1,23 +1,22 @@
-"""What a disk may hold after a power loss: the recorded operations replayed, with what no fsync made durable partly lost.
+"""What a disk may hold after a power loss: replays recorded operations, and loses part of what no fsync made durable.
 
-Owner of: the model of one folder. Invariants: pure, seeded by its caller. What is durable, by POSIX and no more:
+It models one folder, without I/O, and its caller gives the seed. By POSIX this is durable, and no more:
 
-* fsync of a file makes its content so far durable (every write and truncate before it), but not its name;
-* fsync of a folder makes the names in it durable (create, mkdir, link, rename, unlink, rmdir in that folder), but not what
-  they name.
+* fsync of a file makes its present content durable (every earlier write and truncate), but not its name; * fsync of a folder
+makes the names in it durable (create, mkdir, link, rename, unlink, rmdir in that folder), but not the content of the files.
 
-Everything else may be lost. Of a file's later writes any subset survives, in order; a hole that a lost write leaves reads
-as zeros; the last one that survives may be torn at a sector of 512 bytes. Of later changes of names:
+Everything else may be lost. Of a file's later writes any subset survives, in order. A hole that a lost write leaves reads as
+zeros. The last surviving write may be torn at a sector of 512 bytes. Of later changes of names:
 
-* `adversarial`: any subset survives. A rename within a folder is atomic; one between folders is two changes (a new name there, no
-  name here), of which either may be lost. No journal allows as much; what outlives this outlives any file system.
-* `ordered`, as ext4 and XFS with a journal: what survives is a prefix of all changes of names, which holds at least
-  everything before the last one that an fsync of a folder made durable. Contents still are not ordered with names: a
-  rename may be there without what was written (ext4's zero-length files).
+* `adversarial`: any subset survives. A rename within a folder is atomic. A rename between folders is two changes (a new name
+there, no name here), of which either may be lost. No journal allows as much, so what survives this survives any file system. *
+`ordered`, as ext4 and XFS with a journal: a prefix of all changes of names survives, which has at least everything before the
+last one that an fsync of a folder made durable. Contents still are not ordered with names: a rename may survive without the
+content (ext4's zero-length files).
 
-An fsync of a file that failed drops what was to be written: the running system sees it as before, and no later fsync makes it
-durable; only what is written again is (ext4, XFS and Btrfs keep such pages, clean). SQLite's own writes are treated like
-everybody's.
+An fsync of a file that fails drops the pending writes: the running system still sees them, and no later fsync makes them
+durable; only what is written again becomes durable (ext4, XFS and Btrfs keep such pages, clean). SQLite's own writes are
+treated like all others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One real loop under the recorder: three boots of the real daemon with scripted workers, and what its
-clients were told; the last is of a newer artd, which migrates the database.
+"""Records three boots of the real daemon with scripted workers, and what its clients were told; the last boot is a newer artd
+that migrates the database.
 
-Owner of: the folder of the recording. Invariants: an acknowledgement bears the count of operations at the moment when the
-client had it, so whatever happened later is not needed for it; marks of the fake workers stand in the log itself.
+An acknowledgement carries the number of operations at the moment when the client had it, so whatever happened later is not
+needed for it. Marks of the fake workers are in the log itself.
 """
 
 from __future__ import annotations

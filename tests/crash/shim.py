@@ -1,8 +1,5 @@
-"""The LD_PRELOAD shim (shim.c): built once, switched on by environment variables, its log read back.
-
-Owner of: what a `Shim` shares with its processes. Invariants: the driver itself is never preloaded, only the processes
-it starts.
-"""
+"""The LD_PRELOAD shim (shim.c): builds it once, switches it on by environment variables, and reads its log. Only the processes
+that the driver starts are preloaded, never the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rig for each test of a daemon process."""
+"""A fixture that gives each test of a daemon process one rig."""
 
 from __future__ import annotations
 

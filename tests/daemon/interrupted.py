@@ -1,6 +1,6 @@
-"""The demo's skeleton with fake workers: says which phase it is in, for a test that interrupts it there.
+"""The demo's skeleton with fake workers: `python -m tests.daemon.interrupted PHASE DATA_DIR MODEL`.
 
-python -m tests.daemon.interrupted PHASE DATA_DIR MODEL
+It prints its phase, so that a test can interrupt it there.
 """
 
 from __future__ import annotations

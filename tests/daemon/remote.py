@@ -1,8 +1,8 @@
 """`python -m tests.daemon.remote PYTHON -m artd.cli.main start ...`: a daemon that cannot kill.
 
-It ends its workers as one would end a process on a machine that cannot be reached: it says that it has, and lets go. What
-older boots left does not die of its signals either, as one that hangs in the kernel does not. Give it to `Rig.start` as the
-command that runs the daemon. Everything else is the real daemon; its guardians end what was let go when it dies.
+It ends its workers like processes on an unreachable machine: it reports that it has, and leaves them alone. Leftovers of older
+boots survive its signals too, like processes that hang in the kernel. Give it to `Rig.start` as the command that runs the
+daemon. Everything else is the real daemon; its guardians end the abandoned processes when it dies.
 """
 
 from __future__ import annotations

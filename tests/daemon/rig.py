@@ -1,7 +1,6 @@
 """A real daemon process on a folder of its own, with fake workers, and what a test can see of it from outside.
 
-Owner of: the daemon's process. Invariants: it leaves no process; what is alive is read from /proc, what is true from
-the database file.
+It leaves no process. /proc says what is alive, and the database file says what is true.
 """
 
 from __future__ import annotations

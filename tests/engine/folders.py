@@ -1,6 +1,6 @@
-"""Checkpoint folders for the fake server: no model behind them, scores are a function of the weights' hashes.
+"""Checkpoint folders for the fake server: there is no model behind them, and scores are a function of the weights' hashes.
 
-Standard library only: the fake server imports this too.
+It uses only the standard library, because the fake server imports it too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What vLLM would compile its experts' kernel for, by its own code, without a GPU: `VLLM_PYTHON kernel_keys.py DEVICE MOST SHAPE...`.
+"""Lists what vLLM would compile its experts' kernel for, by vLLM's own code, without a GPU: `VLLM_PYTHON kernel_keys.py DEVICE
+MOST SHAPE...`.
 
-A SHAPE is EXPERTS,CHOSEN,INNER. Prints a JSON line each: `keys`: for each number of tokens 1 .. MOST a number, equal where Triton would
-share both kernels of a layer; `steps`: what artd would run. DEVICE: whose tuned tiles are taken, where there are any. The kernel is
-replaced by what notes its arguments; tensors have no memory.
+A SHAPE is EXPERTS,CHOSEN,INNER. It prints a JSON line for each: `keys` has a number for each number of tokens 1 .. MOST, equal
+where Triton would share both kernels of a layer; `steps` is what artd would run. DEVICE names the tuned tiles, where there are
+any. The kernel is replaced by a function that records its arguments; tensors have no memory.
 """
 
 from __future__ import annotations

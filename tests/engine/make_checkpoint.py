@@ -1,8 +1,10 @@
-"""Make committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE OUT:merged|lora|experts|full:SEED:STEP[:gpu|bf16] ...`.
+"""Makes committed checkpoint folders for a toy: `MEGATRON_PYTHON make_checkpoint.py BASE
+OUT:merged|lora|experts|full:SEED:STEP[:gpu|bf16] ...`.
 
-Stands in for the trainer in the engine's tests: random adapter (`experts`: on experts alone) or, in `full`, every weight off by noise; weight table; canary
-scored with Hugging Face in fp32. bf16: served so, and a canary with the room that takes; gpu: the same, merged weights known by
-sum64. Prints each manifest's sha256. Environment: PYTHONPATH with workers/ and schema/.
+It replaces the trainer in the engine's tests: a random adapter (`experts`: on experts alone) or, with `full`, noise on every
+weight; a weight table; and a canary scored with Hugging Face in fp32. bf16: served in bf16, with a canary whose bounds allow
+it. gpu: the same, and merged weights known by sum64. It prints each manifest's sha256. Environment: PYTHONPATH with workers/
+and schema/.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A toy model folder with changes of its config: `MEGATRON_PYTHON make_toy.py OUT FAMILY CONFIG_JSON`.
+"""Makes a toy model folder with changes of its config: `MEGATRON_PYTHON make_toy.py OUT FAMILY CONFIG_JSON`.
 
 Its weights are stored in the config's `torch_dtype`.
 """

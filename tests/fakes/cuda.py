@@ -1,7 +1,7 @@
-"""A CPU under a GPU's name, for libraries that take nothing else: Megatron's own optimizer, which asks for tensors of type
-`torch.cuda.FloatTensor` and makes some with device="cuda".
+"""A CPU under a GPU's name, for libraries that need one: Megatron's optimizer asks for tensors of type
+`torch.cuda.FloatTensor`, and makes some with device="cuda".
 
-Owner of: what it puts in torch's place, while it is entered. Invariants: no number is changed.
+While it is entered it replaces parts of torch, and changes no number.
 """
 
 from __future__ import annotations

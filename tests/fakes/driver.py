@@ -1,7 +1,4 @@
-"""NVIDIA's driver as tests want it (`libcuda.c`), whether or not this machine has one: a process finds it by LD_LIBRARY_PATH.
-
-Owner of: no state.
-"""
+"""A stand-in for NVIDIA's driver (`libcuda.c`), whether or not this machine has one; a process finds it by LD_LIBRARY_PATH."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""An engine that serves no model: speaks the protocol through the real link, and says Live to every push.
+"""An engine that serves no model: it speaks the protocol through the real link, and says Live to every push.
 
-Run by a stand-in for the vllm runtime's interpreter. Faults (see script.py): `dead:N` spawns that report Down at their
-start, `bad:STEP` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gates: `push:STEP` before
-the gateway is asked to hold, `verify:STEP` when they have. Mark: `live:SHA FENCE` before it says Live. With `http` in the script it also
-serves the OpenAI fake of tests/gateway on its socket, which captures routed experts when the daemon wants them. With `sign`
-besides it says nothing but which weights it holds.
+A stand-in for the vllm runtime's interpreter runs it. Faults (see script.py): `dead:N` spawns that report Down at their start,
+`bad:STEP` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gates: `push:STEP` before it asks
+the gateway to hold, `verify:STEP` once the gateway holds. Mark: `live:SHA FENCE` before it says Live. With `http` in the script
+it also serves the OpenAI fake of tests/gateway on its socket, which captures routed experts when the daemon wants them. With
+`sign` it also reports only which weights it holds.
 """
 
 from __future__ import annotations

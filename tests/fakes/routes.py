@@ -1,7 +1,5 @@
-"""Routes as an engine would tell them: any, but valid, told apart by token and salt.
-
-Owner of: nothing. Invariant: ids of a token in a layer are distinct, and no run of tokens is all zero.
-"""
+"""Routes as an engine would report them: arbitrary but valid, and distinguishable by token and salt. A token's ids in a layer
+are distinct, and no run of tokens is all zero."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What unit tests of the daemon's services put into a store: runs, turns, checkpoints on disk, and a recording wire.
 
-Owner of: nothing. Invariants: rows are made by the services' own functions wherever one exists, so that a test starts
-from a state that the daemon can be in.
+The services' own functions make the rows wherever one exists, so a test starts from a state that the daemon can be in.
 """
 
 from __future__ import annotations

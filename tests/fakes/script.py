@@ -1,7 +1,8 @@
-"""What fake workers are told to do wrong: a JSON file that a test may rewrite at any time.
+"""The script of fake workers: a JSON file ($ARTD_FAKE_SCRIPT) that says what they do wrong, and that a test may rewrite at any
+time.
 
-Owner of: the file named by $ARTD_FAKE_SCRIPT and the marks beside it. Invariants: read anew at each question, so that a
-test steers a running worker; a mark is written before its gate is waited at.
+It is read anew at each question, so that a test steers a running worker. Marks are files beside it; a mark is written before
+the worker waits at its gate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A checkpoint folder as a trainer stages it: tiny, valid, with a real manifest, written by the trainer's own code.
-
-Owner of: nothing. Invariants: imports nothing heavy, so that fake workers start fast.
-"""
+"""A checkpoint folder as a trainer stages it: tiny and valid, with a real manifest, written by the trainer's own code. It
+imports nothing heavy, so that fake workers start fast."""
 
 from __future__ import annotations
 

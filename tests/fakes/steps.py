@@ -1,7 +1,5 @@
-"""Steps without workers: claim the run's job, stage its result, commit it, and say that it is served.
-
-Owner of: nothing. Invariants: the daemon's own services do the work; only the trainer and the engine are left out.
-"""
+"""Steps without workers: claims the run's job, stages its result, commits it, and says that it is served. The daemon's own
+services do the work; only the trainer and the engine are missing."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A trainer that trains nothing: speaks the protocol through the real link and stages tiny valid checkpoints.
+"""A trainer that trains nothing: it speaks the protocol through the real link, and stages tiny valid checkpoints.
 
-Run by a stand-in for the megatron runtime's interpreter. Faults (see script.py), by step: `train:N` fences at which it
-kills itself in the middle, `fail:N` / `refuse:N` / `interrupt:N` transient, permanent and free failures, `damage:N` a file that is not what
-its manifest says, `gil:N` fences at which it is in native code that holds the GIL for ten seconds, `exit` spawns that end at once,
-`memory`: it needs memory that only one process can have, and dies without. Gates: `train:N` in the middle, `staged:N` before the
-report. Marks, by the sha of the result: `told:SHA FENCE` when it was said to be committed, `fenced:SHA FENCE` when it was refused.
+A stand-in for the megatron runtime's interpreter runs it. Faults (see script.py), by step: `train:N` fences at which it kills
+itself in the middle; `fail:N`, `refuse:N`, `interrupt:N` transient, permanent and free failures; `damage:N` a file that is not
+what its manifest says; `gil:N` fences at which native code holds the GIL for ten seconds; `exit` spawns that end at once;
+`memory`: it needs memory that only one process can have, and dies without. Gates: `train:N` in the middle, `staged:N` before
+the report. Marks, by the sha of the result: `told:SHA FENCE` when it heard Committed, `fenced:SHA FENCE` when the result was
+refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A data folder with something of everything in it, made by the daemon's own services.
-
-Purpose: what `artd check` finds clean, and what its tests then break. Owner of: the folder that it is given.
-"""
+"""A data folder with something of everything in it, made by the daemon's own services. `artd check` finds it clean, and the
+check's tests then break it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: an instance tag of one's own, and a check that no test leaks file descriptors or processes."""
+"""Fixtures: a unique instance tag, and a check that no test leaks file descriptors or processes."""
 
 from __future__ import annotations
 

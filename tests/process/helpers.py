@@ -1,7 +1,5 @@
-"""Real process trees for the supervision tests, and what is left of them.
-
-Owner of: nothing. Invariants: every tree carries an instance tag of its own, by which a test finds and ends all of it.
-"""
+"""Real process trees for the supervision tests, and what is left of them. Every tree has an instance tag of its own, by which a
+test finds and ends all of it."""
 
 from __future__ import annotations
 

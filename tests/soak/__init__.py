@@ -1,1 +1,1 @@
-"""The soak: kills and pauses under load, and a checker of what came of it."""
+"""The soak: kills and pauses under load, and a checker of the outcome."""

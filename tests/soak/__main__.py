@@ -1,8 +1,8 @@
-"""`python -m tests.soak [--minutes M] [--kills K] [--real] [--seed N] [--hits FILE] [--json]`: a soak, its table, its verdict.
+"""`python -m tests.soak [--minutes M] [--kills K] [--real] [--seed N] [--hits FILE] [--json]`: runs a soak and prints its table
+and verdict.
 
-It ends after so many minutes (10 when nothing is said) or kills, whichever comes first.
-
-Exit status 1 when a promise was broken. The hits of earlier runs in the same file count: their cells are filled already.
+It ends after M minutes (default 10) or K kills, whichever comes first. Exit status 1 when a promise was broken. The hits of
+earlier runs in the same file count: their cells are filled already.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which process can be hit in which phase of the loop, and at which crash points a phase is recognised.
+"""Says which process can be hit in which phase of the loop, and at which crash points a phase is recognised.
 
-Owner of: nothing. Invariants: every crash point that a running loop reaches belongs to one phase; a cell is a (process, phase)
-pair; cells that do not exist (a packer while there is no packer) are left out.
+Every crash point that a running loop reaches belongs to one phase. A cell is a (process, phase) pair; cells that cannot exist
+(a packer while there is no packer) are left out.
 """
 
 from __future__ import annotations

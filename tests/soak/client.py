@@ -1,7 +1,7 @@
 """`python -m tests.soak.client ROOT --name N`: one rollout program of a soak, in a process that may be killed at any moment.
 
-Owner of: ROOT/NAME.journal. Invariants: it steers by files only: while ROOT/rest is there it begins nothing new, once
-ROOT/end is there it finishes what it began and ends with status 0; it never gives up on a daemon or a gateway that is away.
+It writes ROOT/NAME.journal. Files steer it: while ROOT/rest exists it begins nothing new; once ROOT/end exists it finishes what
+it began and ends with status 0. It never gives up on a daemon or a gateway that is away.
 """
 
 from __future__ import annotations

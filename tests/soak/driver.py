@@ -1,8 +1,8 @@
-"""The soak itself: load, hits at drawn crash points, recoveries, and at the end the judgement.
+"""Runs a soak: load, hits at random crash points, recoveries, and the verdict at the end.
 
-Owner of: the daemon and the clients of one folder while it runs, and its lines in the file of hits. Invariants: one hit at a
-time (a hit while the daemon recovers follows the kill that made it recover); what is armed and not taken is disarmed before
-the next draw; nothing that is judged is read from artd's tables (they only tell whom to hit and when all is at rest).
+It owns the daemon and the clients of one folder while it runs, and its lines in the file of hits. One hit happens at a time; a
+hit during a recovery follows the kill that caused the recovery. A point that is armed and not reached is disarmed before the
+next draw. The verdict uses nothing from artd's tables, which only tell whom to hit and when all is at rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Everything that the history checker looks at, gathered from outside artd's tables.
+"""Collects, from outside artd's tables, everything that the history checker looks at: copies of every checkpoint and batch
+manifest on disk.
 
-Owner of: copies of every checkpoint manifest and batch manifest that appeared on disk. Invariants: a manifest is read whole
-(its folder or file gets its name when it is complete) and kept by the sha256 of its bytes; nothing is asked of the database.
+A manifest is read when it is complete (its folder or file then gets its name), and kept by the sha256 of its bytes. Nothing
+comes from the database.
 """
 
 from __future__ import annotations

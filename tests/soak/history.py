@@ -1,9 +1,9 @@
-"""The history checker: did what was promised outside artd come true outside artd?
+"""The history checker: checks, from outside artd, that promises made outside artd were kept.
 
-Purpose: `judge` compares what clients wrote down (journals) and what workers were told (notes) with the chain of checkpoint
-manifests and their batch manifests. Owner of: nothing. Invariants: pure; not one row of artd's database is known here. It
-proves: acknowledged => trained (or still waiting, where the caller says so), under its digest; trained at most once; steps
-contiguous; served => committed, as the step that the reply named, and verified before.
+`judge` compares what clients wrote down (journals) and what workers were told (notes) with the chain of checkpoint manifests
+and their batch manifests. It is pure, and knows no row of artd's database. It proves: acknowledged => trained (or still
+waiting, where the caller says so), under its digest; trained at most once; steps contiguous; served => committed, as the step
+that the reply named, and verified before.
 """
 
 from __future__ import annotations

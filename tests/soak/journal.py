@@ -1,7 +1,7 @@
-"""What a client saw and was promised, written down outside artd.
+"""The journal of a client: what it saw and was promised, written down outside artd, in one file of JSON lines.
 
-Owner of: one file of JSON lines for each client. Invariants: a line is durable before its writer goes on, so a killed client
-has told everything that it was told; a line that a kill cut short is no promise and is left out.
+A line is durable before its writer goes on, so the journal of a killed client is complete. A line that a kill cut short is not
+a promise, and is left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a rollout program does, over and over: ask the gateway, submit by value and by reference, write down every promise.
+"""The loop of a rollout program: ask the gateway, submit by value and by reference, write down every promise.
 
-Owner of: a client's journal. Invariants: a key and its content are written down before they are sent, an answer before
-anything else is done; after a death the next process first submits again what was meant and not answered.
+A key and its content are written down before they are sent, an answer before anything else is done. After a death the next
+process first submits again what was meant and not answered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The processes of a soak: which they are, hitting them, and clients that come back.
+"""The processes of a soak: finds them, hits them, and restarts clients.
 
-Owner of: the clients' processes. Invariants: nobody is signalled whose command line or environment does not name the soak's
-folder; a stopped process is always continued.
+Only a process whose command line or environment names the soak's folder is signalled. A stopped process is always continued.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The soak with real workers: Megatron-Core trains a toy, vLLM serves it, and the end is compared with an undisturbed run.
+"""The soak with real workers: Megatron-Core trains a toy, vLLM serves it, and the result is compared with an undisturbed run.
 
-Owner of: the settings of such a soak, and the request to `undisturbed`. Invariants: every checkpoint is kept; what is
-compared is what lies on disk (rows only say which files a job was given).
+Every checkpoint is kept. Files on disk are compared; rows only say which files a job was given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`python -m tests.soak.table FILES`: what soaks did and what came of it, of any number of runs together.
-
-Owner of: nothing. A file holds one JSON object a line: a `Hit` for each kill and pause, a `Verdict` at the end of each run.
-"""
+"""`python -m tests.soak.table FILES`: shows what any number of soaks did, and their results. A file holds one JSON object a
+line: a `Hit` for each kill and pause, a `Verdict` at the end of each run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`python -m tests.soak.undisturbed FOLDER`: the jobs of a soak trained in one process, from init on, nobody disturbing.
+"""`python -m tests.soak.undisturbed FOLDER`: trains the jobs of a soak in one undisturbed process, from init on.
 
-Runs with the megatron runtime's interpreter. Request: FOLDER/request.json; answer: an `Answer` in JSON on stdout, without
-violations when every file of every checkpoint is the committed one byte for byte, and every reply has the logprobs of the weights that
-it named. Invariants: each step starts from what this process itself made, in memory; the committed folders are only read.
+It runs with the megatron runtime's interpreter. Request: FOLDER/request.json. Answer: an `Answer` in JSON on stdout, without
+violations when every file of every checkpoint equals the committed one byte for byte, and every reply has the logprobs of the
+weights that it named. Each step starts from what this process itself made, in memory; the committed folders are only read.
 """
 
 from __future__ import annotations

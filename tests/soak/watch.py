@@ -1,7 +1,6 @@
-"""What goes on in a soak all the time, while something is waited for.
+"""The waits of a soak, during each of which it also tends clients, collects manifests and acts as an operator would.
 
-Owner of: the clients' lives, the collector of manifests, what an operator would do. Invariants: every wait of a soak is here, and
-tends; artd's tables tell only whom to help and when all is at rest.
+artd's tables tell only whom to help and when all is at rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainer tests: megatron runtime's interpreter and the test overlay (`make test` does that)."""
+"""Trainer tests: they need the megatron runtime's interpreter and the test overlay, which `make test` uses."""
 
 from __future__ import annotations
 

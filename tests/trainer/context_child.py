@@ -1,7 +1,7 @@
-"""One of two ranks that share a row's tokens: what each loss gives there, in fp64.
+"""One of two ranks that share a row's tokens: computes every loss there, in fp64.
 
-Argument: JSON {rank, folder}. Prints one JSON line: for each loss and row the rank's part of the row's loss, and the gradient of the
-logprobs of the tokens that it has of the row.
+Argument: JSON {rank, folder}. It prints one JSON line: for each loss and row, this rank's part of the row's loss, and the
+gradient of the logprobs of its tokens of the row.
 """
 
 from __future__ import annotations

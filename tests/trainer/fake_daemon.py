@@ -1,6 +1,6 @@
-"""A daemon of one trainer: a small ROUTER that plays Run, Committed, Fenced, Push, and commits by renaming.
+"""A daemon of one trainer: a small ROUTER that plays Run, Committed, Fenced and Push, and commits by renaming.
 
-For tests only. Owner of: a work folder and the worker process it starts. One worker at a time.
+It owns a work folder and the worker process that it starts, one at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Two trainer processes and an engine of a few small tensors, over plain memory; the processes' pieces lie between each other.
+"""Two trainer processes and an engine of a few small tensors, over plain memory; the pieces of the two processes interleave.
 
-Owner of: no state. Invariants: a `Side` writes its page and its own memory alone; weights are any bits, NaN included.
+A `Side` writes only its page and its own memory. Weights are any bits, NaN included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a loss has to be, in float64 numpy, token by token from the papers' formulas, with gradients by hand.
+"""Every loss in float64 numpy, token by token from the papers' formulas, with gradients by hand.
 
-Nothing of artd is used here. A batch is a list of sequences, whatever rows they lie in.
+It uses nothing of artd. A batch is a list of sequences, whatever rows hold them.
 """
 
 from __future__ import annotations

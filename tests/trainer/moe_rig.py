@@ -1,4 +1,4 @@
-"""A Qwen3-MoE of a few thousand parameters, made in memory: cheap enough to build several in one test file; and rows for it."""
+"""A Qwen3-MoE of a few thousand parameters, made in memory, cheap enough to build several in one test file; and rows for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One rank of several that do a run's first jobs together, in one layout after the other.
 
-Argument: JSON {rank, world, folder, layouts}. The ranks meet in `folder`, which holds a base model, batches and what one process made of
-them (see `parallel_rig`). Rank 0 prints one JSON line: the metrics of each job of each layout, and what went wrong on purpose.
+Argument: JSON {rank, world, folder, layouts}. The ranks meet in `folder`, which holds a base model, batches and the results of
+one process (see `parallel_rig`). Rank 0 prints one JSON line: the metrics of each job of each layout, and the planted errors.
 """
 
 from __future__ import annotations

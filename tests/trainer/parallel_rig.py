@@ -1,7 +1,5 @@
-"""A run's first jobs, by one process or by several: base model, batches with routes, checkpoints, and how far they are apart.
-
-Owner of: a folder with `base`, `batch-1`, `batch-2`, and a folder of checkpoints for each layout.
-"""
+"""A run's first jobs, by one process or by several: base model, batches with routes, checkpoints, and the differences between
+them."""
 
 from __future__ import annotations
 

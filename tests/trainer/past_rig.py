@@ -1,4 +1,4 @@
-"""Runs with a past: a few steps that a trainer committed in this process, for the tests that do them again or compare."""
+"""Runs with a history: a few steps that a trainer committed in this process, for the tests that do them again or compare."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One rank of several that train a toy and push it, told line by line what to do.
+"""One rank of several that train a toy and push it, steered line by line.
 
-Argument: JSON {rank, world, folder}. The ranks meet in `folder`. Every rank is told layouts ({do: layout, name, spec, fault} ... {do: over});
-within one rank 0 is told jobs and pushes, and the others follow it. Rank 0 prints one JSON line for whatever comes of them.
+Argument: JSON {rank, world, folder}. The ranks meet in `folder`. Every rank reads layouts ({do: layout, name, spec, fault} ...
+{do: over}). Within a layout rank 0 reads jobs and pushes, and the others follow it. Rank 0 prints one JSON line for each
+result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Faults that are planted in one rank's part of a push.
-
-Owner of: no state. Invariants: in force within `of` alone.
-"""
+"""Faults planted in one rank's part of a push. They are in force inside `of` only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations of torch give, looked at while they run."""
+"""Records what operations of torch return while they run."""
 
 from __future__ import annotations
 

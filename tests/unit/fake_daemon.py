@@ -1,4 +1,4 @@
-"""A daemon that does what a test says: a ROUTER in a thread, which greets and then asks the test's `handle`."""
+"""A daemon that does what a test says: a ROUTER in a thread, which greets and then calls the test's `handle`."""
 
 from __future__ import annotations
 

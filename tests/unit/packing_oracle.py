@@ -1,4 +1,4 @@
-"""What a packed batch must mean, written from the definition and not from the packer: used by the packing tests."""
+"""The meaning of a packed batch, written from the definition and not from the packer; the packing tests use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine harness in a process that knows the abacus: `python -m tests.conformance.abacus`."""
+"""The engine harness in a process that has the abacus as an engine: `python -m tests.conformance.abacus`."""
 
 from __future__ import annotations
 

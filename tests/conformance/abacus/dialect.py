@@ -1,4 +1,4 @@
-"""The abacus as the gateway speaks it: nothing in it is as vLLM says it. `http.py` is the other side."""
+"""The gateway's dialect of the abacus. Nothing in it has vLLM's form. `http.py` is the engine's side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The abacus behind a harness: versions and a command of its own; its server has vLLM's control routes, so that adapter is taken."""
+"""The abacus as an engine of a harness, with versions and a command of its own. Its server has vLLM's control routes, so it
+uses that adapter."""
 
 from __future__ import annotations
 

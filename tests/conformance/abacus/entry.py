@@ -1,4 +1,4 @@
-"""An engine of the tests, from outside the package: one folder, and this entry. It counts on fingers."""
+"""The entry of an engine that is outside the package: one folder and this entry. The engine counts on fingers."""
 
 from __future__ import annotations
 

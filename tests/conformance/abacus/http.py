@@ -1,4 +1,4 @@
-"""The abacus on a Unix socket for the gateway: scripted as `FakeEngine` is, but in its own words."""
+"""The abacus on a Unix socket for the gateway: scripted like `FakeEngine`, but with its own message forms."""
 
 from __future__ import annotations
 
