@@ -1,7 +1,5 @@
-"""A real `artd start` on a folder of its own, and what a test can see of it from outside.
-
-Owner of: nothing. Invariants: what is alive is read from /proc, what is trained from checkpoint folders, what is served from replies.
-"""
+"""A real `artd start` on a folder of its own, and what a test can see of it from outside: what is alive comes from /proc, what
+is trained from checkpoint folders, what is served from replies."""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
 """A scripted stand-in for the vLLM server, run as `FAKE -m vllm.entrypoints.openai.api_server --uds PATH ...`.
 
 The file named by FAKE_VLLM holds its script (JSON): {"calls": PATH, "faults": {ROUTE: FAULT}, "start": HOW, "term": HOW,
-"version": V, "shape": [LAYERS, TOPK, EXPERTS], "bytes": LOADED, "table": `EngineTable`, "room": BOOL, "warm": FIGURES}. FAULT: an integer status, "hang", or a path: wait until that file is there (what
-else can go wrong: tests/conformance/relay.py). start: a last log line before exit 1. term: "hang" ignores SIGTERM. Every call
-is appended to `calls`. A token of a completion takes 10 ms; a
-paused server ends none, and one that keeps requests gives up no blocks of theirs unless it is told to.
-Updates pass the real fence of artd's extension, for the instance and spawn in its environment. A live one reads the tensors
-from the trainer's side at the Unix socket `rendezvous` (`Wire`; a stock one is told it in place of NCCL's id), one from disk reads them from the checkpoint; its scores are a
-function of what was loaded last, so that only the right weights give the right canary (`folders.scores`).
-Like the real one it has a child in its process group, its engine, and files in /dev/shm. When the engine is dead, /health says so, and
-what only an engine could answer waits for good.
+"version": V, "shape": [LAYERS, TOPK, EXPERTS], "bytes": LOADED, "table": `EngineTable`, "room": BOOL, "warm": FIGURES}. FAULT
+is an integer status, "hang", or a path: wait until that file exists (tests/conformance/relay.py has the other faults). start: a
+last log line before exit 1. term: "hang" ignores SIGTERM. Every call is appended to `calls`. A token of a completion takes 10
+ms. A paused server ends no request, and one that keeps requests frees none of their blocks unless it is told to.
+
+Updates pass the real fence of artd's extension, for the instance and spawn in its environment. A live update reads the tensors
+from the trainer's side at the Unix socket `rendezvous` (`Wire`; for stock it replaces NCCL's id), one from disk reads them from
+the checkpoint. Scores are a function of what was loaded last, so only the right weights give the right canary
+(`folders.scores`).
+
+Like the real server it has a child in its process group, its engine, and files in /dev/shm. When the engine is dead, /health
+says so, and whatever needs the engine waits for ever.
 """
 
 from __future__ import annotations

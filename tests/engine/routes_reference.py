@@ -1,7 +1,8 @@
-"""What Hugging Face says of token sequences: `MEGATRON_PYTHON routes_reference.py BASE CHECKPOINT`.
+"""Hugging Face's logprobs and routes of token sequences: `MEGATRON_PYTHON routes_reference.py BASE CHECKPOINT`.
 
-In, a line each: JSON list of lists of token ids. Out, a line each, for every list: logprobs of tokens 1..n-1 (temperature 1); `chosen` [n][layer] = the experts of
-every token in rising order; `margin` [n][layer] = by how much the last chosen router logit beats the first that was not.
+In, one line each: a JSON list of lists of token ids. Out, one line each, for every list: logprobs of tokens 1..n-1 (temperature
+1); `chosen` [n][layer] = the experts of every token in rising order; `margin` [n][layer] = how much the last chosen router
+logit exceeds the first that was not chosen.
 """
 
 from __future__ import annotations

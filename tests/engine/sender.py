@@ -1,9 +1,9 @@
-"""The trainer's end of live pushes, in the megatron interpreter: `sender.py BASE RENDEZVOUS`, commands on stdin as JSON lines.
+"""The trainer's end of live pushes, in the megatron interpreter: `sender.py BASE RENDEZVOUS`, with commands on stdin as JSON
+lines.
 
-{"checkpoint": DIR, "perturb": NAME or "", "table": PATH}: merge, disturb one matrix by 1 % noise (relative to its own
-root mean square), write the weight table of what will be sent to PATH, print "ready", and broadcast.
-{"checkpoint": DIR, ..., "die_after": N}: end the process after N tensors. "stall_after": N: send no more. "leave_out": NAME is
-not sent.
+{"checkpoint": DIR, "perturb": NAME or "", "table": PATH}: merge, add 1 % noise to one matrix (relative to its own root mean
+square), write the weight table of what will be sent to PATH, print "ready", and broadcast. {"checkpoint": DIR, ...,
+"die_after": N}: end the process after N tensors. "stall_after": N: send no more after N. "leave_out": NAME is not sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by vLLM's interpreter: vLLM's own side of a push over its transfer calls, as far as it goes without a GPU.
+"""vLLM's own side of a push over its transfer calls, as far as it works without a GPU; vLLM's interpreter runs it.
 
 The id goes through a real `StatelessProcessGroup`, tensors through vLLM's packer.
 """

@@ -1,5 +1,8 @@
-"""An engine worker whose server has a probe in it, and that probe: `VLLM_PYTHON truth_probe.py` stands for
-`VLLM_PYTHON -m artd_workers.engines`. vLLM's worker imports this file as `tests.engine.truth_probe`."""
+"""An engine worker with a probe in its server, and that probe: `VLLM_PYTHON truth_probe.py` replaces `VLLM_PYTHON -m
+artd_workers.engines`.
+
+vLLM's worker imports this file as `tests.engine.truth_probe`.
+"""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ def _is_participle(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     if name in _NO_PARTICIPLES or not (re.fullmatch("[a-z]+ed", name) or name in _IRREGULAR):
         return False
     is_predicate = node.returns is not None and ast.unparse(node.returns) == "bool"
-    return not is_predicate and not any("property" in ast.unparse(mark) for mark in node.decorator_list)
+    marks = [ast.unparse(mark) for mark in node.decorator_list]
+    return not is_predicate and not any("property" in mark or mark.endswith(".setter") for mark in marks)
 
 
 def imports_of_parents(modules: tuple[Module, ...]) -> Places:

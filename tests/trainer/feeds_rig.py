@@ -177,7 +177,7 @@ class Team:
 
     def stage(self, fence: Fence) -> None:
         self.session.stage(fence, SOON_S)
-        wait_until(self.session.staged, SOON_S)
+        wait_until(self.session.poll_staging, SOON_S)
 
     def same(self) -> bool:
         wanted = [torch.stack(self.parts[:3]), *self.parts[3:]]

@@ -115,7 +115,7 @@ def test_staged_pull_touches_nothing_until_it_is_swapped_in(ready: Pair) -> None
     fence = ready.fence()
     with feeding(ready, fence.fence, 20.0):
         ready.session.stage(fence, 20.0)
-        while not ready.session.staged():
+        while not ready.session.poll_staging():
             pass
     assert all(torch.equal(tensor, before[name]) for name, tensor in parameters(ready.model).items())
     with pytest.raises(PullError, match="nothing is staged"):
@@ -354,14 +354,14 @@ def by_hand(words: list[int]) -> int:
         h = ((h ^ (h >> 32)) * checksum.P2) & mask
         h = ((h ^ (h >> 29)) * checksum.P3) & mask
         total += h ^ (h >> 32)
-    return checksum.signed(total)
+    return checksum.to_signed(total)
 
 
 def test_the_checksum_is_its_definition_in_any_pieces() -> None:
     words = torch.randint(-(1 << 62), 1 << 62, (1001,), generator=torch.Generator().manual_seed(3))
     assert checksum.sum_of(words) == by_hand([int(w) & ((1 << 64) - 1) for w in words])
     parts = sum(checksum.sum_of(words[at : at + 77], at) for at in range(0, 1001, 77))
-    assert checksum.signed(parts) == checksum.sum_of(words)
+    assert checksum.to_signed(parts) == checksum.sum_of(words)
     assert checksum.sum_of(words.view(torch.bfloat16).view(143, 28)) == checksum.sum_of(words)
 
 
@@ -370,7 +370,7 @@ def test_any_flipped_bit_and_any_exchange_shows() -> None:
     seen = {checksum.sum_of(words)}
     for bit in range(0, 64 * 64, 7):
         other = words.clone()
-        other[bit // 64] ^= checksum.signed(1 << bit % 64)
+        other[bit // 64] ^= checksum.to_signed(1 << bit % 64)
         seen.add(checksum.sum_of(other))
     for i in range(63):
         other = words.clone()

@@ -81,11 +81,11 @@ def test_a_pull_that_waits_for_a_dead_trainer_ends_at_once(ready: Pair, other: s
 def test_staging_that_waits_for_a_dead_trainer_ends_at_once(ready: Pair, other: subprocess.Popen[bytes]) -> None:
     fence = ready.fence()
     ready.session.stage(fence, 60.0)
-    assert ready.session.staged() == {}
+    assert ready.session.poll_staging() == {}
     other.kill()
     wait_until(lambda: not ready.port.opened, SOON_S)
     with pytest.raises(PullError, match="nothing is staged"):
-        ready.session.staged()
+        ready.session.poll_staging()
     with pytest.raises(PullError, match="nothing is staged"):
         ready.session.swap(fence)
     ready.session.open(ready.feeder.offer())  # the next trainer's; the engine's weights were never touched
@@ -186,7 +186,7 @@ def test_room_is_for_the_weights_once_more(ready: Pair, monkeypatch: pytest.Monk
     fence = ready.fence()
     with feeding(ready, fence.fence, SOON_S):
         ready.session.stage(fence, SOON_S)
-        wait_until(ready.session.staged, SOON_S)
+        wait_until(ready.session.poll_staging, SOON_S)
     assert ready.session.room(), "the spare memory is there already"
     ready.session.drop_spare()
     assert not ready.session.room()

@@ -218,7 +218,7 @@ def test_the_end_of_one_process_ends_the_pull_and_closes_all(
         if staged:
             team.session.stage(fence, 60.0)
             wait_until(lambda: not team.port.opened, SOON_S)
-            team.session.staged()
+            team.session.poll_staging()
         team.session.pull(fence, 60.0)
 
     with pytest.raises(PullError, match="nothing is staged" if staged else f"process ended .*pid {other.pid}"):

@@ -127,7 +127,7 @@ def test_pushes_follow_each_other_over_one_connection(ready: Both) -> None:
             fence = ready.fence()
             with feeding(ready, fence.fence, PATIENCE_S):
                 ready.session.stage(fence, PATIENCE_S)
-                while not ready.session.staged():
+                while not ready.session.poll_staging():
                     pass
             assert all(torch.equal(tensor, before[name]) for name, tensor in parameters(ready.model).items())
             ready.session.swap(fence)
@@ -255,7 +255,7 @@ def test_a_trainer_that_dies_in_the_middle_ends_the_pull_at_once(tmp_path: Path,
             with pytest.raises(PullError, match="process (has )?ended"):
                 if staged:
                     one.session.stage(fence, 60.0)
-                    while not one.session.staged():
+                    while not one.session.poll_staging():
                         time.sleep(0.005)
                 else:
                     one.session.pull(fence, 60.0)

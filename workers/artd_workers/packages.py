@@ -25,28 +25,28 @@ def load(code: PackageCode) -> Callable[..., Any]:
             raise TypeError(f"{name} is no function")
     except Exception as error:  # a package's own code: whatever it raises
         raise PackageError(
-            f"{_named(code)} cannot be imported: {type(error).__name__}: {error}; mend the package, install it and start artd again"
+            f"{_describe(code)} cannot be imported: {type(error).__name__}: {error}; mend the package, install it and start artd again"
         ) from error
     return function
 
 
 def _check_copy(code: PackageCode, top: str) -> None:
-    """Raises PackageError unless Python would import `top` from the copy, and the copy's files have its digest."""
+    """Check that Python would import `top` from the copy, and that the copy's files have its digest. Raises PackageError."""
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.origin:
-        raise PackageError(f"{_named(code)}: its copy {code.digest} is not on the path; start artd again")
+        raise PackageError(f"{_describe(code)}: its copy {code.digest} is not on the path; start artd again")
     place = Path(spec.origin)
     copy = next((folder for folder in place.parents if folder.name == code.digest), None)
     if copy is None:
         raise PackageError(
-            f"{_named(code)}: {top} would be imported from {place}, not from the copy {code.digest}: a package of the trainer's "
+            f"{_describe(code)}: {top} would be imported from {place}, not from the copy {code.digest}: a package of the trainer's "
             "runtime has the same name; rename yours"
         )
     if (found := digest_files(read_tree(copy))) != code.digest:
         raise PackageError(
-            f"{_named(code)}: {copy} is damaged: its files have the digest {found}; start artd again, which makes it anew"
+            f"{_describe(code)}: {copy} is damaged: its files have the digest {found}; start artd again, which makes it anew"
         )
 
 
-def _named(code: PackageCode) -> str:
+def _describe(code: PackageCode) -> str:
     return f"{code.kind!r}: {code.target} of {code.distribution} {code.version}"

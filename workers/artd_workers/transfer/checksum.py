@@ -31,7 +31,7 @@ BLOCK = 16384
 _CHUNK = 1 << 20
 
 
-def signed(value: int) -> int:
+def to_signed(value: int) -> int:
     """Return the low 64 bits of `value` as a signed integer."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
@@ -40,9 +40,9 @@ def signed(value: int) -> int:
 def mix(words: Tensor, first: int) -> Tensor:
     """Return the hashes of int64 words [..., n] at positions first, first + 1, ..."""
     at = torch.arange(first + 1, first + 1 + words.shape[-1], dtype=torch.int64, device=words.device)
-    h = words ^ (at * signed(P1))
-    h = (h ^ ((h >> 32) & 0xFFFFFFFF)) * signed(P2)
-    h = (h ^ ((h >> 29) & ((1 << 35) - 1))) * signed(P3)
+    h = words ^ (at * to_signed(P1))
+    h = (h ^ ((h >> 32) & 0xFFFFFFFF)) * to_signed(P2)
+    h = (h ^ ((h >> 29) & ((1 << 35) - 1))) * to_signed(P3)
     return h ^ ((h >> 32) & 0xFFFFFFFF)
 
 
@@ -54,7 +54,7 @@ def sum_of(tensor: Tensor, first: int = 0) -> int:
     total = 0
     for at in range(0, len(words), _CHUNK):
         total += int(mix(words[at : at + _CHUNK], first + at).sum())
-    return signed(total)
+    return to_signed(total)
 
 
 def sums_of_stacked(stacked: Tensor) -> Tensor:

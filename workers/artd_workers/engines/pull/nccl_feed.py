@@ -139,7 +139,7 @@ class NcclFeed:
             stack.callback(self._ring.clear)
             stack.callback(self._wire.close)
             if process_ticks(feed.pid) == feed.ticks:
-                stack.callback(ProcessWatch(feed.pid, feed.ticks, self._ended).stop)
+                stack.callback(ProcessWatch(feed.pid, feed.ticks, self._abort).stop)
             self._ring += _ring(self._wire, [segment.size for segment in feed.segments])
             self.bases = [buffer.data_ptr() for buffer in self._ring]
             meeting = (feed.nccl, deadline.left)
@@ -159,7 +159,7 @@ class NcclFeed:
         with suppress(NcclError), self._wire.within(seconds):  # the next pull reports why the connection is dead
             self._wire.join(name, ENGINE)
 
-    def _ended(self, _: ProcessWatch) -> None:
+    def _abort(self, _: ProcessWatch) -> None:
         self._over.set()
         self._wire.abort("the trainer's process has ended")
         self._on_end()

@@ -109,7 +109,7 @@ class Session:
             self._staging = Staging(fence, lambda: run(fence.fence, Deadline(timeout_s), None))
             return {"spare_bytes": _size(self._spare_tensors)}
 
-    def staged(self) -> dict[str, float]:
+    def poll_staging(self) -> dict[str, float]:
         """Return the staging pull's named seconds, empty while it runs. Raises the error with which it ended."""
         staging = self._staging
         if staging is None:

@@ -29,7 +29,7 @@ from artd_workers.gpus import refusal
 from . import guard
 from .command import command, environment
 from .parsers import TEMPLATE, Parsers, choose, prove
-from .versions import installed
+from .versions import find_installed
 
 TERM_S = 10.0
 KILL_S = 5.0
@@ -68,7 +68,7 @@ class Server:
     def command(self) -> list[str]:
         """Return the argument list of the server. Raises EngineError for a parser or flag that it has not."""
         spec = self.config.spec
-        self._parsers = choose(spec.engine, Path(spec.model), installed().series)
+        self._parsers = choose(spec.engine, Path(spec.model), find_installed().series)
         return command(self.config, self.socket, self._parsers)
 
     def spawn(self) -> None:

@@ -78,7 +78,7 @@ class DirectExtension:
 
     def artd_direct_staged(self) -> dict[str, float]:
         """Return the seconds that staging took; empty while it runs."""
-        return _session(self).staged()
+        return _session(self).poll_staging()
 
     def artd_direct_swap(self, fence: dict[str, Any]) -> dict[str, float]:
         """Copy in what was staged and check it, while the engine is paused. Returns named seconds."""

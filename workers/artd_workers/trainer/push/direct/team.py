@@ -109,7 +109,7 @@ class Team:
         if data is None:
             self.lost.add(rank)
             for others in list(self._pairs.values()):
-                others.lost(rank)
+                others.note_loss(rank)
             return
         answer = msgspec.msgpack.decode(data, type=Answer)
         if (pair := self._pairs.get(answer.pair)) is not None:
@@ -132,7 +132,7 @@ class PeerParts:
 
     def begin(self) -> None:
         """Order the ranks to make their parts; returns at once."""
-        self.error = self._gone()
+        self.error = self._describe_loss()
         self._team.tell(Open(self._name))
 
     def await_feeds(self) -> tuple[Feed, ...]:
@@ -154,12 +154,12 @@ class PeerParts:
     def give(self, version: int, fence: int, deadline: Deadline) -> None:
         """Order the ranks to feed a push; returns at once. Raises Aborted when the process of a rank has ended."""
         with self._changed:
-            if gone := self._gone():
+            if gone := self._describe_loss():
                 raise Aborted(gone)
             self._fence, self._busy = fence, set(self._team.lines)
         self._team.tell(Give(self._name, version, fence, deadline.left))
 
-    def _gone(self) -> str:
+    def _describe_loss(self) -> str:
         return f"rank {min(self._team.lost)}: its process has ended" if self._team.lost else ""
 
     def await_end(self, seconds: float) -> str:
@@ -196,7 +196,7 @@ class PeerParts:
             self._note(rank, wrong)
         self._tell(rank, wrong)
 
-    def lost(self, rank: int) -> None:
+    def note_loss(self, rank: int) -> None:
         """Note that a rank's process has ended. Runs in the line's thread."""
         wrong = "its process has ended"
         with self._changed:
