@@ -152,6 +152,8 @@ class FakeEngine:
 
     async def _render_completions(self, request: Request, body: Json) -> Any:
         prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+        if prompts and isinstance(prompts[0], int):
+            prompts = ["".join(map(chr, prompts))]
         rendered = [self._rendered(p, body, body.get("logprobs"), f"cmpl-1-{i}") for i, p in enumerate(prompts)]
         return next((r for r in rendered if isinstance(r, Response)), rendered)
 

@@ -182,6 +182,57 @@ async def test_a_required_tool_is_sampled_freely_for_training(client: openai.Asy
     ].finish_reason == "length"
 
 
+@pytest.mark.asyncio
+async def test_every_api_has_the_prompt_that_vllm_itself_would_make(gateway: Rig, real: Engine) -> None:
+    call = {"name": "add", "arguments": '{"a": 7}'}
+    of_messages = {"model": "toy", "max_tokens": 8, "system": "Be brief", "messages": [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "so"},
+                                          {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 7}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "8"}, {"type": "text", "text": "y"}]},
+    ], "tools": [{"name": "add", "description": "Add", "input_schema": {"type": "object", "properties": {}}}]}  # fmt: skip
+    of_responses = {"model": "toy", "max_output_tokens": 8, "instructions": "Be brief", "input": [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant",
+         "content": [{"type": "output_text", "text": "so", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", **call},
+        {"type": "function_call_output", "call_id": "call_1", "output": "8"},
+        {"role": "user", "content": "y"},
+    ], "tools": [{"type": "function", "name": "add", "description": "Add", "parameters": {"type": "object", "properties": {}}}]}  # fmt: skip
+    prompts = []
+    for path, body in (("/v1/messages", of_messages), ("/v1/responses", of_responses)):
+        answer = await gateway.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        prompts.append(ints(gateway.daemon.ledger[-1][1][0].prompt_ids))
+        told = real.call(f"{path}/render", body)
+        assert prompts[-1] == (told[0] if isinstance(told, list) else told)["token_ids"], path
+    assert prompts[0] == prompts[1], "one conversation has one prompt, whatever API it came by"
+
+
+@pytest.mark.asyncio
+async def test_a_response_streams_through_the_real_package(client: openai.AsyncOpenAI, gateway: Rig) -> None:
+    stream = await client.responses.create(model="toy", input="Say ten words", max_output_tokens=20, stream=True)
+    found = [event async for event in stream]
+    said = "".join([event.delta for event in found if event.type == "response.output_text.delta"])
+    assert found[-1].type in ("response.completed", "response.incomplete"), found[-1]
+    final = found[-1].response
+    assert final.output_text == said and final.id == gateway.daemon.ledger[-1][0].response_id
+
+
+@pytest.mark.asyncio
+async def test_tokens_in_and_tokens_out(gateway: Rig, real: Engine) -> None:
+    params = {"temperature": 1.0, "max_tokens": 12, "seed": 7, "logprobs": 1, "skip_special_tokens": False}
+    told = (
+        await gateway.http.post(
+            "/inference/v1/generate", json={"model": "toy", "token_ids": [5, 6, 7], "sampling_params": params}
+        )
+    ).json()
+    assert (
+        told["choices"][0]["token_ids"] == real.generate([5, 6, 7], max_tokens=12, seed=7, temperature=1.0)["token_ids"]
+    )
+
+
 @pytest.mark.slow
 def test_a_parser_of_another_family_does_not_start(tmp_path: Path) -> None:
     tool(str(ROOT / "tests" / "toys.py"), str(tmp_path / "toy"), "--family", "qwen3")

@@ -591,6 +591,16 @@ BUGS = (
         "tests/engine/test_parsers.py::test_what_loads_code_or_changes_logits_is_refused_by_name", "assert",
     ),
     Bug(
+        "an-answer-in-two-messages", "workers/artd_workers/gateway/apis/responses.py",
+        'new or last.get("role") != "assistant"', 'new or field or last.get("role") != "assistant"',
+        "tests/gateway/test_responses.py::test_items_become_one_message_an_answer", "assert",
+    ),
+    Bug(
+        "a-thread-is-ignored", "workers/artd_workers/gateway/apis/messages.py",
+        '        if body.get("thread"):\n', '        if body.get("thread") == "never":\n',
+        "tests/gateway/test_messages.py::test_a_thread_is_refused_so_that_the_tool_runner_goes_on_without", "KeyError",
+    ),
+    Bug(
         "reap-by-pid-alone", "artd/supervise/guardian.py",
         "        if stat is None or stat.ticks != ticks:\n", "        if stat is None:\n",
         "tests/process/test_reap.py::test_a_signal_reaches_exactly_the_process_that_was_meant",

@@ -1,4 +1,4 @@
-"""Streams of OpenAI's chat completions and completions."""
+"""OpenAI's chat completions and completions, which are the core's own form; their streams."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ from typing import Any
 
 import msgspec
 
+from artd_workers.gateway.errors import ApiError
 from artd_workers.gateway.http.streamed import Channel, event
 from artd_workers.gateway.request.kinds import CHAT, COMPLETION, Kind
+from artd_workers.gateway.request.live import Sink
+
+from .base import Ask
 
 Json = dict[str, Any]
 _DONE = event(b"[DONE]")
+
+
+class OpenAiApi:
+    """See `Api`."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.path = kind.path
+        self._kind = kind
+
+    def parse(self, body: Json) -> Ask:
+        """See `Api.parse`."""
+        return Ask(self._kind, body)
+
+    def reply(self, body: Json, head: Json, choices: Sequence[Json]) -> None:
+        """See `Api.reply`."""
+
+    def writer(self, body: Json, channel: Channel) -> Sink:
+        """See `Api.writer`."""
+        return ChatWriter(channel, body) if self._kind.chat else CompletionWriter(channel, body)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """See `Api.error_event`."""
+        return event(error.body())
 
 
 class _Writer:

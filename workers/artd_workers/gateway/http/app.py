@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Coroutine
 from typing import Any, cast
 
 import msgspec
@@ -15,12 +15,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from artd_schema.trajectory import Split
-from artd_workers.gateway.apis.openai import ChatWriter, CompletionWriter
+from artd_workers.gateway.apis.base import Api
+from artd_workers.gateway.apis.generate import GenerateApi
+from artd_workers.gateway.apis.messages import MessagesApi
+from artd_workers.gateway.apis.openai import OpenAiApi
+from artd_workers.gateway.apis.parse import parse
+from artd_workers.gateway.apis.responses import ResponsesApi
+from artd_workers.gateway.apis.shapes import error_body
+from artd_workers.gateway.apis.tokenize import to_render
 from artd_workers.gateway.errors import ApiError, invalid
 from artd_workers.gateway.limits import Limits
+from artd_workers.gateway.request.deliver import encode
 from artd_workers.gateway.request.flow import Flow
-from artd_workers.gateway.request.kinds import CHAT, COMPLETION, Kind
-from artd_workers.gateway.request.live import Sink
+from artd_workers.gateway.request.kinds import CHAT, COMPLETION
 from artd_workers.gateway.routing import Table
 
 from .auth import check_bearer
@@ -31,6 +38,11 @@ from .streamed import Channel, Streamed
 SPLIT_HEADER = "x-artd-split"
 _CLIENT_GONE = 499
 _SPLITS = ("train", "eval")
+MESSAGES = MessagesApi()
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/inference/v1/generate", "/tokenize", "/v1/models",
+)  # fmt: skip
 
 
 class _Guard:
@@ -44,10 +56,12 @@ class _Guard:
         if scope["type"] == "http":
             headers = {name.lower(): value for name, value in scope["headers"]}
             try:
-                check_bearer(headers.get(b"authorization", b""), self._token)
+                key = headers.get(b"x-api-key")  # as older Anthropic clients send it
+                given = headers.get(b"authorization") or (b"Bearer " + key if key else b"")
+                check_bearer(given, self._token)
             except ApiError as error:
                 scope[REFUSED] = True
-                await _reply(error)(scope, receive, send)
+                await _reply(scope["path"], error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -66,20 +80,41 @@ def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
             raise ApiError(404, "model_not_found", f"model {name!r} is not live; known names: {known}", param="model")
         return _json(_model(table, name, started))
 
-    def generates(kind: Kind, writer: Callable[[Channel, dict[str, Any]], Sink]) -> Route:
+    async def read(request: Request) -> dict[str, Any]:
+        return await json_object(request, min(limits.body, limits.max_message), limits.body_s)
+
+    def generates(api: Api) -> Route:
         async def endpoint(request: Request) -> Response:
             split = _split(request)
-            body = await json_object(request, min(limits.body, limits.max_message), limits.body_s)
+            body = await read(request)
+            ask = parse(api, body)
             if body.get("stream"):
-                return Streamed(request, lambda channel: flow.stream(kind, body, split, writer(channel, body)))
-            answer = await while_connected(request, flow.answer(kind, body, split))
-            return Response(answer, media_type="application/json")
 
-        return Route(kind.path, endpoint, methods=["POST"])
+                def work(channel: Channel) -> Coroutine[Any, Any, None]:
+                    return flow.stream(ask.kind, ask.body, split, api.writer(body, channel), ask.caps)
+
+                return Streamed(request, work, api.error_event)
+            entry = await while_connected(request, flow.answer(ask.kind, ask.body, split, ask.caps))
+            return Response(
+                await encode(entry, api.reply(body, entry.head, entry.choices)), media_type="application/json"
+            )
+
+        return Route(api.path, endpoint, methods=["POST"])
+
+    async def count_tokens(request: Request) -> Response:
+        ask = parse(MESSAGES, await read(request))
+        tokens, _ = await while_connected(request, flow.tokens(ask.kind, ask.body))
+        return _json({"input_tokens": len(tokens)})
+
+    async def tokenize(request: Request) -> Response:
+        kind, body = to_render(await read(request))
+        tokens, longest = await while_connected(request, flow.tokens(kind, body))
+        return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 
     routes = [
-        generates(CHAT, ChatWriter),
-        generates(COMPLETION, CompletionWriter),
+        *(generates(api) for api in (OpenAiApi(CHAT), OpenAiApi(COMPLETION), ResponsesApi(), MESSAGES, GenerateApi())),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]
@@ -109,22 +144,24 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _reply(error: ApiError) -> Response:
-    return Response(error.body(), status_code=error.status, headers=error.headers())
+def _reply(path: str, error: ApiError) -> Response:
+    return Response(error_body(path, error), status_code=error.status, headers=error.headers())
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    return _reply(error)
+    return _reply(request.url.path, error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        paths = "/v1/chat/completions, /v1/completions, /v1/models"
-        return _reply(ApiError(404, "unknown_path", f"no such path: {request.url.path}; there are {paths}"))
+        paths = ", ".join(PATHS)
+        return _reply(
+            request.url.path, ApiError(404, "unknown_path", f"no such path: {request.url.path}; there are {paths}")
+        )
     if error.status_code == 405:
         message = f"{request.method} is not allowed for {request.url.path}"
-        return _reply(ApiError(405, "method_not_allowed", message))
-    return _reply(ApiError(error.status_code, "http_error", str(error.detail)))
+        return _reply(request.url.path, ApiError(405, "method_not_allowed", message))
+    return _reply(request.url.path, ApiError(error.status_code, "http_error", str(error.detail)))
 
 
 async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
@@ -134,4 +171,4 @@ async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
 async def _unexpected(request: Request, error: Exception) -> Response:
     """Starlette raises the error again after this reply, so that the log has its stack."""
     what = f"the gateway failed: {type(error).__name__}: {error}; its log: artctl logs gateway"
-    return _reply(ApiError(500, "internal", what))
+    return _reply(request.url.path, ApiError(500, "internal", what))

@@ -45,8 +45,14 @@ class Channel:
 class Streamed(Response):
     """Runs `work` with a channel. An error before the first event is an error reply; one after it is the last event."""
 
-    def __init__(self, request: Request, work: Callable[[Channel], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        work: Callable[[Channel], Coroutine[Any, Any, None]],
+        error_event: Callable[[ApiError], bytes],
+    ) -> None:
         super().__init__()
+        self._error_event = error_event
         self._request = request
         self._work = work
 
@@ -59,13 +65,13 @@ class Streamed(Response):
         except ApiError as error:
             if not channel.begun:
                 raise
-            await channel.write(event(error.body()))
+            await channel.write(self._error_event(error))
         except Exception as error:
             if not channel.begun:
                 raise
             log.exception("a stream failed")
             what = f"the gateway failed: {type(error).__name__}: {error}; its log: artctl logs gateway"
-            await channel.write(event(ApiError(500, "internal", what).body()))
+            await channel.write(self._error_event(ApiError(500, "internal", what)))
         await channel.end()
 
 

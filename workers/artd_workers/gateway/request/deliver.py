@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -55,13 +56,17 @@ class Entry:
     bulky: bool
 
 
-async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits) -> bytes:
-    """Write the exchange to the ledger, then return the JSON reply. Raises EngineFailure, ApiError."""
+async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits) -> Entry:
+    """Write the exchange to the ledger, then return it. Raises EngineFailure, ApiError."""
     entry = await describe(made, table, limits)
     await record(entry, ledger)
-    if not entry.bulky:
-        return encode_reply(entry.head, entry.choices)
-    return await asyncio.to_thread(encode_reply, entry.head, entry.choices)
+    return entry
+
+
+async def encode(entry: Entry, reply: Json | None) -> bytes:
+    """Return the JSON of an answer. reply: in another form than the core's."""
+    work = partial(msgspec.json.encode, reply) if reply else partial(encode_reply, entry.head, entry.choices)
+    return await asyncio.to_thread(work) if entry.bulky else work()
 
 
 async def record(entry: Entry, ledger: Ledger) -> None:

@@ -79,6 +79,12 @@ def for_engine(body: Json, model: str) -> Json:
     return kept | {"model": model}
 
 
+def cap_tokens(body: Json, most: int) -> None:
+    """Lower a limit above the context's length to it; the engine gives what the prompt leaves."""
+    if isinstance(limit := body.get("max_tokens"), int) and limit > most:
+        body["max_tokens"] = most
+
+
 _OURS = _GATEWAY | _EFFECTLESS | {"stream", "stream_options", "request_id"}
 """Body fields that the gateway answers for itself."""
 _OF_REPLIES = frozenset((

@@ -24,8 +24,8 @@ from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
 
 from . import turns
-from .deliver import deliver, describe, record
-from .fields import for_engine, refuse_unknown
+from .deliver import Entry, deliver, describe, record
+from .fields import cap_tokens, for_engine, refuse_unknown
 from .kinds import Kind
 from .live import Live, Sink
 from .parts import Parts
@@ -46,31 +46,46 @@ class Flow:
         self._experts = Experts(limits)
         self._parts = Parts(table, ledger, limits)
 
-    async def answer(self, kind: Kind, body: Json, split: Split) -> bytes:
-        """Return the JSON reply to one request, already in the ledger. Raises ApiError."""
-        kind.check(body)
+    async def answer(self, kind: Kind, body: Json, split: Split, caps: bool = False) -> Entry:
+        """Return the answer to one request, already in the ledger. Raises ApiError."""
 
-        async def attempt(job: Job, place: Place) -> bytes:
+        async def attempt(job: Job, place: Place) -> Entry:
             return await deliver(await self._generate(job, place), self._table, self._ledger, self._limits)
 
-        return await self._attempts(attempt, kind, body, split)
+        return await self._attempts(attempt, kind, body, split, caps)
 
-    async def stream(self, kind: Kind, body: Json, split: Split, sink: Sink) -> None:
+    async def stream(self, kind: Kind, body: Json, split: Split, sink: Sink, caps: bool = False) -> None:
         """Show `sink` one request's answer as it comes; it closes once the ledger has the entry. Raises ApiError, also after the
         sink was opened."""
-        kind.check(body)
 
         async def attempt(job: Job, place: Place) -> None:
             await self._stream(job, place, sink)
 
-        await self._attempts(attempt, kind, body, split)
+        await self._attempts(attempt, kind, body, split, caps)
 
-    async def _attempts(self, attempt: Attempt[Result], kind: Kind, body: Json, split: Split) -> Result:
+    async def tokens(self, kind: Kind, body: Json) -> tuple[list[int], int]:
+        """Return the prompt that a request would have, and the context's length. Nothing is sampled. Raises ApiError."""
+        kind.check(body)
+        place = await self._table.place(body["model"])
+        client = self._client(place)
+        refuse_unknown(kind.chat, body, client.dialect.fields)
+        upstream = for_engine(body, place.engine.base_model)
+        upstream = {
+            name: value for name, value in upstream.items() if name not in ("max_tokens", "max_completion_tokens")
+        }
+        try:
+            requests = await client.dialect.render(client, kind, upstream)
+        except EngineFailure as failure:
+            raise _bad_gateway(failure) from failure
+        return requests[0]["token_ids"], place.engine.max_model_len
+
+    async def _attempts(self, attempt: Attempt[Result], kind: Kind, body: Json, split: Split, caps: bool) -> Result:
         """Make an attempt, and another one if the first engine failed before its first token and the daemon has changed the routes."""
+        kind.check(body)
         for last in (False, True):
             place = await self._table.place(body["model"])
             try:
-                return await attempt(Job(kind, body, split, kind.response_id()), place)
+                return await attempt(Job(kind, body, split, kind.response_id(), caps), place)
             except EngineFailure as failure:
                 if last or not failure.retriable or not await self._table.newer(place, self._limits.retry_s):
                     raise _bad_gateway(failure) from failure
@@ -139,6 +154,8 @@ class Flow:
         dialect = client.dialect
         refuse_unknown(job.kind.chat, job.body, dialect.fields)
         upstream = for_engine(job.body, place.engine.base_model)
+        if job.caps:
+            cap_tokens(upstream, place.engine.max_model_len)
         requests = await dialect.render(client, job.kind, upstream)
         dropped = False
         for request in requests:

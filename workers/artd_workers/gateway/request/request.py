@@ -18,12 +18,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request. response_id is fresh for every attempt: an engine may still hold the last one's."""
+    """A checked request. caps: see `Ask.caps`. response_id is fresh for every attempt: an engine may still hold the last one's."""
 
     kind: Kind
     body: Json
     split: Split
     response_id: str
+    caps: bool = False
 
 
 @dataclass(frozen=True)
