@@ -1,5 +1,5 @@
 """artd itself on GPUs, end to end: `python -m tools.gpu.loop [--layers 4] [--steps 3] [--gpus 2] [--out DIR] [--tiny]`.
-`--transfer nccl`, `--in-flight keep`, `--tensor-parallel 2`, `--parameters full` go into the run's spec. The trainer has the first GPUs, the engine the last one.
+`--transfer nccl`, `--in-flight keep`, `--spec JSON`, `--tensor-parallel 2`, `--parameters full` go into the run's spec. The trainer has the first GPUs, the engine the last one.
 
 Purpose: daemon, gateway, trainer and a stock vLLM server on a model of real layer shape whose weights are drawn: rollouts
 through the OpenAI API, expert replay, train steps, pushes in merged mode. One JSON line for each thing seen, appended to
@@ -101,7 +101,7 @@ def spec(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     if not args.tiny:
         trainer |= {"device": "cuda", "dtype": "bfloat16", "recompute": "full" if args.layers > 8 else "none"}
         engine |= {"dtype": "bfloat16", "device": "cuda", "transfer": args.transfer}
-    return common | {"engine": engine, "trainer": trainer}
+    return common | {"engine": engine, "trainer": trainer} | json.loads(args.spec)
 
 
 # ---- what a user does -------------------------------------------------------------------------------------------------
@@ -268,6 +268,9 @@ if __name__ == "__main__":
     parser.add_argument("--in-flight", default="drain", help="engine.in_flight")
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, help="trainer.tensor_parallel: GPUs from the first on"
+    )
+    parser.add_argument(
+        "--spec", default="{}", help='JSON that replaces top-level fields, e.g. {"loss": {"kind": "ppo"}}'
     )
     parser.add_argument("--streams", type=int, default=0, help="chats that are streamed beside each other at the end")
     parser.add_argument("--limit", type=float, default=500, help="seconds from the start, after which the end is told")
