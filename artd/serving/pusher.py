@@ -175,6 +175,7 @@ class Pusher:
             deadline_s=DEADLINE_S + newest["bytes"] / SLOWEST,
             rendezvous=str(self._meeting(engine, trainer.spawn, transfer)) if trainer and transfer else "",
             transfer=transfer or "gloo",
+            engine=name,
         )
 
     def _meeting(self, engine: WorkerView, trainer: int, transfer: w.Transfer) -> Path:

@@ -158,7 +158,8 @@ class Push(_Message, frozen=True):
     folder. gloo: the FileStore file in which a group of two meets (trainer rank 0), which then broadcasts the tensors of
     weights.json in order; stock: the same for NCCL; direct: a folder, made by the trainer, in which it writes its `Offer`
     as `offer` for the `EngineTable` that the harness wrote as `table` beside it, before it feeds the push; nccl: the same.
-    A push with a lower fence than one seen is refused. deadline_s: seconds without a sign of progress (a phase, a tensor loaded)
+    engine: the worker that is pushed to; a trainer keeps apart what it has for each engine. A push with a lower fence than one seen for
+    its engine is refused. deadline_s: seconds without a sign of progress (a phase, a tensor loaded)
     that are the end.
     """
 
@@ -172,6 +173,7 @@ class Push(_Message, frozen=True):
     deadline_s: float
     rendezvous: str = ""
     transfer: Transfer = "gloo"
+    engine: str = ""
 
 
 class Proceed(_Message, frozen=True):

@@ -794,6 +794,11 @@ BUGS = (
         "'running' != 'queued'",
     ),
     Bug(
+        "one-pair-for-all-engines", "workers/artd_workers/trainer/push/pusher.py",
+        "        pair = self._pairs.get(message.engine)\n", "        pair = next(iter(self._pairs.values()), None)\n",
+        "tests/trainer/test_stock.py::test_two_engines_have_pairs_and_fences_of_their_own", "assert", torch=True,
+    ),
+    Bug(
         "a-served-push-ends-its-pair", "workers/artd_workers/trainer/push/pusher.py",
         "        if not self.over.wait(END_S):\n            self.pair.abort()\n", "        self.pair.abort()\n",
         "tests/trainer/test_push_direct.py",

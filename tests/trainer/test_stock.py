@@ -237,13 +237,13 @@ class Bench:
         monkeypatch.setattr(stock, "Sender", make)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    def push(self, number: int, deadline_s: float = PATIENCE_S, pair: str = "pair") -> None:
+    def push(self, number: int, deadline_s: float = PATIENCE_S, pair: str = "pair", engine: str = "engine-1-0") -> None:
         found = tensors()
         entries = tuple(table(found))
         snapshot = Snapshot(entries, tuple(zip(entries, found.values(), strict=True)), "cuda")
         ref = w.CheckpointRef(run="r", step=1, epoch=1, lineage=0, sha="0" * 64, dir=str(self.folder))
         message = w.Push(push=number, fence=number, checkpoint=ref, mode="merged", source="live", name="r@1", drain_s=0.0,
-                         deadline_s=deadline_s, rendezvous=str(self.folder / pair), transfer="stock")  # fmt: skip
+                         deadline_s=deadline_s, rendezvous=str(self.folder / pair), transfer="stock", engine=engine)  # fmt: skip
         self.pusher.push(message, snapshot)
 
     def refused(self) -> w.Refused:
@@ -288,6 +288,15 @@ def test_the_daemons_end_of_a_push_aborts_it(fake: Fake, bench: Bench) -> None:
     said = bench.refused()
     assert said.transfer is None and "the push has ended" in said.reason
     assert fake.aborts == 1
+
+
+def test_two_engines_have_pairs_and_fences_of_their_own(bench: Bench) -> None:
+    bench.push(2, pair="first")
+    bench.push(1, pair="second", engine="engine-1-1")
+    wait_for(lambda: len(bench.senders) == 2 and all(one.joined for one in bench.senders) and not bench.pusher._running)
+    assert bench.told.empty() and not any(one.dead for one in bench.senders)
+    bench.push(1, pair="first")
+    assert "fence 1 is older than 2" in bench.refused().reason
 
 
 def wait_for(holds: Callable[[], object]) -> None:

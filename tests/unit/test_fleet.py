@@ -15,6 +15,7 @@ from artd.runs.lifecycle import set_run_state
 from artd.serving.pusher import _engines as pusher_engines
 from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
+from artd.store.pages import Page, read
 from artd_schema import client_api as api
 from artd_schema import worker as w
 from artd_schema.worker_names import engine_name, trainer_name
@@ -181,3 +182,17 @@ async def test_a_finished_run_is_looked_at_until_nothing_holds_its_checkpoints(t
             await store.write(retain._retire)
             store._writer._connection.set_trace_callback(None)
             assert any("FROM checkpoint" in sql for sql in asked) == expected
+
+
+async def test_workers_of_runs_that_are_over_are_not_listed(tmp_path):
+    async with open_store(tmp_path) as store:
+        for run, name in enumerate(("first", "second", "third"), 1):
+            await add_run(store, name)
+            for worker in (trainer_name(run), engine_name(run)):
+                await add_worker(store, worker)
+        await add_worker(store, "gateway")
+        await store.write(lambda c: set_run_state(c, 0, 2, "finished", ""))
+        shown = [(row["name"], row["run"]) for row in await store.ask(lambda c: read(c, Page("workers")))]
+        assert shown == [
+            ("trainer-1", "first"), ("trainer-3", "third"), ("engine-1-0", "first"), ("engine-3-0", "third"), ("gateway", None),
+        ]  # fmt: skip

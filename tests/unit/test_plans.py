@@ -58,7 +58,7 @@ SMALL = (
     "(subquery",
 )
 """Tables, by name or alias, that neither a run nor the number of runs grows; a subquery has steps of its own."""
-BOUNDED = ("group_open", "batch_tensors", "run_state")
+BOUNDED = ("group_open", "batch_tensors", "run_state", "process_alive")
 """Partial indexes of what is not over yet, or kept still; and an index that has a number and a word for each run."""
 NEWEST = re.compile(r"ORDER BY [\w ,]*DESC LIMIT 1$|FROM \w+\s+ORDER BY id( DESC)? LIMIT \d+")
 """Read backwards, and only to the first that fits; or by id, and only so many."""

@@ -1,11 +1,11 @@
 """Live pushes: send the tensors of a committed checkpoint to the engine, by the way that the daemon names.
 
 `Pusher` runs each push in a thread of its own, so that the worker can go on receiving from the daemon. The daemon may
-order the next job as soon as the engine is live, before this side has ended. A pusher owns the newest (trainer spawn,
-engine spawn) pair, which its rendezvous names.
+order the next job as soon as the engine is live, before this side has ended. For each engine, a pusher owns the newest (trainer
+spawn, engine spawn) pair, which its rendezvous names, and the highest fence.
 
 Only a resident, committed checkpoint is sent; for anything else the answer is `Refused`. A push with a lower fence
-than an earlier one is refused. A pair whose push failed is not used again, and a new rendezvous closes the pair
+than an earlier one to its engine is refused. A pair whose push failed is not used again, and a new rendezvous closes the pair
 before it. A push that the engine has taken leaves its pair alive, even when the daemon learns of the success before
 this process does. The trainer never reports success: only the harness says `Live`.
 """
@@ -94,23 +94,25 @@ class Pusher:
 
     def __init__(self, send: Callable[[Refused], None]) -> None:
         self._send = send
-        self._fence = 0
-        self._pair: Pair | None = None
+        self._fences: dict[str, int] = {}
+        self._pairs: dict[str, Pair] = {}
         self._running: dict[tuple[int, int], Running] = {}
 
     def push(self, message: Push, snapshot: Snapshot | None) -> None:
         """Send `snapshot` for a push, or answer Refused when there is none. Returns at once."""
-        if message.fence < self._fence:
-            return self._refuse(message, f"fence {message.fence} is older than {self._fence}")
-        self._fence = message.fence
+        if message.fence < (seen := self._fences.get(message.engine, 0)):
+            return self._refuse(message, f"fence {message.fence} is older than {seen}")
+        self._fences[message.engine] = message.fence
         if snapshot is None:
             ref = message.checkpoint
             return self._refuse(message, f"the trainer's memory does not hold {ref.run}@{ref.step} ({ref.sha[:16]})")
-        pair = self._pair
+        pair = self._pairs.get(message.engine)
         if pair is None or pair.rendezvous != message.rendezvous:
             if pair is not None:
                 pair.retire()  # a pair of spawns has one rendezvous, so its engine is gone
-            pair = self._pair = Pair(message.rendezvous, open_way(message.transfer, message.rendezvous))
+            pair = self._pairs[message.engine] = Pair(
+                message.rendezvous, open_way(message.transfer, message.rendezvous)
+            )
         elif pair.dead:
             return self._refuse(message, pair.afresh)
         self._running[message.push, message.fence] = Running(pair)
