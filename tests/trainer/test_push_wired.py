@@ -199,7 +199,8 @@ def test_pushes_over_nccls_calls(
     assert served(bench, zero, engine) and served(bench, bench.desk.commit(1, zero), engine)
     assert len(made) == 2 and fake.aborts == 0 and all(end.joined for end in made)
     engine.session.close()
-    bench.worker._pusher._pair.retire()
+    for pair in bench.worker._pusher._pairs.values():
+        pair.retire()
     wait_until(lambda: fake.aborts == 2)
 
 
