@@ -47,11 +47,13 @@ class EngineKind:
     scratch: tuple[str, ...] = ()
     runtime_bytes: Mapping[str, int] = field(default_factory=dict)
 
-    def arg_refusal(self, name: str, value: object) -> str:
-        """Return why `engine.args` may not pass this on; "" if it may."""
+    def arg_refusal(self, name: str, value: object, series: str = "") -> str:
+        """Return why `engine.args` may not pass this on, "" if it may; series: of the installed version, "" = any."""
         if (flag := self.args.get(name.removeprefix("--"))) is None:
             known = ", ".join(sorted(self.args))
             return f"engine.args: {name!r} is not passed on: what loads code, or changes logits or layouts, is artd's own; use one of: {known}"
+        if series and flag.since and _number(series) < _number(flag.since):
+            return f"engine.args: {self.title} {series} has no {name!r}, which came with {flag.since}; leave it out"
         if not isinstance(value, _VALUES[flag.kind]) or (flag.kind != "switch" and isinstance(value, bool)):
             return f"engine.args: {name}={value!r} must be {_WORDS[flag.kind]}"
         if isinstance(value, str) and not value.isidentifier():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from artd_schema.engines import VLLM
+from artd_schema.engines import VLLM, Flag
 from artd_schema.spec import EngineSpec, RunSpec
 from artd_schema.worker import EngineConfig
 from artd_workers.engines.adapter import EngineError
@@ -78,6 +78,12 @@ def test_what_loads_code_or_changes_logits_is_refused_by_name(name: str) -> None
 )  # fmt: skip
 def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
     assert VLLM.arg_refusal(name, value)
+
+
+def test_a_flag_that_this_version_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cast(Any, VLLM.args), "newest", Flag("switch", "0.32"))
+    assert VLLM.arg_refusal("newest", True, "0.32") == VLLM.arg_refusal("newest", True) == ""
+    assert "vLLM 0.25 has no 'newest'" in VLLM.arg_refusal("newest", True, "0.25")
 
 
 def words(**args: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -211,3 +212,27 @@ async def test_a_ledger_that_refuses_is_told_in_place_of_the_end(rig: Rig, engin
     found = await streamed(rig)
     assert "the disk is full" in found[-1]["error"]["message"]
     assert not any(one["choices"][0]["finish_reason"] for one in found[:-1])
+
+
+async def test_a_client_that_does_not_read_loses_its_place(rig: Rig) -> None:
+    await rig.limits(read_s=0.3)
+    engine = await rig.engine(max_model_len=20_000)
+    await rig.daemon.route(merged(engine, 3, 4))
+    engine.texts, engine.chunk = ["x" * 12_000], 100
+    for listener in rig.server.servers[0].sockets:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+    host, port = rig.url.removeprefix("http://").split(":")
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    narrow.connect((host, int(port)))
+    narrow.setblocking(False)
+    _, writer = await asyncio.open_connection(sock=narrow, limit=1 << 12)
+    content = json.dumps(ASKED | {"logprobs": True, "return_token_ids": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\nauthorization: {rig.bearer}\r\n\r\n"
+    writer.write(head.encode() + content)
+    await until(lambda: engine.open_streams == 1)
+    await until(lambda: engine.open_streams == 0)
+    await until(lambda: rig.daemon.ledger)
+    exchange, (turn,) = rig.daemon.ledger[0]
+    assert (exchange.split, turn.finish_reason) == ("eval", "abort") and 0 < len(ints(turn.token_ids)) < 12_000
+    writer.transport.abort()

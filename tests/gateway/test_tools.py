@@ -34,6 +34,13 @@ async def test_a_tool_call_has_an_id_of_the_gateway(rig: Rig, engine: FakeEngine
     assert json.loads(rig.daemon.ledger[0][1][0].raw)["choices"][0]["message"]["tool_calls"] == [call]
 
 
+async def test_a_lone_stop_token_is_no_reasoning(rig: Rig, engine: FakeEngine) -> None:
+    """The engine's parsers take it for text, and it must be given a token."""
+    engine.texts, engine.reasoning = ["$"], "<|im_end|>"
+    choice = (await rig.chat()).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": ""} and choice["finish_reason"] == "stop"
+
+
 async def test_a_call_streams_under_one_id(rig: Rig, engine: FakeEngine) -> None:
     engine.deltas = DELTAS
     found = (await streamed(rig, tools=[TOOL]))[:-1]

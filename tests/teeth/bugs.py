@@ -601,6 +601,16 @@ BUGS = (
         "tests/gateway/test_messages.py::test_a_thread_is_refused_so_that_the_tool_runner_goes_on_without", "KeyError",
     ),
     Bug(
+        "who-does-not-read-keeps-its-place", "workers/artd_workers/gateway/http/streamed.py",
+        "            async with asyncio.timeout(self._read_s):\n", "            async with asyncio.timeout(None):\n",
+        "tests/gateway/test_stream.py::test_a_client_that_does_not_read_loses_its_place", "AssertionError|Timeout",
+    ),
+    Bug(
+        "a-stop-token-is-reasoning", "workers/artd_workers/engines/vllm/dialect.py",
+        "                if stops.says_nothing(source, params):", "                if stops.says_nothing(source, params) and not body:",
+        "tests/gateway/test_tools.py::test_a_lone_stop_token_is_no_reasoning", "im_end",
+    ),
+    Bug(
         "reap-by-pid-alone", "artd/supervise/guardian.py",
         "        if stat is None or stat.ticks != ticks:\n", "        if stat is None:\n",
         "tests/process/test_reap.py::test_a_signal_reaches_exactly_the_process_that_was_meant",

@@ -16,6 +16,7 @@ class Limits:
     harness watches the engine.
     head_s: a connection that has sent no whole request head, or no right token, is dropped after this long; heads: as many of those
     there may be. body_s: the longest pause within a request's body.
+    read_s: how long a client may leave a part of its stream unread, before its request ends.
     body: bytes. max_message: bytes, all frames of one message to the daemon together.
     """
 
@@ -29,6 +30,7 @@ class Limits:
     head_s: float = 10.0
     heads: int = 128
     body_s: float = 30.0
+    read_s: float = 60.0
     retry_after_s: float = 2.0
     body: int = 32 * 2**20
     max_message: int = 64 * 2**20

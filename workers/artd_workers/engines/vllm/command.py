@@ -129,7 +129,7 @@ def _with_args(
     flags, options = list(flags), dict(options)
     for name, value in engine.args.items():
         flag = "--" + name.removeprefix("--")
-        if refused := VLLM.arg_refusal(name, value):
+        if refused := VLLM.arg_refusal(name, value, series):
             raise EngineError(refused)
         negative = "--no-" + flag.removeprefix("--")
         if {flag, negative} & set(flags) or (flag in options and flag not in YIELDING):

@@ -158,7 +158,13 @@ class VllmDialect:
         else:
             of_kind = {"generate_responses": generated, "prompt_tokens": counts,
                        "prompt_token_ids": prompts, "completion_request": body}  # fmt: skip
-        return await client.post(kind.path + "/derender", {"model": body["model"]} | of_kind)
+        shown = await client.post(kind.path + "/derender", {"model": body["model"]} | of_kind)
+        if kind.chat and isinstance(shown, dict):
+            params = requests[0]["sampling_params"]
+            for choice, source in zip(shown.get("choices") or (), replies[0]["choices"], strict=False):
+                if stops.says_nothing(source, params):  # its parsers take the stop token, which it must have, for text
+                    choice["message"] = {"role": "assistant", "content": ""}
+        return shown
 
     def cut_text(self, text: str, choice: Json, params: Json) -> str:
         return stops.cut_text(text, choice, params)

@@ -29,7 +29,12 @@ def cut_text(text: str, choice: Json, params: Json) -> str:
     """
     if ended_by_string(text, choice, params):
         return cut_string(text, choice, params)
-    return "" if ends_in_stop_token(choice, params) and len(choice["token_ids"]) == 1 else text
+    return "" if says_nothing(choice, params) else text
+
+
+def says_nothing(choice: Json, params: Json) -> bool:
+    """Return whether a choice is a stop token and nothing else."""
+    return len(choice["token_ids"]) == 1 and ends_in_stop_token(choice, params)
 
 
 def ended_by_string(text: str, choice: Json, params: Json) -> str:

@@ -93,7 +93,7 @@ def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
                 def work(channel: Channel) -> Coroutine[Any, Any, None]:
                     return flow.stream(ask.kind, ask.body, split, api.writer(body, channel), ask.caps)
 
-                return Streamed(request, work, api.error_event)
+                return Streamed(request, work, api.error_event, limits.read_s)
             entry = await while_connected(request, flow.answer(ask.kind, ask.body, split, ask.caps))
             return Response(
                 await encode(entry, api.reply(body, entry.head, entry.choices)), media_type="application/json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -26,12 +27,21 @@ _HEADERS = [
 class Channel:
     """Where the events of one reply are written. begun: whether its head has been sent."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, read_s: float) -> None:
         self.begun = False
         self._send = send
+        self._read_s = read_s
 
     async def write(self, data: bytes) -> None:
-        """Send whole events. It waits while the client has much to read yet."""
+        """Send whole events. It waits while the client has much to read yet. Raises ClientDisconnect when that takes `Limits.read_s`: who
+        does not read holds a place in the engine that others wait for."""
+        try:
+            async with asyncio.timeout(self._read_s):
+                await self._write(data)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    async def _write(self, data: bytes) -> None:
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -50,14 +60,16 @@ class Streamed(Response):
         request: Request,
         work: Callable[[Channel], Coroutine[Any, Any, None]],
         error_event: Callable[[ApiError], bytes],
+        read_s: float,
     ) -> None:
         super().__init__()
         self._error_event = error_event
+        self._read_s = read_s
         self._request = request
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        channel = Channel(send)
+        channel = Channel(send, self._read_s)
         try:
             await while_connected(self._request, self._work(channel))
         except ClientDisconnect:
