@@ -9,16 +9,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from artd_schema.codec import UNREADABLE
+from artd_schema.spec import AdvantageSpec
+
 ZERO_VARIANCE = 1e-12
 """Rewards that differ from the first by no more than this are equal."""
 
 Outcome = Literal["trainable", "empty", "single_trajectory", "zero_variance"]
 
 
-def group_outcome(rewards: Sequence[float]) -> Outcome:
-    """`trainable`, or the reason for which the group is discarded at its seal. Rewards must be finite."""
+class _Spec(Struct):
+    """What of a stored spec a group's fate hangs on."""
+
+    advantages: AdvantageSpec | UnsetType = UNSET
+
+
+def trains_equal(spec: bytes) -> bool:
+    """Whether the run of this stored spec may learn from equal rewards; False where the spec cannot be read."""
+    try:
+        how = msgspec.json.decode(spec, type=_Spec).advantages
+    except UNREADABLE:
+        return False
+    return how is not UNSET and how.trains_equal
+
+
+def group_outcome(rewards: Sequence[float], equal: bool = False) -> Outcome:
+    """Return `trainable`, or the reason for which the group is discarded at its seal. Rewards must be finite. equal: rewards that do not
+    differ can be trained on, too."""
     if not rewards:
         return "empty"
+    if equal:
+        return "trainable"
     if len(rewards) == 1:
         return "single_trajectory"
     first = rewards[0]

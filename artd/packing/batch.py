@@ -10,10 +10,10 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest, Drop, GroupAdvantage, PackedTrajectory, ReplayManifest
+from artd_schema.manifest import BatchManifest, PackedTrajectory, ReplayManifest
 from artd_schema.trajectory import RouteShape
 
-from .advantages import group_statistics
+from .advantages import judge
 from .forest import Forest, grow
 from .inputs import PackError, PackSpec, Source
 from .measures import measure
@@ -46,7 +46,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
     members: dict[int, list[int]] = {}
     for index, source in enumerate(sources):
         members.setdefault(source.group, []).append(index)
-    advantages, groups, drops = _advantages(spec, sources, members)
+    advantages, groups, drops = judge(spec, sources, members)
     forest = grow(spec, sources, members, {drop.trajectory for drop in drops}, drops)
     opened = place(forest.trees, spec.row_length)
     if not opened:
@@ -91,6 +91,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
         replay=digest(to_json(replay.manifest)) if replay else "",
         unshared_tokens=forest.unshared(placed),
         metrics=measure(sources, [bool(rows) for rows in rows_of], forest, drops),
+        advantages=spec.advantages,
     )
     return Packed(tensors, manifest, replay)
 
@@ -106,25 +107,6 @@ def _refuse_repeats(sources: Seq[Source]) -> None:
         if source.id in seen:
             raise PackError(f"trajectory {source.id} is listed twice", trajectory=source.id, position="trajectory_ids")
         seen.add(source.id)
-
-
-def _advantages(
-    spec: PackSpec, sources: Seq[Source], members: dict[int, list[int]]
-) -> tuple[list[float], list[GroupAdvantage], list[Drop]]:
-    advantages = [0.0] * len(sources)
-    groups: list[GroupAdvantage] = []
-    drops: list[Drop] = []
-    for group, indices in members.items():
-        try:
-            found = group_statistics([sources[index].reward for index in indices], spec.scale_rewards)
-        except ValueError as error:
-            raise PackError(f"group {group}: {error}", trajectory=sources[indices[0]].id, position="reward") from error
-        groups.append(GroupAdvantage(group=group, size=len(indices), mean=found.mean, std=found.std))
-        for index, advantage in zip(indices, found.advantages, strict=True):
-            advantages[index] = advantage
-            if found.outcome != "trainable":
-                drops.append(Drop(sources[index].id, f"group {group}: {found.outcome}", "group"))
-    return advantages, groups, drops
 
 
 def _fill(spec: PackSpec, rows: Seq[Seq[Segment]], forest: Forest, advantages: Seq[float]) -> tuple[Tensors, int]:

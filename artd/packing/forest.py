@@ -76,16 +76,22 @@ def grow(
     return forest
 
 
-def _sequences(spec: PackSpec, source: Source, drops: list[Drop], answers: list[Answer]) -> list[Sequence]:
-    """The sequences of a trajectory that can be packed; the others go to `drops`, whole: nothing is truncated."""
+def read_turns(source: Source) -> list[Turn]:
+    """Decode a trajectory's body. Raises PackError."""
     try:
-        turns = _TURNS.decode(source.body)
-        sequences = assemble(turns, spec.routes)
-    except AssemblyError as error:
-        raise PackError(f"trajectory {source.id}: {error}", trajectory=source.id, position=error.where) from error
+        return _TURNS.decode(source.body)
     except UNREADABLE as error:
         message = f"trajectory {source.id}: its body is not a list of turns: {error}"
         raise PackError(message, trajectory=source.id, position="body") from error
+
+
+def _sequences(spec: PackSpec, source: Source, drops: list[Drop], answers: list[Answer]) -> list[Sequence]:
+    """The sequences of a trajectory that can be packed; the others go to `drops`, whole: nothing is truncated."""
+    turns = read_turns(source)
+    try:
+        sequences = assemble(turns, spec.routes)
+    except AssemblyError as error:
+        raise PackError(f"trajectory {source.id}: {error}", trajectory=source.id, position=error.where) from error
     answers += [Answer(len(turn.token_ids) // 4, turn.finish_reason) for turn in turns]
     kept = []
     for number, sequence in enumerate(sequences):

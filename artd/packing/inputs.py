@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from artd_schema.manifest import Drop
+from artd_schema.spec import AdvantageSpec
 from artd_schema.trajectory import RouteShape
 
 
@@ -43,6 +45,7 @@ class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale_rewards: bool
     base_digest: str
     routes: RouteShape | None = None
+    advantages: AdvantageSpec | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)

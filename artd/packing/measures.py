@@ -35,6 +35,8 @@ def measure(sources: Seq[Source], packed: Seq[bool], forest: Forest, drops: Seq[
     }
     kinds: Counter[str] = Counter(drop.kind for drop in drops)
     found |= {f"dropped_{kind}": kinds[kind] for kind in KINDS}
+    if kinds["truncated"]:
+        found["dropped_truncated"] = kinds["truncated"]
     own = client(source.metrics for source in sources)
     return {name: float(value) for name, value in found.items()} | answers(forest.answers) | own
 

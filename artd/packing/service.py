@@ -147,6 +147,7 @@ class Packer:
             scale_rewards=spec.scale_rewards,
             base_digest=row["base_digest"],
             routes=route_shape(row),
+            advantages=spec.advantages,
             db=str(self._store.path),
             blobs_dir=str(self._blobs.root),
             trajectory_ids=ids,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from artd.core.groups import group_outcome
+from artd.core.groups import group_outcome, trains_equal
 from artd.errors import Busy, Conflict, RequestError
 from artd.store.blobs import add_row
 from artd.store.store import Store, emit
@@ -294,11 +294,11 @@ def _lookup(c: sqlite3.Connection, sql: str, run: int, names: Iterable[str]) -> 
 def seal_group(c: sqlite3.Connection, now: int, group_id: int) -> str:
     """Seal an open group: `sealed`, or `discarded` with its trajectories when nothing can be learned from it."""
     group = c.execute(
-        "SELECT g.name, g.split, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.id = ?",
+        "SELECT g.name, g.split, r.name AS run, r.spec FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.id = ?",
         (group_id,),
     ).fetchone()
     rewards = [row[0] for row in c.execute("SELECT reward FROM trajectory WHERE group_id = ?", (group_id,))]
-    outcome = group_outcome(rewards) if group["split"] == "train" else "trainable"
+    outcome = group_outcome(rewards, trains_equal(group["spec"])) if group["split"] == "train" else "trainable"
     if outcome == "trainable":
         mark_sealed(c, group_id)
         emit(c, now, group["run"], "group.sealed", group["name"], size=len(rewards))

@@ -40,7 +40,7 @@ from artd_schema.engines import UnknownEngine, engine_kind
 from artd_schema.families import SEEDED
 from artd_schema.loss_rules import loss_finding
 from artd_schema.losses import LOSSES
-from artd_schema.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.spec import AdvantageSpec, LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
 from artd_schema.worker_names import label
 
 from .waits import Waits
@@ -165,10 +165,10 @@ class Runs:
 
 def _check_spec(spec: RunSpec) -> None:
     """Errors: Invalid for fields that exclude each other, or with which nothing could ever be trained."""
-    if spec.group_size < 2:
+    if spec.group_size < 2 and (spec.advantages or AdvantageSpec()).baseline != "none":
         raise Invalid(
             "group_size=1 trains nothing: a reward counts by how it differs from the others of its group, so a group of one"
-            " is discarded; use 2 or more answers to each prompt",
+            " is discarded; use 2 or more answers to each prompt, or advantages={'baseline': 'none'}",
             field="spec.group_size",
         )
     if spec.parameters == "full" and spec.rollout_weights_mode == "lora":

@@ -4,7 +4,18 @@ It imports only the schema, msgspec and pyzmq, and `openai` when `run.openai()` 
 """
 
 from artd_schema.client_api import GroupInfo, RunInfo, StepInfo, Submitted
-from artd_schema.spec import CorrectionSpec, EngineSpec, KlSpec, LoraSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
+from artd_schema.spec import (
+    AdvantageSpec,
+    CorrectionSpec,
+    EngineSpec,
+    KlSpec,
+    LengthSpec,
+    LoraSpec,
+    LossSpec,
+    OptimizerSpec,
+    RunSpec,
+    TrainerSpec,
+)
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 
 from .client import Client
@@ -30,6 +41,7 @@ from .sync import SyncClient, SyncRun
 from .turns import turn
 
 __all__ = [
+    "AdvantageSpec",
     "ArtdError",
     "Busy",
     "Client",
@@ -44,6 +56,7 @@ __all__ = [
     "GroupInfo",
     "Invalid",
     "KlSpec",
+    "LengthSpec",
     "LoraSpec",
     "LossSpec",
     "NotAllowed",

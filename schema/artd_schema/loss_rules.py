@@ -90,4 +90,26 @@ def _kl(spec: RunSpec) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (_clips, _params, _divisor, _corrections, _kl)
+def _advantages(spec: RunSpec) -> Iterator[Finding]:
+    how = spec.advantages
+    if how is UNSET:
+        return
+    if spec.scale_rewards and (how.batch_scale or how.baseline == "none"):
+        other = "advantages.batch_scale" if how.batch_scale else "advantages.baseline='none'"
+        yield (
+            "scale_rewards",
+            f"scale_rewards divides by the deviation within a group, which {other} does without: leave one of them out",
+        )
+    if not (how.positive or how.negative):
+        yield (
+            "advantages.positive",
+            "advantages.positive and advantages.negative are both 0, which trains nothing: raise one of them",
+        )
+    if how.length is not UNSET and how.length.buffer > how.length.limit:
+        yield (
+            "advantages.length.buffer",
+            f"advantages.length.buffer={how.length.buffer} is more than limit={how.length.limit}: give at most the limit",
+        )
+
+
+RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (_clips, _params, _divisor, _corrections, _kl, _advantages)

@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from .codec import prepare
 from .packages import PackageCode, RunCode
-from .spec import Parameters
+from .spec import AdvantageSpec, Parameters
 from .trajectory import RouteShape
 
 # The files of a checkpoint's folder. Moments larger than a file's limit are numbered behind the stem of OPTIMIZER_FILE.
@@ -53,13 +53,13 @@ class GroupAdvantage(Struct, frozen=True, kw_only=True):
     std: float
 
 
-DropKind = Literal["", "too_long", "no_tokens", "no_turns", "group"]
+DropKind = Literal["", "too_long", "no_tokens", "no_turns", "group", "truncated"]
 
 
 class Drop(Struct, frozen=True):
     """A trajectory, or a sequence of one, that was left out, and why.
 
-    kind: too_long and no_tokens are of one sequence, no_turns and group of a whole trajectory ("" in manifests of before);
+    kind: too_long and no_tokens are of one sequence, no_turns, group and truncated of a whole trajectory ("" in manifests of before);
     tokens: sampled ones that are not trained for it, 0 of a whole trajectory's.
     """
 
@@ -79,7 +79,8 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     shared or padded positions). token_digest: sha256 of the tokens tensor. logical_tokens: without sharing; physical:
     as packed. replay: sha256 of the batch's `ReplayManifest` file ("" = no expert replay). unshared_tokens: tokens of
     common prefixes that were not shared because the siblings' routes differ. metrics: what was measured of the trajectories
-    (docs/metrics.md), with which the step's metrics begin.
+    (docs/metrics.md), with which the step's metrics begin. advantages: how rewards became advantages; unset: by their group alone, as
+    `scale_rewards` says.
     """
 
     version: int = 1
@@ -102,6 +103,7 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     replay: str = ""
     unshared_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    advantages: AdvantageSpec | UnsetType = UNSET
 
 
 class ReplayManifest(Struct, frozen=True, kw_only=True):

@@ -123,6 +123,35 @@ class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _fill(self, clip_high=own.clip_high, normalise=own.normalise, clip_low=own.clip_low)
 
 
+class LengthSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A soft penalty for long answers: it takes up to `penalty` off the reward of a trajectory, in proportion over the last `buffer` of `limit`
+    sampled tokens."""
+
+    limit: Tokens
+    buffer: Tokens
+    penalty: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
+
+
+class AdvantageSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How rewards become advantages. docs/losses.md has the formulas.
+
+    baseline: what a reward is compared with: the mean of its group, the mean of the others of its group, or nothing. batch_scale:
+    normalise over the whole batch. positive, negative: factors of advantages above and below 0. truncated: trajectories of which an
+    answer ended at a limit of length are trained, or not trained, or left out of their group's statistics too. length: a soft penalty."""
+
+    baseline: Literal["group", "leave_one_out", "none"] = "group"
+    batch_scale: bool = False
+    positive: Rate = 1.0
+    negative: Rate = 1.0
+    truncated: Literal["train", "mask", "drop"] = "train"
+    length: LengthSpec | UnsetType = UNSET
+
+    @property
+    def trains_equal(self) -> bool:
+        """Whether a group whose rewards are all equal may have advantages other than 0."""
+        return self.baseline == "none" or self.length is not UNSET
+
+
 class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the inference engine is started. Lengths in tokens, memory in MiB.
 
@@ -202,7 +231,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     a longer sequence is never trained, so less than that is refused unless drop_longer is true. scale_rewards: divide advantages by the population
     standard deviation (+1e-6); by default all losses but dr_grpo do. trainer: where the trainer computes, and in what numbers. push_drain_s: how long a merged
     push waits for requests in flight. threads: OpenMP threads of the CPU trainer (0 = all cores of the machine).
-    keep_checkpoints: newest ones kept.
+    keep_checkpoints: newest ones kept. advantages: how rewards become advantages, where not by their group's mean alone.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -224,9 +253,12 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     push_drain_s: Seconds = 30.0
     threads: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
     keep_checkpoints: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 3
+    advantages: AdvantageSpec | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        _fill(self, scale_rewards=defaults_of(self.loss.kind).scale_rewards)
+        how = self.advantages or AdvantageSpec()
+        by_group = how.baseline != "none" and not how.batch_scale
+        _fill(self, scale_rewards=defaults_of(self.loss.kind).scale_rewards and by_group)
         if self.loss.normalise == "constant" and self.loss.divisor is UNSET:
             force_setattr(self, "loss", msgspec.structs.replace(self.loss, divisor=self.engine.max_model_len))
 

@@ -28,7 +28,7 @@ CHAPTERS = {
     "The client": ("Client", "Run", "Remote"),
     "Trajectories by value": ("turn", "Turn", "Sampling", "ExchangeRef"),
     "Answers": ("Submitted", "GroupInfo", "StepInfo", "RunInfo"),
-    "The spec of a run": ("RunSpec", "LoraSpec", "OptimizerSpec", "LossSpec", "CorrectionSpec", "KlSpec", "EngineSpec", "TrainerSpec"),
+    "The spec of a run": ("RunSpec", "LoraSpec", "OptimizerSpec", "LossSpec", "CorrectionSpec", "KlSpec", "AdvantageSpec", "LengthSpec", "EngineSpec", "TrainerSpec"),
     "Without an event loop": ("SyncClient", "SyncRun"),
     "Errors": (
         "ArtdError", "Busy", "Closed", "Conflict", "DaemonNotRunning", "Draining", "Failed", "Invalid", "NotAllowed", "NotFound", "Stalled",

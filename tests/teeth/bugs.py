@@ -1199,4 +1199,46 @@ BUGS = (
         'with torch.no_grad():',
         "tests/trainer/test_loss_steps.py::test_a_step_with_corrections_and_penalties[tied]", 'assert .* == ', torch=True,
     ),
+    Bug(
+        "leave-one-out-is-the-mean", "artd/packing/advantages.py",
+        'divisor *= (len(rewards) - 1) / len(rewards)',
+        'divisor *= 1.0',
+        "tests/unit/test_advantages.py::test_advantages_are_numpys_in_any_order[leave-one-out]", 'Not equal to tolerance',
+    ),
+    Bug(
+        "batch-scale-without-its-mean", "artd/packing/advantages.py",
+        '[(advantage - mean) / (std + STD_FLOOR) for advantage in advantages]',
+        '[advantage / (std + STD_FLOOR) for advantage in advantages]',
+        "tests/unit/test_advantages.py::test_advantages_are_numpys_in_any_order[batch-of-rewards]", 'Not equal to tolerance',
+    ),
+    Bug(
+        "sign-factors-swapped", "artd/packing/advantages.py",
+        '(how.positive if advantage > 0 else how.negative)',
+        '(how.negative if advantage > 0 else how.positive)',
+        "tests/unit/test_advantages.py::test_advantages_are_numpys_in_any_order[by-sign]", 'Not equal to tolerance',
+    ),
+    Bug(
+        "length-penalty-not-bounded", "artd/packing/advantages.py",
+        'min(max(over / length.buffer, 0.0), 1.0)',
+        'max(over / length.buffer, 0.0)',
+        "tests/unit/test_advantages.py::test_advantages_are_numpys_in_any_order[length]", 'Not equal to tolerance',
+    ),
+    Bug(
+        "truncated-counts-though-dropped", "artd/packing/advantages.py",
+        'if how.truncated != "drop" or index not in truncated]',
+        'if True]',
+        "tests/unit/test_advantages.py::test_advantages_are_numpys_in_any_order[truncated-dropped]", 'Not equal to tolerance|assert .* == ',
+    ),
+    Bug(
+        "truncated-trained-though-masked", "artd/packing/advantages.py",
+        '    drops = [_drop_truncated(sources[index]) for index in sorted(truncated)]\n',
+        '    drops: list[Drop] = []\n',
+        "tests/unit/test_advantages.py::test_advantages_are_numpys_in_any_order[truncated-masked]", 'assert .* == ',
+    ),
+    Bug(
+        "equal-rewards-discarded-at-the-seal", "artd/rollouts/insert.py",
+        'group_outcome(rewards, trains_equal(group["spec"]))',
+        'group_outcome(rewards)',
+        "tests/unit/test_advantages.py::test_a_seal_asks_the_runs_spec[none]", 'assert .* == ',
+    ),
 )  # fmt: skip

@@ -24,6 +24,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss": {"kind": "ppo", "correction": {"tis": 2.0}}}, "loss.correction.tis", "loss.proximal='trainer'"),
     ({"loss": {"kl": {"coef": 0.1}}, "parameters": "full"}, "loss.kl", "use parameters='lora'"),
     ({"loss": {"kl": {"coef": 0.1, "estimator": "k1"}}}, "loss.kl.estimator", "into='advantage'"),
+    (
+        {"scale_rewards": True, "advantages": {"batch_scale": True}},
+        "scale_rewards",
+        "advantages.batch_scale does without",
+    ),
+    ({"scale_rewards": True, "advantages": {"baseline": "none"}}, "scale_rewards", "baseline='none' does without"),
+    ({"advantages": {"positive": 0.0, "negative": 0.0}}, "advantages.positive", "trains nothing"),
+    ({"advantages": {"length": {"limit": 5, "buffer": 6}}}, "advantages.length.buffer", "more than limit=5"),
     ({"loss": {"divisor": 100}}, "loss.divisor", "normalise='constant' alone, and it is 'token'"),
 ]
 
@@ -68,4 +76,7 @@ def test_what_is_given_counts_before_a_default() -> None:
     assert (spec.loss.divisor, spec.loss.clip_high, spec.loss.clip_low, spec.scale_rewards) == (77, 0.3, 0.2, True)
     assert run({"loss": {"kind": "dr_grpo"}, "engine": {"max_model_len": 300}}).loss.divisor == 300
     assert run({"loss": {"kind": "gspo", "normalise": "token"}}).loss.normalise == "token"
+    assert run({"advantages": {"truncated": "mask"}}).scale_rewards
+    assert not run({"advantages": {"baseline": "none"}}).scale_rewards
+    assert not run({"advantages": {"batch_scale": True}}).scale_rewards
     assert run({"loss": {"normalise": "constant"}}).loss == LossSpec(normalise="constant", divisor=1024)
