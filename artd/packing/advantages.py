@@ -42,11 +42,11 @@ def group_statistics(rewards: Sequence[float], scale: bool, how: AdvantageSpec =
         if not math.isfinite(reward):
             raise ValueError(f"reward {position} is {reward}: rewards must be finite")
     mean, std = moments(rewards)
-    outcome = group_outcome(rewards, equal=how.baseline == "none")
+    outcome = group_outcome(rewards, equal=how.baseline in ("none", "given"))
     if outcome != "trainable":
         return GroupStatistics(outcome, mean, std, (0.0,) * len(rewards))
     divisor = std + STD_FLOOR if scale else 1.0
-    baseline = 0.0 if how.baseline == "none" else mean
+    baseline = mean if how.baseline in ("group", "leave_one_out") else 0.0
     if how.baseline == "leave_one_out":
         divisor *= (len(rewards) - 1) / len(rewards)
     return GroupStatistics(outcome, mean, std, tuple((reward - baseline) / divisor for reward in rewards))

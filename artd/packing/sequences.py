@@ -32,7 +32,8 @@ class Sequence:
     tokens int32; mask uint8 (1 = sampled by the policy, trained); logprobs float32, natural log (NaN where not
     sampled); temperatures float32 (1 where not sampled); epochs int32, policy epoch (-1 where unknown or not sampled).
     routes: expert ids [n, layers, topk], or [n - 1, layers, topk] when the last token, which was never an input of the
-    engine, has none; None without expert replay.
+    engine, has none; None without expert replay. given, weights: float32, the program's advantages and factors (NaN and 1 where it
+    gave none); None where it gave none at all.
     """
 
     tokens: I32
@@ -41,6 +42,8 @@ class Sequence:
     temperatures: F32
     epochs: I32
     routes: Ids | None = None
+    given: F32 | None = None
+    weights: F32 | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -103,12 +106,15 @@ def _sampled(turn: Turn) -> Sequence:
     epochs = np.full(count, -1, np.int32)  # unknown
     for start, epoch in turn.policy_epoch:
         epochs[start:] = epoch
+    weights = _column(turn.weights, np.float32) if turn.weights else None
     return Sequence(
         tokens,
-        np.ones(count, np.uint8),
+        np.ones(count, np.uint8) if weights is None else (weights != 0).astype(np.uint8),
         _column(turn.logprobs, np.float32),
         np.full(count, turn.sampling.temperature, np.float32),
         epochs,
+        given=_column(turn.advantages, np.float32) if turn.advantages else None,
+        weights=weights,
     )
 
 
@@ -131,4 +137,17 @@ def _join(pieces: list[Sequence], tokens: I32, routes: Ids | None) -> Sequence:
         np.concatenate([piece.temperatures for piece in pieces]),
         np.concatenate([piece.epochs for piece in pieces]),
         routes,
+        given=_optional([piece.given for piece in pieces], pieces, np.nan),
+        weights=_optional([piece.weights for piece in pieces], pieces, 1.0),
+    )
+
+
+def _optional(columns: list[F32 | None], pieces: list[Sequence], missing: float) -> F32 | None:
+    if all(column is None for column in columns):
+        return None
+    return np.concatenate(
+        [
+            np.full(len(piece), missing, np.float32) if column is None else column
+            for column, piece in zip(columns, pieces, strict=True)
+        ]
     )

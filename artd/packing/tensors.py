@@ -75,8 +75,11 @@ class Filler:
                 out["old_logprobs"][there] = sequence.logprobs[here]
                 out["temperatures"][there] = sequence.temperatures[here]
                 out["policy_epochs"][there] = sequence.epochs[here]
-                out["weights"][there] = mask
-                np.multiply(mask, np.float32(advantage_of[trajectory]), out=out["advantages"][there])
+                out["weights"][there] = mask if sequence.weights is None else mask * sequence.weights[here]
+                if sequence.given is None:
+                    np.multiply(mask, np.float32(advantage_of[trajectory]), out=out["advantages"][there])
+                else:
+                    out["advantages"][there] = np.where(mask, sequence.given[here], np.float32(0))
                 out["trajectory_index"][there] = trajectory
             at = there.stop
         return at

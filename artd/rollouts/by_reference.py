@@ -24,6 +24,7 @@ from artd_schema.route_rules import trim_routes
 from artd_schema.rules import epoch_range
 from artd_schema.trajectory import ExchangeRef, Turn
 
+from .credit import add_credits, check_kind
 from .insert import Parcel, RunFacts, insert_many
 
 READ_AGAIN_S = (0.1, 0.3)
@@ -52,10 +53,15 @@ def compose(parcel: Parcel, exchanges: list[sqlite3.Row], blobs: Blobs) -> Parce
     raw = [row["turn"] if row["blob"] is None else _read(blobs, row) for row in exchanges]
     turns = [_turn.decode(turn) for turn in raw]
     try:
+        if op.credits:
+            turns = add_credits(turns, op.credits)
         tokens = check_turns(turns, run.vocab_size, op.split == "train", exchanges[0]["next_epoch"], run.routes)
+        check_kind(run.spec, turns, op.split)
     except InvalidField as error:
         raise Invalid(str(error), field=error.field) from None
-    if run.routes is None:
+    if run.routes is None and op.credits:
+        body = msgspec.msgpack.encode(turns)
+    elif run.routes is None:
         body = msgspec.msgpack.encode([msgspec.Raw(turn) for turn in raw])
     else:
         body = msgspec.msgpack.encode(trim_routes(turns, run.routes))

@@ -35,6 +35,7 @@ from artd_schema.rules import epoch_range
 from artd_schema.trajectory import Turn
 
 from . import by_reference, slices
+from .credit import add_credits, check_kind
 from .insert import Answer, Intake, Parcel, RunFacts, seal_group
 
 _turns = msgspec.msgpack.Decoder(list[Turn])
@@ -157,7 +158,11 @@ class Ingest:
         try:
             metadata = check_header(op)
             turns = _turns.decode(body)
+            if op.credits:
+                turns = add_credits(turns, op.credits)
+                body = msgspec.msgpack.encode(turns)
             tokens = check_turns(turns, run.vocab_size, op.split == "train", None, run.routes)
+            check_kind(run.spec, turns, op.split)
         except UNREADABLE as error:
             raise _not_turns(error) from None
         except InvalidField as error:
@@ -313,4 +318,5 @@ def _not_turns(error: Exception) -> Invalid:
 
 def _content(op: api.Submit, what: object) -> str:
     """Digest of everything that was submitted."""
-    return digest(to_json([op.group, op.reward, op.split, what, op.metrics, op.metadata]))
+    more = [op.credits] if op.credits else []
+    return digest(to_json([op.group, op.reward, op.split, what, op.metrics, op.metadata, *more]))

@@ -39,8 +39,8 @@ from artd_schema.crashpoint import reach
 from artd_schema.engines import UnknownEngine, engine_kind
 from artd_schema.families import SEEDED
 from artd_schema.loss_rules import loss_finding
-from artd_schema.losses import LOSSES
-from artd_schema.spec import AdvantageSpec, LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.losses import EXAMPLES, LOSSES
+from artd_schema.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
 from artd_schema.worker_names import label
 
 from .waits import Waits
@@ -165,12 +165,6 @@ class Runs:
 
 def _check_spec(spec: RunSpec) -> None:
     """Errors: Invalid for fields that exclude each other, or with which nothing could ever be trained."""
-    if spec.group_size < 2 and (spec.advantages or AdvantageSpec()).baseline != "none":
-        raise Invalid(
-            "group_size=1 trains nothing: a reward counts by how it differs from the others of its group, so a group of one"
-            " is discarded; use 2 or more answers to each prompt, or advantages={'baseline': 'none'}",
-            field="spec.group_size",
-        )
     if spec.parameters == "full" and spec.rollout_weights_mode == "lora":
         raise Invalid(
             "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",
@@ -219,6 +213,12 @@ def _check_base(spec: RunSpec, base: BaseModel) -> None:
         raise Invalid(
             f"trainer.recompute='selective' computes experts again in the backward, and {spec.model} has none: use 'full', or 'none'",
             field="spec.trainer.recompute",
+        )
+    if spec.loss.kind == EXAMPLES and spec.expert_replay and base.routes is not None:
+        raise Invalid(
+            f"expert_replay trains through the experts that an engine chose, and examples have none: {spec.model} needs expert_replay=False "
+            "with loss.kind='sft'",
+            field="spec.expert_replay",
         )
     if spec.rollout_weights_mode == "lora" and any(file.name == SEEDED for file in base.files):
         raise Invalid(

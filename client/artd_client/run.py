@@ -23,7 +23,7 @@ from .errors import ArtdError, Failed, Invalid, Stalled, TimedOut
 from .openai_client import async_openai
 from .progress import Progress
 from .rows import Row, follow_events, read_rows
-from .turns import reference
+from .turns import Given, make_credits, reference, turn
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -117,12 +117,17 @@ class Run:
         split: Split = "train",
         metrics: Mapping[str, float] | None = None,
         metadata: dict[str, Any] | None = None,
+        advantages: Given = None,
+        weights: Given = None,
     ) -> api.Submitted:
         """Submit one trajectory; when this returns, it is durable.
 
         Give either `responses` of artd's gateway (completions, ids, or pairs with a choice) in the order in which they were
         made, or `turns` (see `artd_client.turn`). `reward`: a finite number. `metrics`: numbers stored with the trajectory.
         `metadata`: anything that JSON can express.
+
+        `advantages`, for a run with `advantages={"baseline": "given"}`, and `weights`, factors of the loss of at least 0 (0: not
+        trained): one number for the trajectory; or for each turn one number, or one for each of its sampled tokens.
 
         `key`: up to 256 characters. The same key with the same content counts once; with other content it is a Conflict.
         Without a key one is made: from the responses' ids, or for `turns` a new one per call, so that every call is a further
@@ -145,6 +150,7 @@ class Run:
             split=split,
             metrics={str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()},
             metadata=metadata or {},
+            credits=make_credits(advantages, weights, len(refs) or len(turns)),
         )
         bulk = () if refs else (msgspec.msgpack.encode(list(turns)),)
         try:
@@ -152,6 +158,27 @@ class Run:
         except ArtdError as error:
             error.key = op.key
             raise
+
+    async def submit_example(
+        self,
+        prompt_ids: Iterable[int],
+        token_ids: Iterable[int],
+        *,
+        weights: Iterable[float] | None = None,
+        key: str | None = None,
+    ) -> api.Submitted:
+        """Submit an example to a run with `loss={"kind": "sft"}`; when this returns, it is durable.
+
+        The run is trained to continue `prompt_ids` with `token_ids`. `weights`: a factor of the loss of each of `token_ids`, at least 0; 0
+        leaves a token untrained, such as a user's words within a conversation. `key`: as in `submit`; it also names the group of one.
+
+        Raises what `submit` raises; Invalid if the run trains on rollouts.
+        """
+        ids = list(token_ids)
+        example = msgspec.structs.replace(turn(prompt_ids, ids, [0.0] * len(ids)), example=True)
+        name = key or uuid.uuid4().hex
+        given = None if weights is None else [list(weights)]
+        return await self.submit(f"example-{name}"[:256], 0.0, turns=[example], key=name, weights=given)
 
     async def seal(self, group: str) -> api.GroupInfo:
         """Close a group that gets no more trajectories. Returns its state (sealed, or discarded with the reason) and size.

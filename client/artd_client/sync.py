@@ -18,6 +18,7 @@ from .client import Client
 from .progress import Tell, to_stderr
 from .remote import Remote
 from .rows import Row, Table
+from .turns import Given
 
 
 class SyncClient(BlockingClient):
@@ -133,6 +134,8 @@ class SyncRun(BlockingRun):
         split: Split = "train",
         metrics: Mapping[str, float] | None = None,
         metadata: dict[str, Any] | None = None,
+        advantages: Given = None,
+        weights: Given = None,
     ) -> api.Submitted:
         return self._client._call(
             self._run.submit(
@@ -144,8 +147,20 @@ class SyncRun(BlockingRun):
                 split=split,
                 metrics=metrics,
                 metadata=metadata,
+                advantages=advantages,
+                weights=weights,
             )
         )
+
+    def submit_example(
+        self,
+        prompt_ids: Iterable[int],
+        token_ids: Iterable[int],
+        *,
+        weights: Iterable[float] | None = None,
+        key: str | None = None,
+    ) -> api.Submitted:
+        return self._client._call(self._run.submit_example(prompt_ids, token_ids, weights=weights, key=key))
 
     def seal(self, group: str) -> api.GroupInfo:
         return self._client._call(self._run.seal(group))

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from artd_schema.trajectory import ExchangeRef, Sampling, Turn
+from artd_schema.trajectory import Credit, ExchangeRef, Sampling, Turn
 
 from .errors import Invalid
 from .routes import route_bytes
@@ -61,6 +61,32 @@ def turn(
         routes=route_bytes(routes, experts),
         routes_start=routes_start,
     )
+
+
+Given = float | Sequence[float | Sequence[float]] | None
+"""One number for a trajectory; or for each turn one number, or one for each of its sampled tokens."""
+
+
+def make_credits(advantages: Given, weights: Given, turns: int) -> tuple[Credit, ...]:
+    """Return what is given for each of `turns` turns; () where nothing is. Raises Invalid."""
+    if advantages is None and weights is None:
+        return ()
+    columns = zip(_by_turn("advantages", advantages, turns), _by_turn("weights", weights, turns), strict=True)
+    return tuple(Credit(*pair) for pair in columns)
+
+
+def _by_turn(field: str, given: Given, turns: int) -> list[tuple[float, ...]]:
+    if given is None:
+        return [()] * turns
+    parts = [given] * turns if isinstance(given, int | float) else list(given)
+    if len(parts) != turns:
+        raise Invalid(
+            f"{field}: {len(parts)} parts for {turns} turns: give one number, or one part for each turn", field
+        )
+    try:
+        return [(float(part),) if isinstance(part, int | float) else tuple(map(float, part)) for part in parts]
+    except (TypeError, ValueError) as error:
+        raise Invalid(f"{field}: {error}", field) from None
 
 
 def reference(response: Any) -> ExchangeRef:

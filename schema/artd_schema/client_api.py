@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from .spec import RunSpec, Seconds
-from .trajectory import ExchangeRef, Split
+from .trajectory import Credit, ExchangeRef, Split
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """Of a row: what SQLite holds."""
@@ -55,7 +55,8 @@ class Submit(_Op, frozen=True):
 
     key: dedup key, unique in the run for ever ("" = sha256 of its response ids or of its body). By reference: refs, no
     bulk. By value: one bulk frame, msgpack list[Turn]. group: name of the group, created on first use. reward: from -1e30 to
-    1e30; metrics: at most 256 finite numbers; metadata: whatever JSON can say.
+    1e30; metrics: at most 256 finite numbers; metadata: whatever JSON can say. credits:
+    for each turn its advantages and weights; () = none.
     """
 
     run: str
@@ -66,6 +67,7 @@ class Submit(_Op, frozen=True):
     split: Split = "train"
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    credits: Annotated[tuple[Credit, ...], Meta(max_length=MOST_REFS)] = ()
 
 
 class Seal(_Op, frozen=True):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 from msgspec import UNSET
 
-from .losses import OWN
-from .spec import RunSpec
+from .losses import EXAMPLES, OWN
+from .spec import AdvantageSpec, RunSpec
 
 Finding = tuple[str, str]
 """(field of the spec, what is wrong and what to do instead)."""
@@ -94,11 +94,18 @@ def _advantages(spec: RunSpec) -> Iterator[Finding]:
     how = spec.advantages
     if how is UNSET:
         return
-    if spec.scale_rewards and (how.batch_scale or how.baseline == "none"):
-        other = "advantages.batch_scale" if how.batch_scale else "advantages.baseline='none'"
+    if spec.scale_rewards and (how.batch_scale or how.baseline in ("none", "given")):
+        other = "advantages.batch_scale" if how.batch_scale else f"advantages.baseline={how.baseline!r}"
         yield (
             "scale_rewards",
             f"scale_rewards divides by the deviation within a group, which {other} does without: leave one of them out",
+        )
+    if how.baseline == "given" and (
+        how.batch_scale or how.length is not UNSET or not how.positive == how.negative == 1.0
+    ):
+        yield (
+            "advantages.baseline",
+            "advantages.baseline='given' takes the program's advantages as they are: leave batch_scale, length, positive and negative out",
         )
     if not (how.positive or how.negative):
         yield (
@@ -112,4 +119,44 @@ def _advantages(spec: RunSpec) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (_clips, _params, _divisor, _corrections, _kl, _advantages)
+def _group_size(spec: RunSpec) -> Iterator[Finding]:
+    compares = (spec.advantages or AdvantageSpec()).baseline in ("group", "leave_one_out")
+    if spec.group_size < 2 and compares:
+        yield (
+            "group_size",
+            "group_size=1 trains nothing: a reward counts by how it differs from the others of its group, so a group of one is discarded; "
+            "use 2 or more answers to each prompt, or advantages={'baseline': 'none'}",
+        )
+
+
+def _examples(spec: RunSpec) -> Iterator[Finding]:
+    if spec.loss.kind != EXAMPLES:
+        return
+    for name in ("correction", "proximal"):
+        if getattr(spec.loss, name) is not UNSET:
+            yield (
+                f"loss.{name}",
+                f"loss.{name} compares with the engine that sampled, and examples are not sampled: leave it out",
+            )
+    if spec.group_size != 1:
+        yield (
+            "group_size",
+            f"group_size={spec.group_size}: an example is a group of its own: leave group_size out with loss.kind='sft'",
+        )
+    if spec.advantages != AdvantageSpec(baseline="none"):
+        yield (
+            "advantages",
+            "advantages come from rewards, and examples have none: leave advantages out with loss.kind='sft'",
+        )
+
+
+RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (
+    _clips,
+    _params,
+    _divisor,
+    _corrections,
+    _kl,
+    _advantages,
+    _examples,
+    _group_size,
+)

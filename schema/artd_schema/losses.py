@@ -21,6 +21,7 @@ class Own(NamedTuple):
     clip_low: float | None = None
     clip_high: float | None = None
     scale_rewards: bool = True
+    group_size: int = 8
 
 
 OWN: dict[str, Own] = {
@@ -31,7 +32,10 @@ OWN: dict[str, Own] = {
     "gspo": Own(normalise="sequence", clip_low=3e-4, clip_high=4e-4),
     "importance_sampling": Own(),
     "reinforce": Own(),
+    "sft": Own(scale_rewards=False, group_size=1),
 }
+EXAMPLES = "sft"
+"""The loss that is trained on examples, and on nothing else."""
 OF_A_PACKAGE = Own(clip_high=5.0)
 LOSSES: dict[str, tuple[str, ...]] = {kind: tuple(own.params) for kind, own in OWN.items()}
 """`loss.kind` -> the names that its `loss.params` may have."""

@@ -56,6 +56,8 @@ def turn_finding(
     count = len(turn.token_ids) // 4
     return (
         columns_finding(turn, vocab_size, scan)
+        or _credit(turn.advantages, "advantages", count, scan)
+        or _credit(turn.weights, "weights", count, scan, least=0.0)
         or (_spans(turn.policy_epoch, "policy_epoch", count, next_epoch) if turn.policy_epoch else None)
         or (
             _spans(turn.kv_cache_epoch, "kv_cache_epoch", count, next_epoch, falls=True)
@@ -102,6 +104,20 @@ def _logprobs(column: bytes, count: int, scan: Scan) -> Finding | None:
     if position < 0:
         return None  # the sum of finite numbers was too large
     return Finding(f"logprobs[{position}]", f"logprob {value} is not a finite number <= 0")
+
+
+def _credit(column: bytes, field: str, count: int, scan: Scan, least: float = -math.inf) -> Finding | None:
+    """Return what is wrong with what a program gives for each token: nothing, or a finite number for each."""
+    if not column:
+        return None
+    if len(column) != 4 * count:
+        return Finding(field, f"has {len(column) // 4} values for {count} token ids")
+    for position, value in enumerate(array("f", column)):
+        if not (math.isfinite(value) and value >= least):
+            return Finding(
+                f"{field}[{position}]", f"{value} is not a finite number{' of at least 0' if least == 0 else ''}"
+            )
+    return None
 
 
 def _spans(

@@ -14,10 +14,9 @@ from msgspec.structs import force_setattr
 
 from .codec import prepare
 from .engines import AUTO, DEFAULT
-from .losses import Normalise, defaults_of
+from .losses import EXAMPLES, Normalise, defaults_of
 from .spec_defaults import (
     ENGINE_DTYPE,
-    GROUP_SIZE,
     GROUPS_PER_STEP,
     MAX_MODEL_LEN,
     ROLLOUT_WEIGHTS_MODE,
@@ -135,11 +134,12 @@ class LengthSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdvantageSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rewards become advantages. docs/losses.md has the formulas.
 
-    baseline: what a reward is compared with: the mean of its group, the mean of the others of its group, or nothing. batch_scale:
+    baseline: what a reward is compared with: the mean of its group, the mean of the others of its group, or nothing; given: the
+    program gives each token's advantage. batch_scale:
     normalise over the whole batch. positive, negative: factors of advantages above and below 0. truncated: trajectories of which an
     answer ended at a limit of length are trained, or not trained, or left out of their group's statistics too. length: a soft penalty."""
 
-    baseline: Literal["group", "leave_one_out", "none"] = "group"
+    baseline: Literal["group", "leave_one_out", "none", "given"] = "group"
     batch_scale: bool = False
     positive: Rate = 1.0
     negative: Rate = 1.0
@@ -149,7 +149,7 @@ class AdvantageSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def trains_equal(self) -> bool:
         """Whether a group whose rewards are all equal may have advantages other than 0."""
-        return self.baseline == "none" or self.length is not UNSET
+        return self.baseline in ("none", "given") or self.length is not UNSET
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -226,7 +226,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_weights_mode: `merged` replaces the engine's weights in place, `lora` hot-loads one adapter per step (only
     with `parameters` lora). expert_replay: train a mixture-of-experts model through the experts that the engine routed
     each token to, and refuse a batch that lacks them; no effect on a dense model.
-    group_size: trajectories per group, at least 2; groups_per_step: trainable groups per batch; group_timeout_s: an open
+    group_size: trajectories per group, at least 2 where rewards are compared; groups_per_step: trainable groups per batch; group_timeout_s: an open
     group seals after this many seconds (at most a year). row_length: tokens per packed row, 0 = engine.max_model_len (`row_tokens` says which);
     a longer sequence is never trained, so less than that is refused unless drop_longer is true. scale_rewards: divide advantages by the population
     standard deviation (+1e-6); by default all losses but dr_grpo do. trainer: where the trainer computes, and in what numbers. push_drain_s: how long a merged
@@ -239,7 +239,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_weights_mode: Mode = ROLLOUT_WEIGHTS_MODE
     expert_replay: bool = True
     seed: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
-    group_size: Count = GROUP_SIZE
+    group_size: Count = BY_LOSS
     groups_per_step: Count = GROUPS_PER_STEP
     group_timeout_s: Annotated[float, Meta(ge=0.001, le=YEAR_S)] = 600.0
     row_length: Annotated[int, Meta(ge=0, le=1 << 24)] = ROW_LENGTH
@@ -256,9 +256,12 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     advantages: AdvantageSpec | UnsetType = UNSET
 
     def __post_init__(self) -> None:
+        own = defaults_of(self.loss.kind)
+        if self.loss.kind == EXAMPLES:
+            _fill(self, advantages=AdvantageSpec(baseline="none"))
         how = self.advantages or AdvantageSpec()
-        by_group = how.baseline != "none" and not how.batch_scale
-        _fill(self, scale_rewards=defaults_of(self.loss.kind).scale_rewards and by_group)
+        by_group = how.baseline in ("group", "leave_one_out") and not how.batch_scale
+        _fill(self, scale_rewards=own.scale_rewards and by_group, group_size=own.group_size)
         if self.loss.normalise == "constant" and self.loss.divisor is UNSET:
             force_setattr(self, "loss", msgspec.structs.replace(self.loss, divisor=self.engine.max_model_len))
 

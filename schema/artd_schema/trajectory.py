@@ -100,6 +100,9 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     again later: the routes by which the next token was sampled; ids [rows, layers, topk] of the run's
     `RouteShape` (u8 or u16 little-endian); row j belongs to token routes_start + j of prompt_ids + token_ids, and the
     rows go to the end, or end one token before it (the last sampled token was never an input). b"" = none.
+    advantages, weights: float32 [C], what the program gives for each sampled token: its advantage, and a factor of its loss, at least 0
+    (0: the token is not trained); b"" = none. example: the tokens are not sampled but given, to be trained by cross-entropy; their
+    logprobs are 0.
     raw: the raw response (JSON) with unknown fields kept, without what the columns hold.
     """
 
@@ -116,6 +119,16 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     response_id: str = ""
     choice: int = 0
     raw: bytes = b""
+    advantages: bytes = b""
+    weights: bytes = b""
+    example: bool = False
+
+
+class Credit(Struct, frozen=True, omit_defaults=True):
+    """What a program gives for one turn beside its tokens, for each token or one number for all: see `Turn`. () = nothing."""
+
+    advantages: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 class ExchangeRef(Struct, frozen=True):

@@ -125,6 +125,8 @@ def token_losses(one: Seq, setting: Setting) -> tuple[F64, Slopes]:
 
 def _token(kind: str, logprob: float, r: float, a: float, p: dict[str, float]) -> tuple[float, float]:
     """(loss, d loss / d logprob) of one token. d r / d logprob = r."""
+    if kind == "sft":
+        return -logprob, -1.0
     if kind == "reinforce":
         return -a * logprob, -a
     if kind == "importance_sampling":

@@ -33,6 +33,7 @@ NUMBERS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low": 0.1, "clip_high": 0.15},
     "importance_sampling": {},
     "reinforce": {},
+    "sft": {},
 }
 
 

@@ -29,6 +29,21 @@ def choices(*indices):
     return [SimpleNamespace(index=index) for index in indices]
 
 
+@pytest.mark.asyncio
+async def test_an_example_is_a_turn_that_nobody_sampled(daemon):
+    async with Client(daemon.data) as art:
+        run = await art.run("r")
+        await run.submit_example([1, 2], [3, 4], weights=[0, 1.5], key="k")
+        await run.submit_example([1, 2], [3, 4])
+        await run.submit_example([1, 2], [3, 4])
+    first, *others = daemon.ops(api.Submit)
+    assert (first.group, first.key, first.reward, first.credits[0].weights) == ("example-k", "k", 0.0, (0.0, 1.5))
+    (bulk,) = [bulk for _, _, op, bulk in daemon.seen if op is first or op == first]
+    (made,) = msgspec.msgpack.decode(bytes(bulk[0]), type=list[Turn])
+    assert made.example and np.frombuffer(made.logprobs, "<f4").tolist() == [0.0, 0.0]
+    assert others[0].key != others[1].key and others[0].group != others[1].group and not others[0].credits
+
+
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"scale_rewards": True, "advantages": {"baseline": "none"}}, "scale_rewards", "baseline='none' does without"),
     ({"advantages": {"positive": 0.0, "negative": 0.0}}, "advantages.positive", "trains nothing"),
     ({"advantages": {"length": {"limit": 5, "buffer": 6}}}, "advantages.length.buffer", "more than limit=5"),
+    ({"loss": {"kind": "sft"}, "group_size": 4}, "group_size", "an example is a group of its own"),
+    ({"loss": {"kind": "sft", "proximal": "trainer"}}, "loss.proximal", "examples are not sampled"),
+    ({"loss": {"kind": "sft"}, "advantages": {"truncated": "mask"}}, "advantages", "examples have none"),
+    ({"advantages": {"baseline": "given", "negative": 0.5}}, "advantages.baseline", "as they are"),
     ({"loss": {"divisor": 100}}, "loss.divisor", "normalise='constant' alone, and it is 'token'"),
 ]
 
@@ -52,7 +56,8 @@ def test_each_loss_is_accepted_with_its_defaults_which_are_stored(kind: str) -> 
     assert loss_finding(spec) is None
     stored = msgspec.json.decode(msgspec.json.encode(spec))
     assert stored["loss"]["normalise"] == ("token" if kind not in OWN else OWN[kind].normalise)
-    assert stored["scale_rewards"] is (kind != "dr_grpo")
+    assert stored["scale_rewards"] is (kind not in ("dr_grpo", "sft"))
+    assert stored["group_size"] == (1 if kind == "sft" else 8)
     again = msgspec.convert(stored, RunSpec)
     assert again == spec and first_difference(spec, again) is None
 

@@ -37,6 +37,11 @@ def reinforce(inputs: LossInputs) -> LossOutput:
     return LossOutput(-inputs.advantages * inputs.logprobs)
 
 
+def sft(inputs: LossInputs) -> LossOutput:
+    """Compute cross-entropy per token: -logprob. The tokens are an example's, and the weights of its tokens count as any sample's."""
+    return LossOutput(-inputs.logprobs)
+
+
 def importance_sampling(inputs: LossInputs) -> LossOutput:
     """Compute -r * advantage per token, whose gradient is -r * advantage * grad logprob (Degris et al., arXiv:1205.4839, eq. 5): unbiased
     for one token, and without any bound."""
@@ -105,5 +110,6 @@ LOSSES: dict[str, Callable[..., LossOutput]] = {
     "gspo": gspo,
     "importance_sampling": importance_sampling,
     "reinforce": reinforce,
+    "sft": sft,
 }
 """Loss by `loss.kind`. The daemon knows these names from `artd_schema.losses`; `objective.adopt` adds a package's."""

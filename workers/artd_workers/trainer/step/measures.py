@@ -28,9 +28,12 @@ class Measures:
         here = slice(first, first + len(logprobs))
         self.found[0, here], self.found[1, here] = logprobs.detach(), entropy
 
-    def metrics(self, epoch: int) -> dict[str, float]:
-        """epoch: policy epoch of the weights that were trained; tokens sampled by exactly these measure the mismatch."""
+    def metrics(self, epoch: int, sampled: bool = True) -> dict[str, float]:
+        """Reduce what was added. epoch: policy epoch of the weights that were trained; tokens sampled by exactly these measure the
+        mismatch. sampled: False where the tokens are examples, and old logprobs say nothing."""
         new, entropy = self.found.cpu()
+        if not sampled:
+            return {"entropy": float(entropy.mean()), "trained_tokens": float(len(new))}
         old = torch.cat([row.old_logprobs for row in self._rows]).double()
         epochs = torch.cat([row.epochs for row in self._rows])
         ratios = ratio(new, old)

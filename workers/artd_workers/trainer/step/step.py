@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from artd_schema.losses import EXAMPLES
 from artd_schema.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.row_schedule import ScheduledRow, schedule_rows, sum_over_ranks
 from artd_workers.trainer.batch.rows import Batch
@@ -156,7 +157,9 @@ def train_step(
         optimizer.step()
     finally:
         optimizer.torch.zero_grad(set_to_none=True)
-    found = own | into.measures.metrics(epoch)  # waits for the device, which has the update yet to make
+    found = own | into.measures.metrics(
+        epoch, sampled=loss.kind != EXAMPLES
+    )  # waits for the device, which has the update yet to make
     seconds = time.perf_counter() - started
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
     if batch.coverage is not None:
