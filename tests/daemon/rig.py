@@ -197,7 +197,7 @@ class Rig:
 
     def worker_pid(self, name: str) -> int:
         """Process id of the fake itself (its guardian is in the row)."""
-        (guardian,) = self.rows("SELECT pid FROM process WHERE kind = ?", name)[0]
+        (guardian,) = self.rows("SELECT pid FROM process WHERE kind = ? AND pid IS NOT NULL", name)[0]
         children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
         return int(children[0])
 
