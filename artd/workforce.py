@@ -23,6 +23,7 @@ import msgspec
 
 from artd.datadir.layout import DataDir
 from artd.net.router import WorkerWire
+from artd.runtimes import registry
 from artd.serving.gateway_file import write_gateway_file
 from artd.store.store import Store, emit, set_meta
 from artd.store.views import active_run, active_run_ids, route_shape, stored_spec
@@ -44,7 +45,6 @@ from artd_schema.engines import DEFAULT
 from artd_schema.scratch import sweep
 from artd_schema.worker_names import GATEWAY, parse_worker
 
-from . import runtimes
 from .config import Settings
 from .crew import Crew, find_interpreter, load_crew, visible_gpus
 from .errors import Conflict, RequestError
@@ -185,7 +185,7 @@ class Workforce:
         for kind in kinds:
             try:
                 self._interpreter(kind, engine)
-            except runtimes.RuntimeMissing as error:
+            except registry.RuntimeMissing as error:
                 raise RequestError(str(error)) from None
 
     async def _has_base(self, crew: Crew, names: Sequence[str]) -> bool:
@@ -206,7 +206,7 @@ class Workforce:
         """Return whether there is an interpreter for the worker; its row says why not. `engine` is the kind of its run's engines."""
         try:
             self._interpreter(parse_worker(name).kind, engine)
-        except runtimes.RuntimeMissing as error:
+        except registry.RuntimeMissing as error:
             text = str(error)
             await self._note_missing(name, text)
             return False
@@ -234,7 +234,7 @@ class Workforce:
             python, site_paths = self._interpreter(kind, crew.engine if crew else DEFAULT)
             if crew is not None:
                 crew.base.look()
-        except (runtimes.RuntimeMissing, Conflict) as error:
+        except (registry.RuntimeMissing, Conflict) as error:
             raise FileNotFoundError(str(error)) from None
         folder = self.data.spawn_dir(name, spawn)
         tags = Tags(

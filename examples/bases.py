@@ -7,9 +7,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from artd import runtimes
 from artd.models import names
 from artd.models.fetch import FetchError, fetch, to_stderr
+from artd.runtimes import registry
 from artd_schema.paths import data_home
 
 
@@ -36,7 +36,7 @@ def _made(name: str, doing: str, module: str, arguments: list[str]) -> str:
     print(f"{doing} at {target} (once)", flush=True)
     paths = [_beside(package) for package in ("artd_workers", "artd_schema")]
     target.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(runtimes.find("megatron").python), "-m", f"artd_workers.models.{module}", str(target), *arguments]
+    command = [str(registry.find("megatron").python), "-m", f"artd_workers.models.{module}", str(target), *arguments]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": ":".join(paths)}, check=True)
     return str(target)
 

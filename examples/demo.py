@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artd.runtimes import RuntimeMissing
+from artd.runtimes.registry import RuntimeMissing
 from artd_client import ArtdError, Stalled
 from artd_schema.paths import data_home
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from artd import __version__
-from artd.check import Report, check
+from artd.check.report import Report
+from artd.check.run import check
 from artd.datadir.folder import RESTORING, is_free
 from artd.datadir.layout import DataDir
 from artd.store import fs

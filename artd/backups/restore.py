@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from artd import __version__
-from artd.check import check
+from artd.check.run import check
 from artd.datadir import lock
 from artd.datadir.folder import IGNORED, RESTORING, is_free
 from artd.datadir.layout import DataDir

@@ -4,8 +4,3 @@ Invariants: a check promises what holds after *every* commit, so it holds for a 
 running daemon's snapshot and for a backup alike. What a crash may leave behind, and the next boot removes, is a note, never a
 violation.
 """
-
-from .report import Note, Outcome, Report, Violation
-from .run import check
-
-__all__ = ["Note", "Outcome", "Report", "Violation", "check"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from artd.check import check
+from artd.check.run import check
 from artd.cli import show
 from artd.retention.clock_jumps import SEEN
 from artd.store.blobs import TRASH

@@ -13,7 +13,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from artd.backups import backup
-from artd.check import check
+from artd.check.run import check
 from artd.datadir.layout import DataDir
 from artd.store.migrate import SchemaMismatch, backup_path, migrate, require_known
 from artd.store.readonly import open_readonly

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from artd.check import check
+from artd.check.run import check
 from artd.store.readonly import open_readonly
 from artd_client import Client
 from artd_client.run import Run

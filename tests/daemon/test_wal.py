@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from artd.backups.backup import snapshot
-from artd.check import check
+from artd.check.run import check
 from artd.store.readonly import open_readonly
 from tests.daemon.rig import ROOT, Rig, fill
 

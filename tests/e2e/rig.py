@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from artd import runtimes
+from artd.runtimes import registry
 from artd.supervise.guardian import all_stats, descendants
 from artd_schema.paths import read_daemon_file
 from tests.awake import LOOK_S, SOON_S, Awake
@@ -98,7 +98,7 @@ class Rig:
 
 def make_toy(target: Path, family: str, seed: int = 0) -> Path:
     """A small random Hugging Face checkpoint, made by the megatron runtime."""
-    python = runtimes.find("megatron").python
+    python = registry.find("megatron").python
     command = [python, ROOT / "tests" / "toys.py", target, "--family", family, "--seed", str(seed)]
     subprocess.run(command, check=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
     return target

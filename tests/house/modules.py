@@ -21,8 +21,6 @@ PACKAGES = {
 }
 FACADES = {
     "artd_client": "what a user's program imports",
-    "artd.check": "`check` and what it returns",
-    "artd.runtimes": "`find` and what it raises",
 }
 """Packages whose `__init__` may hold nothing but imports: no other one, and each of these does."""
 TEXTS = ("pyproject.toml", "Makefile", ".ci", "README.md", "CONTRIBUTING.md", "docs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from artd import runtimes
+from artd.runtimes import registry
 from tests.house.imports import RUNTIME, failures
 from tests.house.modules import importable, modules
 
@@ -15,7 +15,7 @@ def test_every_module_of_a_worker_is_imported_in_one_of_the_runtimes() -> None:
     left = failures(importable())
     assert left, "the daemon's interpreter has torch"
     for runtime in ("megatron", "vllm"):
-        found = failures(sorted(left), runtimes.find(runtime).python)
+        found = failures(sorted(left), registry.find(runtime).python)
         wrong = {name: why for name, why in found.items() if why not in {f"needs {p}" for p in RUNTIME}}
         assert {name: why for name, why in wrong.items() if not needs_cuda(name)} == {}, runtime
         left = {name: why for name, why in found.items() if not needs_cuda(name)}

@@ -21,7 +21,7 @@ import anyio.to_thread
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from artd import recover
-from artd.check import check
+from artd.check.run import check
 from artd.config import Limits, Settings
 from artd.errors import RequestError
 from artd.net.router import WorkerWire

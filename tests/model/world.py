@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 
 from artd import recover, workforce
-from artd.check import check
+from artd.check.run import check
 from artd.config import Interpreter, Limits, Runtimes, Settings
 from artd.datadir.layout import DataDir
 from artd.net.router import WorkerWire

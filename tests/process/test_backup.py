@@ -20,7 +20,7 @@ from artd.backups import restore as restoring
 from artd.backups.backup import INFO, BackupError, BackupInfo, NotEmpty, backup
 from artd.backups.instance import LEAP
 from artd.backups.restore import restore
-from artd.check import check
+from artd.check.run import check
 from artd.datadir import lock
 from artd.datadir.layout import DataDir
 from artd.recover import identify

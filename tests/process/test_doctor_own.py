@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from artd import runtimes
-from artd.runtimes import own
+from artd.runtimes import own, registry
 from artd.runtimes.finding import Finding
 from artd.runtimes.own import Own
 from artd.supervise import procfs
@@ -158,6 +157,6 @@ def _imports(body: list[ast.stmt]) -> Iterator[str]:
 
 @pytest.mark.real
 def test_the_installed_runtimes_have_what_the_probe_asks_for() -> None:
-    owns = [Own(w, name, str(runtimes.find(name).python)) for w, name in (("trainer", "megatron"), ("engine", "vllm"))]
+    owns = [Own(w, name, str(registry.find(name).python)) for w, name in (("trainer", "megatron"), ("engine", "vllm"))]
     found = own.findings(owns, 240.0)
     assert [each.state for each in found] == ["ok", "ok"], found

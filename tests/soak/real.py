@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from artd import runtimes
 from artd.cli import read
 from artd.cli.replay_job import inputs
+from artd.runtimes import registry
 from artd_schema.replay_job import ReplayRequest
 from tests.daemon.rig import FOLDERS, Rig
 from tests.e2e.rig import make_toy
@@ -71,7 +71,7 @@ def compare(rig: Rig, replies: Sequence[Replied]) -> list[Violation]:
         "TORCH_COMPILE_DISABLE": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    command = [str(runtimes.find("megatron").python), "-m", "tests.soak.undisturbed", str(folder)]
+    command = [str(registry.find("megatron").python), "-m", "tests.soak.undisturbed", str(folder)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         return [Violation("other weights", f"the undisturbed training failed; see {folder}")]

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from artd.check import Report, check
-from artd.check.report import LISTED, Outcome, Violation
-from artd.check.run import INVARIANTS
+from artd.check.report import LISTED, Outcome, Report, Violation
+from artd.check.run import INVARIANTS, check
 from artd.recover import identify
 from artd.runs.rollback import rollback
 from artd.store.migrate import SchemaMismatch

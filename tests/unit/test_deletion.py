@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from artd.api.listing import read_rows
-from artd.check import check
+from artd.check.run import check
 from artd.config import Retention
 from artd.errors import Conflict, NotFound
 from artd.retention import deletion

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from artd.api.requests import Requests
-from artd.check import check
+from artd.check.run import check
 from artd.config import Retention
 from artd.errors import NotFound, RequestError
 from artd.retention import collector

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from artd.check import check
+from artd.check.run import check
 from artd.errors import Invalid
 from artd.retention.collector import Collector, Retention
 from artd.store.blobs import GRACE_S, Blobs

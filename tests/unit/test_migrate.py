@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from artd.check import check
+from artd.check.run import check
 from artd.store import fs
 from artd.store.migrate import APPLICATION_ID, SchemaMismatch, backup_path, migrate, require_known, scripts
 from artd.store.writer import connect

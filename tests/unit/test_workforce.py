@@ -11,12 +11,12 @@ from unittest import mock
 import msgspec
 import pytest
 
-from artd import runtimes
 from artd.config import Gpus, Interpreter, Runtimes, Settings
 from artd.crew import load_crew
 from artd.errors import RequestError
 from artd.net.router import WorkerWire
 from artd.runs.lifecycle import set_run_state
+from artd.runtimes import registry
 from artd.supervise.packages import FAMILY, LOSS, Offers, Packages
 from artd.supervise.postmortem import Status
 from artd.supervise.spawn import Undead
@@ -219,9 +219,9 @@ async def test_a_runtime_that_has_gone_is_a_start_that_failed(tmp_path, monkeypa
     """Supervision knows OSError as a process that cannot be made; anything else would end the daemon."""
 
     def gone(name):
-        raise runtimes.RuntimeMissing(f"runtime {name} is not installed. Next: artd runtime install {name} --cpu")
+        raise registry.RuntimeMissing(f"runtime {name} is not installed. Next: artd runtime install {name} --cpu")
 
-    monkeypatch.setattr(runtimes, "find", gone)
+    monkeypatch.setattr(registry, "find", gone)
     async with open_store(tmp_path) as store:
         made, _, _ = make(store, tmp_path)
         made.settings = Settings()
@@ -254,7 +254,7 @@ async def test_an_engine_runs_in_the_runtime_of_its_kind(tmp_path, monkeypatch):
         made, _, _ = make(store, tmp_path)
         made.settings = Settings()
         asked = []
-        monkeypatch.setattr(runtimes, "find", lambda name: asked.append(name) or runtimes.Runtime(Path("/p")))
+        monkeypatch.setattr(registry, "find", lambda name: asked.append(name) or registry.Runtime(Path("/p")))
         monkeypatch.setitem(ENGINES, "toy", replace(ENGINES["vllm"], runtime="abacus"))
         made.require_runtimes("toy")
         assert asked == ["megatron", "abacus"]

@@ -66,9 +66,9 @@ def base_model(args: argparse.Namespace) -> Path:
     """Config, tokenizer and seed; drawn by an interpreter that has torch."""
     folder, python, path = args.folder / "base", sys.executable, [*CODE, f"{args.stack}/vllm"]
     if not args.stack:
-        from artd import runtimes
+        from artd.runtimes import registry
 
-        found = runtimes.find("megatron")
+        found = registry.find("megatron")
         python, path = str(found.python), [*CODE, *found.site_paths]
     size = [str(args.layers), args.family, *(["tiny"] if args.tiny else [])]
     words = [python, "-m", "tools.gpu.shape", str(folder), *size]

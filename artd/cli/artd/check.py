@@ -21,7 +21,7 @@ from artd.datadir.lock import reading
 from artd_schema.paths import DATABASE
 
 if TYPE_CHECKING:
-    from artd.check import Report
+    from artd.check.report import Report
 
 SHOWN = 10
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_folder(data: Path, deep: bool, live: bool = False) -> Report:
     """Check a data folder. Raises CliError: NOT_RUNNING when there is no database, FAILED when another version of artd made it."""
-    from artd.check import check
+    from artd.check.run import check
     from artd.store.migrate import SchemaMismatch
 
     if not (data / DATABASE).is_file():
