@@ -17,8 +17,8 @@ from artd_schema.trajectory import RouteShape
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.http import call
+from artd_workers.engines.process.server import TERM_S
 from artd_workers.engines.vllm import guard
-from artd_workers.engines.vllm.server import TERM_S
 from tests.awake import SOON_S, Awake, wait_until
 from tests.engine.conftest import Bench
 from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon

@@ -29,9 +29,9 @@ from artd_workers.engines import canary, checkpoint
 from artd_workers.engines.adapter import EngineError, Fence, capabilities
 from artd_workers.engines.gate import FenceError, Gate, Way
 from artd_workers.engines.process import diagnose, process_group
-from artd_workers.engines.vllm import server
 from artd_workers.engines.vllm.adapter import active_adapters
 from artd_workers.engines.vllm.command import command, lora_rank
+from artd_workers.engines.vllm.server import Server
 from artd_workers.engines.vllm.versions import VERSIONS
 from tests.awake import SOON_S
 from tests.engine import folders
@@ -323,7 +323,7 @@ def test_scratch_is_recorded_by_one_thread_at_a_time(tmp_path: Path, monkeypatch
     config = EngineConfig(
         run="toy", spec=RunSpec(model="/m"), dir=str(tmp_path / "e"), log=str(tmp_path / "log"), python="x"
     )
-    one, files, busy = server.Server(config), iter(range(2)), threading.Lock()
+    one, files, busy = Server(config), iter(range(2)), threading.Lock()
 
     def record(paths: set[Path], file: Path) -> None:
         assert busy.acquire(blocking=False), "two at once: the first one's file is gone when the second renames it"

@@ -23,7 +23,7 @@ from artd_workers.deadline import Deadline
 from artd_workers.engines import canary
 from artd_workers.engines.adapter import EngineError, Fence
 from artd_workers.engines.http import StatusError
-from artd_workers.engines.vllm.server import KILL_S
+from artd_workers.engines.process.server import KILL_S
 from tests.awake import SOON_S, Awake
 from tests.engine.daemon import INSTANCE, ROOT, SPAWN
 from tests.engine.real import HERE, Engine, Sender, load, logprob, start, tool

@@ -1,68 +1,28 @@
-"""A stock vLLM OpenAI server as a child process: its start, death and end.
-
-Each spawn has a fresh Unix socket in a 0700 folder; everything that it makes is there, or is found and removed at the end. This
-owns the server's process group, `EngineConfig.dir`, the server's part of the log, and beside it the record of scratch files, by
-which the next spawn removes what a spawn left in /dev/shm that was killed together with its harness. The server is spawned from
-the harness's main thread, to which PR_SET_PDEATHSIG is tied. Once it serves, it ends when its engine does. Nothing of the group
-lives after `stop`.
-"""
+"""A stock vLLM OpenAI server: how it is started, asked for its health, tried, and rid of its requests."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
-from artd_schema import scratch
 from artd_schema.worker import EngineConfig
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import EngineError, model_name
+from artd_workers.engines.adapter import model_name
 from artd_workers.engines.http import call
-from artd_workers.engines.process import diagnose, health, process_group
-from artd_workers.gpus import refusal
+from artd_workers.engines.process.server import ServerProcess
 
 from . import guard
 from .command import command, environment
 from .parsers import TEMPLATE, Parsers, choose, prove
 from .versions import find_installed
 
-TERM_S = 10.0
-KILL_S = 5.0
 _PROOF_S = 60.0
-_ABORT_S, _HEALTH_S = 2.0, 2.0
-_SOCKET_BYTES = 107
-_UUID_CHARS = 36
-_SCAN_S = 1.0
 
 
-class Server:
-    """One spawn of the server. It cannot be restarted: a new spawn has a new harness.
-
-    `lost`: why artd ended it although it was alive, "" when artd did not.
-    """
+class Server(ServerProcess):
+    """One spawn of vLLM's server."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.folder = Path(config.dir)
-        self.socket = self.folder / "s"
-        self.scratch = self.folder / "t"
-        self.log = Path(config.log)
-        self.record = self.log.with_suffix(".scratch")
-        self.ended = threading.Event()
-        self.lost = ""
-        self._over = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._files: set[Path] = set()
-        self._scanning = threading.Lock()
-        self._started = 0.0
-        self._scanned = 0.0
-        self._log_offset = 0
-        self._ooms = 0
+        super().__init__(config)
         self._parsers = Parsers()
 
     def command(self) -> list[str]:
@@ -71,155 +31,19 @@ class Server:
         self._parsers = choose(spec.engine, Path(spec.model), find_installed().series)
         return command(self.config, self.socket, self._parsers)
 
-    def spawn(self) -> None:
-        """Start the server and return at once. Raises EngineError when the folder or the interpreter cannot be used.
+    def environment(self) -> dict[str, str]:
+        return environment(self.config, self.scratch)
 
-        It also raises when the GPU that the run wants is missing; the server itself would need a minute to say so, at every
-        start.
-        """
-        if refused := refusal("engine.device", self.config.spec.engine.device):
-            raise EngineError(refused)
-        self._prepare()
-        self._started = time.time() - 1.0
-        self._ooms = diagnose.oom_kills()
-        argv = [
-            sys.executable,
-            "-m",
-            "artd_workers.engines.process.launch",
-            str(os.getpid()),
-            *self.command(),
-        ]
-        try:
-            with open(self.log, "ab", opener=_private) as log:
-                self._log_offset = log.tell()
-                self._process = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.scratch,
-                    env=environment(self.config, self.scratch), process_group=0,
-                )  # fmt: skip
-        except OSError as error:
-            raise EngineError(
-                f"the engine cannot be started with {self.config.python} (log {self.log}): {error}"
-            ) from None
-        threading.Thread(target=self._watch, args=(self._process,), name="artd-server", daemon=True).start()
+    def files(self) -> dict[str, str]:
+        template = self.config.spec.engine.chat_template
+        return {TEMPLATE: template} if template else {}
 
-    def serving(self) -> bool:
-        """Return whether the server says that it can serve. Raises EngineError once it has ended.
+    def check_health(self, deadline: Deadline) -> None:
+        call(str(self.socket), "GET", "/health", deadline=deadline)
 
-        Call it until it returns True: only then its engine is watched.
-        """
-        self.scan()
-        if self.ended.is_set():
-            raise EngineError(self.death())
-        if not self.socket.exists():
-            return False
-        try:
-            self._ask()
-        except EngineError:
-            return False
-        self.scan(now=True)
+    def prove(self) -> None:
         prove(self._parsers, self.socket, model_name(self.config), Deadline(_PROOF_S))
-        threading.Thread(target=self._watch_engine, name="artd-health", daemon=True).start()
-        return True
 
-    def scan(self, now: bool = False) -> None:
-        """Remember which scratch files the group holds; after its death /proc no longer shows them. Any thread."""
-        with self._scanning:
-            if self._process is not None and (now or time.monotonic() - self._scanned >= _SCAN_S):
-                self._scanned = time.monotonic()
-                known = len(self._files)
-                self._files |= process_group.scratch_files(process_group.members(self._process.pid), self._started)
-                if len(self._files) > known:
-                    scratch.record(self._files, self.record)
-
-    def death(self) -> str:
-        """Return why the server ended, in one sentence."""
-        assert self._process is not None
-        text = self.tail() + self.first_error()
-        why = diagnose.cause(self._process.returncode, text, diagnose.oom_kills() > self._ooms, self.lost)
-        return f"the vLLM server of run {self.config.run} has ended: {why}{self.first_error()}"
-
-    def first_error(self) -> str:
-        """Return the first exception in this spawn's log as the end of a sentence, "" when there is none."""
-        found = diagnose.first_error(self.log, self._log_offset) if self._process is not None else ""
-        return f" (first error in its log: {found})" if found else ""
-
-    def tail(self) -> str:
-        """Return the last log lines of this spawn, "" when there was no process."""
-        return diagnose.tail(self.log, self._log_offset) if self._process is not None else ""
-
-    def kill(self) -> None:
-        """End the group at once; its calls fail from now on. Any thread."""
-        if self._process is not None:
-            self.scan(now=True)
-            process_group.kill(self._process.pid, KILL_S)
-
-    def stop(self, grace_s: float) -> list[int]:
-        """End the server within about `grace_s` seconds and remove its files. Returns processes that could not be ended.
-
-        SIGTERM with requests in flight hangs vLLM 0.32 for good, so they are aborted first, and SIGKILL follows in any case.
-        """
-        left: list[int] = []
-        self._over.set()
-        if self._process is not None:
-            deadline = Deadline(min(grace_s, TERM_S))
-            self.scan(now=True)
-            if grace_s > 0 and not self.ended.is_set():
-                self._end_requests(Deadline(min(_ABORT_S, deadline.left)))
-                process_group.signal_process(self._process.pid, signal.SIGTERM)
-                process_group.wait_gone(self._process.pid, deadline.left)
-            self.scan(now=True)
-            left = process_group.kill(self._process.pid, KILL_S)
-            self.ended.wait(KILL_S)
-        scratch.remove(self._files)
-        self.record.unlink(missing_ok=True)
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        (self.folder / TEMPLATE).unlink(missing_ok=True)
-        self.socket.unlink(missing_ok=True)
-        return left
-
-    def _prepare(self) -> None:
-        # vLLM binds ZeroMQ sockets named by a UUID in its TMPDIR.
-        if (length := len(os.fsencode(self.scratch)) + 1 + _UUID_CHARS) > _SOCKET_BYTES:
-            raise EngineError(
-                f"sockets in {self.scratch} would have paths of {length} bytes, {_SOCKET_BYTES} are allowed: "
-                "use a shorter runtime folder (XDG_RUNTIME_DIR)"
-            )
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            info = self.folder.stat()
-            if info.st_uid != os.getuid() or info.st_mode & 0o077:
-                raise EngineError(
-                    f"{self.folder} must be this user's own with mode 0700: its socket runs code for who reaches it"
-                )
-            self.scratch.mkdir(mode=0o700)
-            if template := self.config.spec.engine.chat_template:
-                (self.folder / TEMPLATE).write_text(template)
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            scratch.sweep(self.record)  # left by a spawn that was killed together with its harness
-        except OSError as error:
-            raise EngineError(f"the engine's folder {self.folder} cannot be made: {error}") from None
-
-    def _end_requests(self, deadline: Deadline) -> None:
-        try:
-            headers = {guard.HEADER: guard.own()}
-            call(str(self.socket), "POST", "/abort_requests", {}, deadline=deadline, headers=headers)
-        except EngineError:
-            return  # SIGTERM and SIGKILL follow in any case
-
-    def _ask(self) -> None:
-        call(str(self.socket), "GET", "/health", deadline=Deadline(_HEALTH_S))
-
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
-        self.ended.set()
-        self._over.set()
-
-    def _watch_engine(self) -> None:
-        if why := health.await_loss(self._ask, self._over):
-            self.lost = f"its engine has died ({why})"
-            self.kill()
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that only this user may read."""
-    return os.open(path, flags, 0o600)
+    def end_requests(self, deadline: Deadline) -> None:
+        headers = {guard.HEADER: guard.own()}
+        call(str(self.socket), "POST", "/abort_requests", {}, deadline=deadline, headers=headers)
