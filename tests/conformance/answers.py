@@ -1,7 +1,7 @@
 """A server that answers one call of one method wrongly, slowly or not at all.
 
-`METHODS` is every method of `Adapter` that calls the server, with its calls; `answers` tries each against one fault. The relay
-answers in place of the server, which hears nothing and stays intact.
+`METHODS` is every method of `Adapter` that calls the server; `answers` tries each against one fault. The relay answers in place of the
+server, which hears nothing and stays intact.
 """
 
 from __future__ import annotations
@@ -23,47 +23,33 @@ SLACK_S = 15.0
 """What a call may take beyond its deadline on a busy machine: less than a drip takes that nobody cuts off."""
 FENCE = Fence(INSTANCE, 1, 1, 1)
 SHAPE = RouteShape(layers=1, topk=1, experts=2)
-METHODS: dict[str, tuple[tuple[str, ...], Callable[[Adapter, Bench, Deadline], Any]]] = {
-    "pause": (("/pause",), lambda a, b, d: a.pause(0.05, d)),
-    "resume": (("/resume",), lambda a, b, d: a.resume(d)),
-    "begin": (("artd_begin",), lambda a, b, d: a.begin(FENCE, d)),
-    "join": (("/init_weight_transfer_engine",), lambda a, b, d: a.join("somewhere", d)),
-    "receive": (
-        ("/start_weight_update", "/update_weights", "/finish_weight_update", "artd_finish"),
-        lambda a, b, d: a.receive(FENCE, b.weights(0).tensors, d),
-    ),
-    "load_merged": (
-        ("artd_load_merged", "artd_finish"),
-        lambda a, b, d: a.load_merged(FENCE, b.weights(0).tensors, b.disk(0), d),
-    ),
-    "finish": (
-        ("/update_weight_version", "artd_label", "/reset_prefix_cache"),
-        lambda a, b, d: a.finish("toy@0", d),
-    ),
-    "load_adapter": (("/v1/load_lora_adapter",), lambda a, b, d: a.load_adapter("x", Path("/x"), d)),
-    "check_adapter": (
-        ("artd_check_adapter",),
-        lambda a, b, d: a.check_adapter(Path("/x"), b.weights(0).tensors, d),
-    ),
-    "unload_adapter": (("/v1/unload_lora_adapter",), lambda a, b, d: a.unload_adapter("x", d)),
-    "in_flight": (("/metrics",), lambda a, b, d: a.in_flight("x", d)),
-    "score": (("/v1/completions",), lambda a, b, d: a.score("toy", [[1, 2, 3]], d)),
-    "warm": (("artd_warm",), lambda a, b, d: a.warm(d)),
-    "capture_routes": (("artd_capture_routes",), lambda a, b, d: a.capture_routes(SHAPE, d)),
-    "abort_all": (("/abort_requests",), lambda a, b, d: a.abort_all(d)),
-    "direct_table": (("artd_direct_table",), lambda a, b, d: a.direct_table(d)),
-    "direct_open": (("artd_direct_open",), lambda a, b, d: a.direct_open(Path(__file__), d)),
-    "direct_expect": (("artd_direct_expect",), lambda a, b, d: a.direct_expect(Path("/x"), d)),
-    "direct_room": (("artd_direct_room",), lambda a, b, d: a.direct_room(d)),
-    "direct_stage": (("artd_direct_stage", "artd_direct_staged"), lambda a, b, d: a.direct_stage(FENCE, d)),
-    "direct_pull": (("artd_direct_pull",), lambda a, b, d: a.direct_pull(FENCE, d)),
-    "direct_swap": (("artd_direct_swap",), lambda a, b, d: a.direct_swap(FENCE, d)),
+METHODS: dict[str, Callable[[Adapter, Bench, Deadline], Any]] = {
+    "pause": lambda a, b, d: a.pause(0.05, d),
+    "resume": lambda a, b, d: a.resume(d),
+    "begin": lambda a, b, d: a.begin(FENCE, d),
+    "join": lambda a, b, d: a.join("somewhere", d),
+    "receive": lambda a, b, d: a.receive(FENCE, b.weights(0).tensors, d),
+    "load_merged": lambda a, b, d: a.load_merged(FENCE, b.weights(0).tensors, b.disk(0), d),
+    "finish": lambda a, b, d: a.finish("toy@0", d),
+    "load_adapter": lambda a, b, d: a.load_adapter("x", Path("/x"), d),
+    "check_adapter": lambda a, b, d: a.check_adapter(Path("/x"), b.weights(0).tensors, d),
+    "unload_adapter": lambda a, b, d: a.unload_adapter("x", d),
+    "in_flight": lambda a, b, d: a.in_flight("x", d),
+    "score": lambda a, b, d: a.score("toy", [[1, 2, 3]], d),
+    "warm": lambda a, b, d: a.warm(d),
+    "capture_routes": lambda a, b, d: a.capture_routes(SHAPE, d),
+    "abort_all": lambda a, b, d: a.abort_all(d),
+    "direct_table": lambda a, b, d: a.direct_table(d),
+    "direct_open": lambda a, b, d: a.direct_open(Path(__file__), d),
+    "direct_expect": lambda a, b, d: a.direct_expect(Path("/x"), d),
+    "direct_room": lambda a, b, d: a.direct_room(d),
+    "direct_stage": lambda a, b, d: a.direct_stage(FENCE, d),
+    "direct_pull": lambda a, b, d: a.direct_pull(FENCE, d),
+    "direct_swap": lambda a, b, d: a.direct_swap(FENCE, d),
 }
-"""Each method that speaks to the server: the calls that it makes, and how it is called."""
+"""Each method that speaks to the server, and how it is called (`Speech.methods`: the calls that it makes)."""
 GUARDED = ("pause", "resume", "join", "receive", "finish", "load_adapter", "unload_adapter", "abort_all")
 """Those that begin with a route of the server's own, which carries no fence."""
-TEXT = ("load_adapter", "unload_adapter")
-"""vLLM answers these with a sentence: any text is a success, and what is served is verified by the canary."""
 FAULTS = (500, "close", "garbage", "odd", "hang", "drip")
 
 
@@ -73,22 +59,23 @@ def answers(bench: Bench, fault: Any) -> None:
     adapter = spawn.adapter()
     if not adapter.capabilities.weight_version or not adapter.capabilities.abort_route:
         raise AssertionError("the table of methods is that of an engine with every route")
-    waits = fault in ("hang", "drip")
-    for number in range(max(len(routes) for routes, _ in METHODS.values())):
-        now = {name: (routes[number], run) for name, (routes, run) in METHODS.items() if number < len(routes)}
+    speech, waits = bench.kind.speech, fault in ("hang", "drip")
+    fine = {"*": {"say": speech.fine}}
+    for number in range(max(map(len, speech.methods.values()))):
+        now = {name: routes[number] for name, routes in speech.methods.items() if number < len(routes)}
         if fault in ("garbage", "odd"):
-            now = {name: one for name, one in now.items() if name not in TEXT}
+            now = {name: route for name, route in now.items() if name not in speech.texts}
         made = {name: spawn.adapter() for name in now}  # one each: what it has joined or opened is its own
-        with spawn.faults({"*": "fine"} | {route: fault for route, _ in now.values()}), ThreadPoolExecutor(24) as pool:
-            tried = {name: pool.submit(run, made[name], bench, Deadline(limit)) for name, (_, run) in now.items()}
+        with spawn.faults(fine | dict.fromkeys(now.values(), fault)), ThreadPoolExecutor(24) as pool:
+            tried = {name: pool.submit(METHODS[name], made[name], bench, Deadline(limit)) for name in now}
             for name, call in tried.items():
                 try:
                     with refused(kind=EngineTimeout if waits else EngineError, within_s=limit + SLACK_S):
                         call.result()
                 except AssertionError as error:
-                    raise AssertionError(f"{name}, {now[name][0]}: {error}") from None
-    with spawn.faults({"/version": fault}), refused(within_s=limit + SLACK_S):
+                    raise AssertionError(f"{name}, {now[name]}: {error}") from None
+    with spawn.faults({speech.version: fault}), refused(within_s=limit + SLACK_S):
         spawn.adapter(limit)
-    with spawn.faults({"/health": fault}):
+    with spawn.faults({speech.health: fault}):
         assert not adapter.healthy(Deadline(limit))
     assert adapter.healthy(Deadline(bench.kind.patience_s)) and spawn.serves(bench.served)

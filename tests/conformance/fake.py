@@ -1,4 +1,4 @@
-"""The scripted server as a `Kind`, for an engine outside the package (`abacus`): no model, no torch, one second per spawn."""
+"""Scripted servers as `Kind`s: vLLM's, and that of an engine from outside the package (`abacus`). No model, no torch, a second a spawn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from artd_schema.direct import OFFER
@@ -14,15 +15,20 @@ from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_schema.worker import Push, Transfer
 from artd_workers.deadline import Deadline
-from artd_workers.engines.adapter import Adapter
+from artd_workers.engines.adapter import Adapter, Capabilities
+from artd_workers.engines.vllm.adapter import VllmAdapter
+from artd_workers.engines.vllm.versions import VERSIONS
 from artd_workers.transfer.stock import ID_BYTES, leave_id
 from tests.engine import folders
 from tests.engine.daemon import ROOT
 
-from .abacus.engine import VERSION, VERSIONS, AbacusAdapter
+from .abacus import engine as abacus
+from .abacus.speech import SPEECH as ABACUS
+from .abacus.speech import AbacusClient
 from .spawn import Flaw, rendezvous
-
-SERVER = Path(folders.__file__).with_name("fake_vllm.py")
+from .speech import Speech
+from .vllm import SPEECH as VLLM
+from .vllm import VllmClient
 
 
 class FakeFeed:
@@ -65,15 +71,19 @@ class FakeFeed:
 
 
 class Fake:
-    """See `spawn.Kind`."""
+    """See `spawn.Kind`. server_file: the scripted server; engine: its kind; ways that this interpreter can push."""
 
     deadline_s = 2.0
     patience_s = 30.0
     tokens = 300
-    harness = "tests.conformance.abacus"
-    versions = VERSIONS
     workers = False
     ahead = 1
+    server_file: Path
+    engine: str
+    version: str
+    harness: str
+    versions: Sequence[Capabilities]
+    speech: Speech
 
     def __init__(self, folder: Path, way: str = "gloo", routes: RouteShape | None = None) -> None:
         """way: of its live pushes, or "lora"."""
@@ -83,7 +93,7 @@ class Fake:
         self.routes = routes
         self.python = sys.executable
         fake = folder / "python"
-        fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {SERVER} "$@"\n')
+        fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {self.server_file} "$@"\n')
         fake.chmod(0o700)
         self.server = str(fake)
         self.script = folder / "script"
@@ -91,21 +101,18 @@ class Fake:
         self.env = {"FAKE_VLLM": str(self.script), "PYTHONPATH": f"{ROOT / 'workers'}:{ROOT / 'schema'}:{ROOT}"}
         direct = {"transfer": way} if way in ("in_place", "staged") else {}
         self.spec = RunSpec(model=str(folder / "model"), rollout_weights_mode=self.mode, lora=LoraSpec(rank=4, alpha=8),
-                            engine=EngineSpec(kind="abacus", max_model_len=64, **direct))  # fmt: skip
+                            engine=EngineSpec(kind=self.engine, max_model_len=64, **direct))  # fmt: skip
 
     def say(self, script: dict[str, object]) -> None:
         """The script of servers to come."""
         own: dict[str, object] = {
-            "version": VERSION,
+            "version": self.version,
             "calls": str(self._folder / "calls"),
             "shm": f"/dev/shm/psm_artd_test_{self._folder.name}",
         }
         if (shape := self.routes) is not None:
             own |= {"shape": [shape.layers, shape.topk, shape.experts]}
         self.script.write_text(json.dumps(own | script))
-
-    def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
-        return AbacusAdapter(socket, deadline, owner)
 
     def checkpoint(self, step: int) -> Path:
         folder = self._folder / f"checkpoint-{step}"
@@ -116,3 +123,27 @@ class Fake:
     def feed(self, folder: Path, way: str) -> FakeFeed:
         transfers: dict[str, Transfer] = {"gloo": "gloo", "stock": "stock"}
         return FakeFeed(folder, transfers.get(way, "direct"))
+
+
+class FakeVllm(Fake):
+    server_file = Path(folders.__file__).with_name("fake_vllm.py")
+    engine, version = "vllm", "0.32.0"
+    harness, versions, speech = "artd_workers.engines", VERSIONS, VLLM
+
+    def client(self, socket: str) -> VllmClient:
+        return VllmClient(socket)
+
+    def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
+        return VllmAdapter(socket, deadline, owner)
+
+
+class FakeAbacus(Fake):
+    server_file = Path(abacus.__file__).with_name("serve.py")
+    engine, version = "abacus", abacus.VERSION
+    harness, versions, speech = "tests.conformance.abacus", abacus.VERSIONS, ABACUS
+
+    def client(self, socket: str) -> AbacusClient:
+        return AbacusClient(socket)
+
+    def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
+        return abacus.AbacusAdapter(socket, deadline, owner)

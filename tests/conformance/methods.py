@@ -19,13 +19,12 @@ from artd_schema.spec import InFlight
 from artd_schema.trajectory import RouteShape
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, EngineError, Fence
-from artd_workers.engines.vllm import guard
 from tests.awake import SOON_S
 from tests.engine.daemon import INSTANCE
 
 from .answers import GUARDED, METHODS
 from .bench import Bench, fence_of
-from .spawn import Spawn, manifest, refused
+from .spawn import Spawn, manifest, owner_of, refused
 
 Case = Callable[[Bench], None]
 KEEPS: tuple[InFlight, ...] = ("keep", "recompute")
@@ -40,7 +39,7 @@ class Request(threading.Thread):
         self._what = (spawn, model, tokens)
         self.ended, self.looks, self.seconds = "", 0, 0.0
         self.start()
-        while self.is_alive() and not spawn.running():
+        while self.is_alive() and not spawn.client.running():
             self.looks += 1
             time.sleep(0.005)
 
@@ -91,7 +90,7 @@ def again(bench: Bench) -> None:
 
 
 def paused(spawn: Spawn) -> bool:
-    return bool(spawn.ask("/is_paused", method="GET")["is_paused"])
+    return spawn.client.paused()
 
 
 # ---- any engine -------------------------------------------------------------------------------------------------------
@@ -192,21 +191,21 @@ def load_merged_brings_a_checkpoint(bench: Bench) -> None:
     adapter, fence = spawn.adapter(), bench.take_fence(spawn)
     prompt = [3 + i * 7 % 1000 for i in range(300)] if bench.kind.workers else [3, 4, 5]
     spawn.complete(spawn.name(0), 2, prompt)
-    hits = spawn.prefix_hits()
+    hits = spawn.client.prefix_hits()
     spawn.complete(spawn.name(0), 2, prompt)
-    assert spawn.prefix_hits() > hits, "prefixes are cached"
+    assert spawn.client.prefix_hits() > hits, "prefixes are cached"
     adapter.pause(0.0, soon(bench))
     adapter.begin(fence, soon(bench))
     figures = adapter.load_merged(fence, bench.weights(2).tensors, bench.disk(2), soon(bench))
     assert figures["bytes"] > 0
     adapter.finish("toy@2", soon(bench))
     adapter.resume(soon(bench))
-    hits = spawn.prefix_hits()
+    hits = spawn.client.prefix_hits()
     spawn.complete(spawn.name(0), 2, prompt)
-    assert spawn.prefix_hits() == hits, "a prefix of the old weights was found"
+    assert spawn.client.prefix_hits() == hits, "a prefix of the old weights was found"
     assert spawn.serves(2) and not spawn.serves(0)
     if adapter.capabilities.weight_version:
-        assert spawn.ask("/weight_info", method="GET")["weight_version"] == "toy@2"
+        assert spawn.client.label() == "toy@2"
     again(bench)
 
 
@@ -220,21 +219,22 @@ def who_sampled_each_token_is_known(bench: Bench) -> None:
     for in_flight in KEEPS:
         old, new = f"toy@{in_flight}1", f"toy@{in_flight}2"
         _relabel(adapter, bench, old, "drain")
-        spawn.generate("early", 4)
+        client, model = spawn.client, spawn.name(0)
+        client.generate(model, "early", 4)
         with ThreadPoolExecutor(2) as pool:
-            kept = pool.submit(spawn.generate, "kept", bench.kind.tokens, n=2)
-            while spawn.running() < 2:
+            kept = pool.submit(client.generate, model, "kept", bench.kind.tokens, n=2)
+            while client.running() < 2:
                 assert not kept.done(), "too short for this engine"
                 time.sleep(0.02)
             time.sleep(0.2)
             adapter.pause(0.0, soon(bench), in_flight)
-            late = pool.submit(spawn.generate, "late", 4)
+            late = pool.submit(client.generate, model, "late", 4)
             time.sleep(0.2)
             assert not kept.done() and not late.done()
             adapter.finish(new, soon(bench))
             adapter.resume(soon(bench))
             found = {"late#0": late.result()[0], "kept#0": kept.result()[0], "kept#1": kept.result()[1]}
-        told = spawn.sampled("early#0", "never#0", *found)
+        told = client.sampled("early#0", "never#0", *found)
         assert told.pop("early#0") == {"policy": [[0, old]], "cache": [[0, old]]}
         assert told.pop("late#0") == {"policy": [[0, new]], "cache": [[0, new]]}
         assert told.keys() == found.keys() - {"late#0"}
@@ -245,7 +245,7 @@ def who_sampled_each_token_is_known(bench: Bench) -> None:
             assert one["cache"] == ([[0, old], [at - 1, new]] if in_flight == "keep" else [[0, new]])
             if adapter.capabilities.weight_version:
                 assert one["policy"] == [[span["start"], span["version"]] for span in found[key]["weight_versions"]]
-        assert spawn.sampled(*found) == {}
+        assert client.sampled(*found) == {}
     again(bench)
 
 
@@ -292,7 +292,7 @@ def join_happens_once_for_each_file(bench: Bench) -> None:
     """And again after it failed."""
     spawn = ready(bench)
     adapter, feed = spawn.adapter(), bench.kind.feed(spawn.root, "gloo")
-    seen = len(spawn.calls())
+    seen, (met,) = len(spawn.calls()), bench.kind.speech.methods["join"]
     try:
         for step in (1, 2):
             push = bench.order(step, feed)
@@ -301,7 +301,7 @@ def join_happens_once_for_each_file(bench: Bench) -> None:
             adapter.begin(fence, soon(bench))
             feed.send(push)
             if step == 1:
-                with spawn.faults({"/init_weight_transfer_engine": 500}), refused():
+                with spawn.faults({met: 500}), refused():
                     adapter.join(feed.rendezvous, soon(bench))
             adapter.join(feed.rendezvous, soon(bench))
             figures = adapter.receive(fence, bench.weights(step).tensors, soon(bench))
@@ -311,7 +311,7 @@ def join_happens_once_for_each_file(bench: Bench) -> None:
             assert spawn.serves(step) and not spawn.serves(3 - step)
     finally:
         feed.close()
-    joined = [call for call in spawn.calls()[seen:] if call["route"] == "/init_weight_transfer_engine"]
+    joined = [call for call in spawn.calls()[seen:] if call["route"] == met]
     assert len(joined) == 2, "one that failed, and one for both updates"
     again(bench)
 
@@ -321,14 +321,13 @@ def the_servers_own_routes_obey_their_owner(bench: Bench) -> None:
     touches its labels, caches, transfers, adapters and requests."""
     spawn = ready(bench)
     request = under_way(spawn, bench.kind.tokens)
-    for owner in (guard.owner(INSTANCE, spawn.number - 1), guard.owner("another", spawn.number), "nobody"):
+    for owner in (owner_of(INSTANCE, spawn.number - 1), owner_of("another", spawn.number), "nobody"):
         other, why = spawn.adapter(owner=owner), "belongs to"
         for name in GUARDED if other.capabilities.abort_route else GUARDED[:-1]:
             with refused(why):
-                METHODS[name][1](other, bench, soon(bench))
+                METHODS[name](other, bench, soon(bench))
         with refused(why):
-            label = {"owner": owner, "name": "another", "cleared": True}
-            spawn.ask("/collective_rpc", {"method": "artd_label", "args": [], "kwargs": label})
+            spawn.client.relabel(owner)
         assert not paused(spawn)
     assert request.end() == "length"
     assert spawn.serves(0)
@@ -336,27 +335,30 @@ def the_servers_own_routes_obey_their_owner(bench: Bench) -> None:
 
 def versions_that_are_unknown_are_refused(bench: Bench) -> None:
     """By the adapter as soon as it is made, whatever the server can do; one that is known gets the calls of its row."""
-    spawn = ready(bench)
+    spawn, speech = ready(bench), bench.kind.speech
     for version in ("9.9.9", "0.1.0+cpu", "0.3", "unknown", ""):
-        with spawn.faults({"/version": {"say": {"version": version}}}), refused("is not in artd's capability table"):
+        told = {speech.version: {"say": speech.release(version)}}
+        with spawn.faults(told), refused("is not in artd's capability table"):
             spawn.adapter()
-    with spawn.faults({"/version": {"say": {"release": "0.32.0"}}}), refused("not a vLLM server"):
+    answer, why = speech.stranger
+    with spawn.faults({speech.version: {"say": answer}}), refused(why):
         spawn.adapter()
     for row in bench.kind.versions:
-        with spawn.faults({"/version": {"say": {"version": f"{row.series}.7+odd"}}}):
+        with spawn.faults({speech.version: {"say": speech.release(f"{row.series}.7+odd")}}):
             adapter = spawn.adapter()
         assert adapter.capabilities is row
         seen = len(spawn.calls())
-        with spawn.faults({"*": "fine"}):
+        with spawn.faults({"*": {"say": speech.fine}}):
             adapter.finish("toy@0", soon(bench))
             adapter.abort_all(soon(bench))
         made = [call["route"] for call in spawn.calls()[seen:]]
-        assert ("/update_weight_version" in made) == row.weight_version
-        assert ("/abort_requests" in made) == row.abort_route
+        for capability, route in speech.optional.items():
+            assert (route in made) == getattr(row, capability)
 
 
 def an_unknown_version_never_gets_ready(bench: Bench) -> None:
-    spawn = bench.spawn(1000, {"/version": {"say": {"version": "9.9.9"}}})
+    speech = bench.kind.speech
+    spawn = bench.spawn(1000, {speech.version: {"say": speech.release("9.9.9")}})
     down = spawn.daemon.received[-1]
     assert isinstance(down, w.Down) and "9.9.9" in down.error
     assert spawn.daemon.wait() == 1

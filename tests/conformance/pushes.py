@@ -25,6 +25,7 @@ from tests.awake import SOON_S, Awake
 
 from .bench import Bench
 from .spawn import Flaw, Spawn, manifest, reference
+from .speech import Speech
 
 END_S = 30.0
 """Seconds between the failure of a call and the end of every process, on a busy machine."""
@@ -33,37 +34,6 @@ NOTICED_S = 15.0
 
 BEFORE = ("fence", "open", "stage")
 """Phases of a merged push before the engine asks for the hold."""
-
-CALLS: dict[str, dict[str, tuple[str, ...]]] = {
-    "disk": {
-        "pause": ("/pause",),
-        "transfer": ("artd_begin", "artd_finish", "artd_load_merged"),
-        "load": ("/update_weight_version", "artd_label", "/reset_prefix_cache"),
-        "resume": ("/resume",),
-        "verify": ("/v1/completions",),
-    },
-    "gloo": {
-        "transfer": (
-            "artd_begin", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "artd_finish",
-            "/update_weights",
-        ),
-    },
-    "stock": {
-        "transfer": (
-            "artd_begin", "/init_weight_transfer_engine", "artd_expect", "/start_weight_update", "/finish_weight_update",
-            "artd_finish", "/update_weights",
-        ),
-    },
-    "in_place": {"open": ("artd_direct_expect", "artd_direct_open"), "transfer": ("artd_direct_pull",)},
-    "staged": {
-        "open": ("artd_direct_open", "artd_direct_expect"),
-        "stage": ("artd_direct_staged", "artd_direct_stage"),
-        "transfer": ("artd_direct_swap",),
-    },
-    "lora": {"load": ("/v1/load_lora_adapter",), "verify": ("artd_check_adapter", "/v1/completions")},
-}  # fmt: skip
-"""What a push calls, by way and phase: the last one of a phase is where its weights move, if they move in it. What a live way
-has in common with a push from disk stands there."""
 
 
 @dataclass(frozen=True)
@@ -83,31 +53,32 @@ class Failure:
         return "-".join(word for word in words if word)
 
 
-def failures(way: str, every: bool = False) -> Iterator[Failure]:
+def failures(speech: Speech, way: str, every: bool = False) -> Iterator[Failure]:
     """What can go wrong with a push of this way. every: at each call, else at the last of each phase."""
-    for phase, calls in CALLS[way].items():
+    phases, methods = speech.pushes[way], speech.methods
+    for phase, calls in phases.items():
         for call in calls if every else calls[-1:]:
             yield from (Failure(way, phase, call, how) for how in ("error", "hang", "death"))
     if way in ("disk", "lora"):
-        yield Failure(way, "verify", "/v1/completions", "wrong")
+        yield Failure(way, "verify", methods["score"][-1], "wrong")
         yield from (Failure(way, "fence", damage=damage) for damage in ("manifest", "table"))
         yield from (Failure(way, "transfer", damage=damage) for damage in ("tensor", "short table"))
         if way == "lora":
             yield Failure(way, "transfer", damage="config")
     else:
         moved = "stage" if way == "staged" else "transfer"
-        met = "open" if "open" in CALLS[way] else "transfer"
+        met = "open" if "open" in phases else "transfer"
         yield from (Failure(way, moved, flaw=flaw) for flaw in ("dies", "stalls"))
         yield Failure(way, "transfer", flaw="wrong")  # a staged push sums what it has swapped in
         yield from (Failure(way, met, flaw=flaw) for flaw in ("short", "absent"))
     if way == "staged":
-        yield Failure(way, "stage", "artd_direct_staged", "never done")
+        yield Failure(way, "stage", methods["direct_stage"][-1], "never done")
     if way == "disk":
-        yield Failure(way, "load", "/reset_prefix_cache", "held")
+        yield Failure(way, "load", methods["finish"][-1], "held")
         yield Failure(way, "hold", how="silence")
         yield Failure(way, "hold", how="death in fence")
         yield Failure(way, "hold", how="death in hold")
-        yield from (Failure(way, phase, CALLS[way][phase][-1], "workers' death") for phase in ("transfer", "verify"))
+        yield from (Failure(way, phase, phases[phase][-1], "workers' death") for phase in ("transfer", "verify"))
 
 
 def deep(failure: Failure) -> bool:
@@ -134,8 +105,9 @@ def fails(bench: Bench, failure: Failure) -> None:
                 strike(spawn, failure, seen)
                 unknown(spawn, push, failure.phase)
             routes = [call["route"] for call in spawn.calls()[seen:]]
-            assert "/abort_requests" not in routes, "it was asked to end, with a grace, in place of being ended"
-            assert failure.phase not in (*BEFORE, "hold") or "/pause" not in routes
+            (drop,), (pause,) = bench.kind.speech.methods["abort_all"], bench.kind.speech.methods["pause"]
+            assert drop not in routes, "it was asked to end, with a grace, in place of being ended"
+            assert failure.phase not in (*BEFORE, "hold") or pause not in routes
     finally:
         if feed is not None:
             feed.close()
@@ -175,11 +147,11 @@ def unknown(spawn: Spawn, push: w.Push, phase: str) -> None:
 @contextmanager
 def spoiled(bench: Bench, spawn: Spawn, failure: Failure) -> Iterator[None]:
     """The relay's and the daemon's part of the failure. A wrong score is one just beyond the canary's bound."""
-    bound = manifest(bench.kind.checkpoint(0)).canary.max_abs
+    bound, speech = manifest(bench.kind.checkpoint(0)).canary.max_abs, bench.kind.speech
     hold = {"hold": str(spawn.root / "go")}
-    faults = {"error": 500, "hang": "hang", "death": hold, "workers' death": hold, "held": "false",
-              "wrong": {"shift": 2 * bound},
-              "never done": "fine"}  # fmt: skip
+    faults = {"error": 500, "hang": "hang", "death": hold, "workers' death": hold, "held": {"say": speech.held},
+              "wrong": {"shift": 2 * bound, "key": speech.score},
+              "never done": {"say": speech.fine}}  # fmt: skip
     spawn.daemon.holds = failure.phase != "hold"
     if failure.how == "death in fence":
         (spawn.root / "engine.fenced").write_text("stop")

@@ -22,6 +22,7 @@ from artd_workers.engines.vllm.versions import VERSIONS
 from tests.engine.real import HERE, serving_tool, tool
 
 from .spawn import Flaw, rendezvous
+from .vllm import SPEECH, VllmClient
 
 STEPS = range(4)
 AT = 7
@@ -83,6 +84,7 @@ class Vllm:
     tokens = 1000
     harness = "artd_workers.engines"
     versions = VERSIONS
+    speech = SPEECH
     workers = True
     ahead = 1
 
@@ -103,6 +105,9 @@ class Vllm:
 
     def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
         return VllmAdapter(socket, deadline, owner)
+
+    def client(self, socket: str) -> VllmClient:
+        return VllmClient(socket)
 
     def checkpoint(self, step: int) -> Path:
         return self._toys / f"{self._prefix}{step}"

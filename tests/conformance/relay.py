@@ -3,11 +3,11 @@
 So every engine can fail in the same ways at the same calls. This process becomes the server, on another socket (`upstream`).
 Its child takes SOCKET, records each call and passes it on, or does what the folder $ARTD_RELAY says. That folder has `faults`,
 JSON {ROUTE: FAULT} ("*": any route), read at each call; `calls`, one JSON line each; and `server`, the server's pid. A route is
-the path, or the method of a /collective_rpc.
+the path, or the `method` of a body that names one. Routes of $ARTD_RELAY_QUIET are not recorded, and "*" does not mean them.
 
 Of these faults the server hears nothing: a status; "hang"; "close"; "garbage" (no JSON); "odd" (JSON of another form); "drip"
-(an answer byte by byte); "fine" and "false" (success and failure); {"say": ANSWER}. These are passed on: {"hold": PATH}, once
-the file exists; {"shift": NATS}, which changes every prompt logprob of the answer by so much.
+(an answer byte by byte); {"say": ANSWER}. These are passed on: {"hold": PATH}, once the file exists; {"shift": NATS, "key": KEY},
+which changes every number under this key of the answer by so much.
 
 It uses only the standard library, because it runs with any engine's interpreter, and it dies with the server.
 """
@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 FOLDER = Path(os.environ["ARTD_RELAY"])
 PR_SET_PDEATHSIG = 1
-QUIET = ("/health", "/metrics")
+QUIET = os.environ["ARTD_RELAY_QUIET"].split(",")
 _LOCK = threading.Lock()
 
 
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
     def _serve(self, body: bytes) -> None:
         url = urlsplit(self.path)
         content = json.loads(body) if body else {}
-        route = content["method"] if url.path == "/collective_rpc" else url.path
+        route = content.get("method", url.path)
         if route not in QUIET:
             note({"route": route, "query": url.query, "body": content})
         match fault_of(route):
@@ -75,22 +75,18 @@ class Handler(BaseHTTPRequestHandler):
                 self._reply(200, b'["odd"]')
             case "drip":
                 self._drip()
-            case "fine":
-                self._reply(200, b'{"results": [{}]}')
-            case "false":
-                self._reply(200, b'{"success": false}')
             case {"say": answer}:
                 self._reply(200, json.dumps(answer).encode())
             case {"hold": path}:
                 while not Path(path).exists():
                     time.sleep(0.01)
                 self._pass(body)
-            case {"shift": nats}:
-                self._pass(body, nats)
+            case {"shift": nats, "key": key}:
+                self._pass(body, nats, key)
             case _:
                 self._pass(body)
 
-    def _pass(self, body: bytes, shift: float = 0.0) -> None:
+    def _pass(self, body: bytes, shift: float = 0.0, key: str = "") -> None:
         upstream = Upstream("localhost")
         try:
             upstream.request(self.command, self.path, body or None, dict(self.headers))
@@ -101,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         finally:
             upstream.close()
-        self._reply(answer.status, shifted(text, shift) if shift else text)
+        self._reply(answer.status, json.dumps(shifted(json.loads(text), shift, key)).encode() if shift else text)
 
     def _reply(self, status: int, data: bytes) -> None:
         self.send_response(status)
@@ -141,14 +137,13 @@ def note(call: dict[str, Any]) -> None:
         calls.write(json.dumps(call) + "\n")
 
 
-def shifted(text: bytes, nats: float) -> bytes:
-    """An answer with every prompt logprob off by so much."""
-    reply = json.loads(text)
-    for choice in reply["choices"]:
-        for row in choice["prompt_logprobs"][1:]:
-            for score in row.values():
-                score["logprob"] += nats
-    return json.dumps(reply).encode()
+def shifted(value: Any, nats: float, key: str, under: bool = False) -> Any:
+    """An answer with every number under this key off by so much."""
+    if isinstance(value, dict):
+        return {name: shifted(one, nats, key, under or name == key) for name, one in value.items()}
+    if isinstance(value, list):
+        return [shifted(one, nats, key, under) for one in value]
+    return value + nats if under and isinstance(value, float) else value
 
 
 def main() -> None:

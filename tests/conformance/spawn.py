@@ -29,12 +29,12 @@ from artd_schema.spec import RunSpec
 from artd_schema.trajectory import RouteShape
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, Capabilities, EngineError, model_name
-from artd_workers.engines.http import call
-from artd_workers.engines.vllm import guard
 from tests.engine import folders
 from tests.engine.daemon import INSTANCE, FakeDaemon
 from tests.process.helpers import session_members
 from tests.spare_cpu import leave_a_cpu
+
+from .speech import Client, Speech
 
 RELAY = Path(__file__).with_name("relay.py")
 Flaw = Literal["", "dies", "stalls", "wrong", "short", "absent"]
@@ -58,7 +58,7 @@ class Kind(Protocol):
     """One engine. python: the harness's interpreter; server: the program that the harness starts as the engine's
     interpreter; ways: of a live push (keys of `pushes.CALLS`); deadline_s: of a push that is to hang; patience_s: for what has to
     succeed; tokens: a request makes them in about a second; ahead: spawns that are started beside the one that is tried;
-    harness: the module that runs as the harness; versions: what the engine's can do; workers: whether its other processes do the work, which else only have to live; env: of the harness."""
+    harness: the module that runs as the harness; versions: what the engine's can do; speech: its wire; workers: whether its other processes do the work, which else only have to live; env: of the harness."""
 
     python: str
     server: str
@@ -73,6 +73,10 @@ class Kind(Protocol):
     env: dict[str, str]
     harness: str
     versions: Sequence[Capabilities]
+    speech: Speech
+
+    def client(self, socket: str) -> Client:
+        """Somebody who asks the server behind this socket."""
 
     def adapter(self, socket: Path, deadline: Deadline, owner: str) -> Adapter:
         """An adapter to this server, whose own routes are called as this owner."""
@@ -106,7 +110,7 @@ class Spawn:
         python.chmod(0o700)
         config = w.EngineConfig(run="toy", spec=kind.spec, dir=str(root / "e"), log=str(root / "engine.log"),
                                 python=str(python), routes=kind.routes)  # fmt: skip
-        tags = {"ARTD_RELAY": str(relay), CRASH_DIR: str(root)}
+        tags = {"ARTD_RELAY": str(relay), "ARTD_RELAY_QUIET": ",".join(kind.speech.quiet), CRASH_DIR: str(root)}
         made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number, kind.harness))
         answer = made.daemon.expect((w.Ready, w.Down), 600.0)
         made.socket = answer.socket if isinstance(answer, w.Ready) else ""
@@ -136,7 +140,7 @@ class Spawn:
 
     def adapter(self, deadline_s: float = 20.0, owner: str = "") -> Adapter:
         """An adapter of its own to the server, through the relay. owner: in place of this spawn's."""
-        return self.kind.adapter(Path(self.socket), Deadline(deadline_s), owner or guard.owner(INSTANCE, self.number))
+        return self.kind.adapter(Path(self.socket), Deadline(deadline_s), owner or owner_of(INSTANCE, self.number))
 
     def end(self) -> None:
         """End what is left of it."""
@@ -171,50 +175,23 @@ class Spawn:
         mine = [one for one in session_members(harness) if one.pid != harness]
         return [one for one in mine if str(RELAY) not in _command(one.pid)]
 
-    def ask(self, route: str, body: Any = None, method: str = "POST", timeout_s: float = 60.0) -> Any:
-        """What the server answers a client of its own."""
-        return call(self.upstream, method, route, body, deadline=Deadline(timeout_s))
+    @property
+    def client(self) -> Client:
+        """Somebody beside the harness."""
+        return self.kind.client(self.upstream)
 
     def complete(self, model: str, tokens: int, prompt: Sequence[int] = (5, 6, 7)) -> str:
         """A greedy completion of so many tokens; why it ended."""
-        body = {"model": model, "prompt": [list(prompt)], "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-                "prompt_logprobs": None}  # fmt: skip
-        return str(self.ask("/v1/completions", body)["choices"][0]["finish_reason"])
-
-    def generate(self, request: str, tokens: int, **sampling: Any) -> list[dict[str, Any]]:
-        """The choices of a request by tokens, under this name, of so many tokens each."""
-        body = {"model": self.name(0), "token_ids": [5, 6, 7, 8, 9], "request_id": request, "cache_salt": request,
-                "sampling_params": {"logprobs": 0, "max_tokens": tokens, "ignore_eos": True, **sampling}}  # fmt: skip
-        choices = self.ask("/inference/v1/generate", body)["choices"]
-        return sorted(choices, key=lambda choice: choice["index"])
-
-    def sampled(self, *choices: str) -> dict[str, Any]:
-        """What the worker saw of who sampled these, `REQUEST#CHOICE`."""
-        body = {"method": "artd_take_sampled", "args": [], "kwargs": {"choices": list(choices)}}
-        return self.ask("/collective_rpc", body)["results"][0]
-
-    def prefix_hits(self) -> float:
-        """Tokens (or prompts) that were found in its prefix cache so far."""
-        return self._metric("vllm:prefix_cache_hits_total")
-
-    def running(self) -> float:
-        """Requests that it works on."""
-        return self._metric("vllm:num_requests_running")
-
-    def _metric(self, name: str) -> float:
-        page = str(self.ask("/metrics", method="GET")).splitlines()
-        return sum(float(line.split()[-1]) for line in page if line.startswith((f"{name}{{", f"{name} ")))
+        return self.client.complete(model, tokens, prompt)
 
     def gap(self, model: str, step: int) -> tuple[float, float]:
         """How far its scores are from the canary of a checkpoint, in nats: the largest and the mean difference."""
         canary = manifest(self.kind.checkpoint(step)).canary
-        body = {"model": model, "prompt": [list(p) for p in canary.prompts], "max_tokens": 1, "temperature": 1.0,
-                "prompt_logprobs": 0}  # fmt: skip
-        choices = sorted(self.ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+        scored = self.client.scores(model, canary.prompts)
         found = [
-            abs(row[str(token)]["logprob"] - want)
-            for choice, prompt, wanted in zip(choices, canary.prompts, canary.logprobs, strict=True)
-            for row, token, want in zip(choice["prompt_logprobs"][1:], prompt[1:], wanted, strict=True)
+            abs(score - want)
+            for row, wanted in zip(scored, canary.logprobs, strict=True)
+            for score, want in zip(row, wanted, strict=True)
         ]
         return max(found), sum(found) / len(found)
 
@@ -228,6 +205,11 @@ class Spawn:
         canary = manifest(self.kind.checkpoint(step)).canary
         largest, mean = self.gap(model or self.name(step), step)
         return largest <= canary.max_abs and mean <= canary.mean_abs
+
+
+def owner_of(instance: str, spawn: int) -> str:
+    """Who a spawn's harness says it is, in a header of its calls."""
+    return f"{instance}/{spawn}"
 
 
 _PAIRS = itertools.count(1)

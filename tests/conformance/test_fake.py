@@ -1,4 +1,4 @@
-"""The suite against the scripted server: every method and every failure, in seconds."""
+"""The suite against the scripted vLLM server: every method and every failure, in seconds. Its stock push: tests/engine/test_stock.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from artd_workers.engines.adapter import Adapter
 
 from . import answers, methods, pushes
 from .bench import Bench
-from .fake import Fake
+from .fake import FakeVllm
+from .vllm import SPEECH
 
 SHAPE = RouteShape(layers=2, topk=2, experts=8)
 
 
 def bench(way: str, routes: RouteShape | None = None) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="artd-k-") as folder:
-        made = Bench(Fake(Path(folder), way, routes))
+        made = Bench(FakeVllm(Path(folder), way, routes))
         yield made
         made.close()
 
@@ -46,11 +47,6 @@ def staged() -> Iterator[Bench]:
     yield from bench("staged")
 
 
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Bench]:
-    yield from bench("stock")
-
-
 def quick(one: pushes.Failure) -> bool:
     """One of each sort in `make test`: a death in every phase of every way, and what only one way knows. The rest is slow: an
     error is an error at any call, and that any call ends by its deadline is seen without a push."""
@@ -58,16 +54,14 @@ def quick(one: pushes.Failure) -> bool:
         return one.way == "disk" and one.phase == "transfer"
     if one.damage:
         return one.damage == "tensor" or (one.way == "disk" and one.damage != "table")
-    if one.way in ("stock", "staged") and one.flaw:
-        return (one.way, one.flaw) in (("stock", "stalls"), ("staged", "wrong"))
-    if one.way == "stock":
-        return False
+    if one.way == "staged" and one.flaw:
+        return one.flaw == "wrong"
     return one.phase != "open" and one.flaw != "short"
 
 
 def failures(*ways: str) -> list[Any]:
-    found = [one for way in ways for one in pushes.failures(way, every=True)]
-    often = {one for way in ways for one in pushes.failures(way) if quick(one)}
+    found = [one for way in ways for one in pushes.failures(SPEECH, way, every=True)]
+    often = {one for way in ways for one in pushes.failures(SPEECH, way) if quick(one)}
     return [pytest.param(one, id=str(one), marks=() if one in often else pytest.mark.slow) for one in found]
 
 
@@ -91,8 +85,8 @@ def test_a_merged_push_fails(merged: Bench, failure: pushes.Failure) -> None:
     pushes.fails(merged, failure)
 
 
-def test_pushes_of_a_gpu_are_served(in_place: Bench, staged: Bench, stock: Bench) -> None:
-    for one in (in_place, staged, stock):
+def test_pushes_of_a_gpu_are_served(in_place: Bench, staged: Bench) -> None:
+    for one in (in_place, staged):
         methods.live_pushes_are_served(one)
 
 
@@ -104,11 +98,6 @@ def test_a_push_in_place_fails(in_place: Bench, failure: pushes.Failure) -> None
 @pytest.mark.parametrize("failure", failures("staged"))
 def test_a_staged_push_fails(staged: Bench, failure: pushes.Failure) -> None:
     pushes.fails(staged, failure)
-
-
-@pytest.mark.parametrize("failure", failures("stock"))
-def test_a_stock_push_fails(stock: Bench, failure: pushes.Failure) -> None:
-    pushes.fails(stock, failure)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.gateway.rig import Rig, merged
 
 from . import gateway
 from .abacus.entry import ABACUS
-from .abacus.http import FakeAbacus
+from .abacus.gateway_engine import FakeAbacus
 
 
 @pytest.mark.asyncio

@@ -15,6 +15,7 @@ from artd_schema.spec import Mode
 from . import methods, pushes
 from .bench import Bench
 from .real import Vllm
+from .vllm import SPEECH
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,7 +43,7 @@ def test_merged(merged: Bench, case: methods.Case) -> None:
 
 
 def failures(*ways: str) -> list[pushes.Failure]:
-    return [one for way in ways for one in pushes.failures(way) if pushes.deep(one)]
+    return [one for way in ways for one in pushes.failures(SPEECH, way) if pushes.deep(one)]
 
 
 @pytest.mark.parametrize("failure", failures("disk", "gloo"), ids=str)

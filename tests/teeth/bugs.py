@@ -73,7 +73,7 @@ BUGS = (
     Bug(
         "engine-kind-is-not-read", "workers/artd_workers/engines/worker.py",
         "engine_of(config.spec.engine.kind)", 'engine_of("vllm")',
-        "tests/conformance/test_fake.py::test_merged[is_healthy]", "7.1.4 is not in artd's capability table",
+        "tests/conformance/test_abacus.py::test_merged[is_healthy]", "not a vLLM server|did not answer|has ended",
     ),
     Bug(
         "seed-file-exported", "workers/artd_workers/trainer/tools/export.py",
@@ -666,7 +666,7 @@ BUGS = (
         "Obtained: 1.93", torch=True,
     ),
     Bug(
-        "a-dead-engine-is-waited-for", "workers/artd_workers/engines/vllm/server.py",
+        "a-dead-engine-is-waited-for", "workers/artd_workers/engines/process/server.py",
         "if why := health.await_loss(self._ask, self._over):", 'if why := "":',
         "tests/engine/test_health.py::test_an_engine_that_dies_between_pushes_is_told",
         "no <class '.*Down'> within",
@@ -942,7 +942,7 @@ BUGS = (
         "KeyError: 'error'",
     ),
     Bug(
-        "a-missing-gpu-is-left-to-vllm", "workers/artd_workers/engines/vllm/server.py",
+        "a-missing-gpu-is-left-to-vllm", "workers/artd_workers/engines/process/server.py",
         'refusal("engine.device", self.config.spec.engine.device)', '""', "tests/engine/test_harness.py",
         "the server does not answer",
     ),

@@ -27,6 +27,7 @@ from tests.conformance import methods, pushes
 from tests.conformance.bench import Bench
 from tests.conformance.real import STEPS, Sender, Vllm, made_as
 from tests.conformance.spawn import Flaw, Kind, rendezvous
+from tests.conformance.vllm import SPEECH
 from tests.engine.real import HERE, ROOT, serving_tool, tool
 from tools.gpu import lines
 
@@ -163,7 +164,7 @@ def of_pushes(way: str) -> lines.Item:
 
     def item(tiny: bool) -> Iterator[dict[str, Any]]:
         live = "in_place" if way == "disk" else way
-        failures = list(pushes.failures("gloo" if tiny and way in ("in_place", "staged") else way))
+        failures = list(pushes.failures(SPEECH, "gloo" if tiny and way in ("in_place", "staged") else way))
         failures.sort(key=pushes.deep, reverse=True)
 
         def cases(bench: Bench) -> Cases:

@@ -1,4 +1,4 @@
-"""The gateway's dialect of the abacus. Nothing in it has vLLM's form. `http.py` is the engine's side."""
+"""The gateway's dialect of the abacus. Nothing in it has vLLM's form. `gateway_engine.py` is the engine's side."""
 
 from __future__ import annotations
 
