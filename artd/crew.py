@@ -10,6 +10,7 @@ import msgspec
 
 from artd.core.fleet import engines_of
 from artd.models.base_model import PinnedBase
+from artd.runtimes import registry
 from artd.store.store import Store
 from artd.store.views import stored_spec
 from artd.supervise.packages import Packages
@@ -20,7 +21,7 @@ from artd_schema.engines import UnknownEngine, engine_kind
 from artd_schema.packages import RunCode
 from artd_schema.worker_names import trainer_name
 
-from . import config, runtimes
+from . import config
 
 TRAINER_RUNTIME = "megatron"
 
@@ -54,7 +55,7 @@ def find_interpreter(settings: config.Runtimes, kind: w.WorkerKind, engine: str)
     own: config.Interpreter = getattr(settings, kind)
     if own.python:
         return own.python, list(own.pythonpath)
-    found = runtimes.find(TRAINER_RUNTIME if kind == "trainer" else _runtime_of(engine))
+    found = registry.find(TRAINER_RUNTIME if kind == "trainer" else _runtime_of(engine))
     return str(found.python), [*found.site_paths, *own.pythonpath]
 
 
@@ -69,4 +70,4 @@ def _runtime_of(engine: str) -> str:
     try:
         return engine_kind(engine).runtime
     except UnknownEngine as error:
-        raise runtimes.RuntimeMissing(str(error)) from None
+        raise registry.RuntimeMissing(str(error)) from None
