@@ -52,10 +52,6 @@ check: venv ## check lint, format, types and import rules
 format: venv ## let ruff fix and format the code
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
-quick: venv ## run ruff and the fast tests: no engine, no runtime (1 minute)
-	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation" $(wildcard tests/unit tests/model tests/wire tests/attack)
-
 # Two halves of about the same length, one for each core. The first runs beside the second and prints its log behind it; both
 # run to their end, whatever fails.
 define HALVES
@@ -63,6 +59,14 @@ define HALVES
 	trap 'kill $$half 2>/dev/null || true; rm -f $$log' EXIT; \
 	main=0; $(2) || main=$$?; rc=0; wait $$half || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
 endef
+
+# Temporary folders in memory, where there is such a folder: half of the fast tests' time is fsync. What durability needs of a disk is
+# proved by tests/crash, which `make test` runs on the disk.
+FAST := $(if $(wildcard /dev/shm/.),PYTEST_DEBUG_TEMPROOT=/dev/shm) $(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation"
+
+quick: venv ## run ruff and the fast tests: no engine, no runtime (1 minute)
+	@$(BIN)/ruff check .
+	$(call HALVES,$(FAST) -p no:cacheprovider tests/model tests/attack || rc=$$?,$(FAST) tests/unit)
 
 ##@ Test it
 BESIDE := tests/model tests/crash tests/security tests/gateway tests/process tests/conformance tests/cli

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -20,14 +21,23 @@ BATCH = "artd/packing/child.py"
 """A batch's manifest in the packer's folder, until it is a blob: no file of a checkpoint."""
 
 
+@cache
+def strings_of() -> dict[str, set[str]]:
+    """Map each source file to the strings in it; to parse them all takes a second."""
+    return {
+        path.relative_to(ROOT).as_posix(): {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        for package in ("artd", "schema", "workers", "client")
+        for path in (ROOT / package).rglob("*.py")
+    }
+
+
 def holders(text: str) -> set[str]:
-    """Files with a string that is `text`."""
-    found = set()
-    for package in ("artd", "schema", "workers", "client"):
-        for path in (ROOT / package).rglob("*.py"):
-            strings = (n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant))
-            if text in strings:
-                found.add(path.relative_to(ROOT).as_posix())
+    """Return the files with a string that is `text`."""
+    found = {file for file, strings in strings_of().items() if text in strings}
     return found - ({BATCH} if text == MANIFEST_FILE else set())
 
 
