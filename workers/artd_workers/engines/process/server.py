@@ -171,7 +171,7 @@ class ServerProcess(ABC):
     def stop(self, grace_s: float) -> list[int]:
         """End the server within about `grace_s` seconds and remove its files. Returns processes that could not be ended.
 
-        SIGTERM with requests in flight can hang a server for good (vLLM 0.32), so they are ended first, and SIGKILL follows in any case.
+        SIGTERM with requests in flight can hang a server for good, so they are ended first, and SIGKILL follows in any case.
         """
         left: list[int] = []
         self._over.set()
@@ -194,7 +194,7 @@ class ServerProcess(ABC):
         return left
 
     def _prepare(self) -> None:
-        # vLLM binds ZeroMQ sockets named by a UUID in its TMPDIR.
+        # A server may bind sockets named by a UUID in its TMPDIR.
         if (length := len(os.fsencode(self.scratch)) + 1 + _UUID_CHARS) > _SOCKET_BYTES:
             raise EngineError(
                 f"sockets in {self.scratch} would have paths of {length} bytes, {_SOCKET_BYTES} are allowed: "
