@@ -1,8 +1,8 @@
-"""Messages between clients (Python client, artctl) and the daemon: DEALER to the client ROUTER.
+"""Messages between clients (Python client, artctl) and the daemon, from a client's DEALER to the daemon's ROUTER.
 
-Frames: [b"A1", Request or Reply in msgpack, bulk...]. Requests are numbered by the client; a reply carries the number.
-Submit carries its body (msgpack list[Turn]) as the one bulk frame. Requests with a `key` are idempotent: the same key
-with the same content gives the first reply again, with other content `Conflict`. Orders carry a `request` id instead.
+Frames: [b"A1", Request or Reply in msgpack, bulk...]. The client numbers its requests; a reply carries the number. Submit by
+value carries its body (msgpack list[Turn]) as one bulk frame. A request with a `key` counts once: the same key with the same
+content gets the first reply again, with other content `Conflict`. Orders carry a `request` id instead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .spec import RunSpec, Seconds
 from .trajectory import Credit, ExchangeRef, Split
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-"""Of a row: what SQLite holds."""
+"""An integer that an SQLite column can store."""
 Step = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 MOST_REFS = 4096
-"""Responses of one trajectory."""
+"""The most responses of one trajectory."""
 MOST_STATES = 16
-"""States of one list: more than any table has."""
+"""The most states of one List; no table has more."""
 
 
 class _Op(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_defaults=True, gc=False):
@@ -30,33 +30,37 @@ class _Op(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_
 
 
 class Order(_Op, frozen=True, kw_only=True):
-    """A change that counts once. request: an id that the client draws for each call; the daemon does a request that comes
-    again under its id only once ("" = always)."""
+    """A change that counts once.
+
+    `request`: an id that the client makes for each call. The daemon carries out requests with the same id once; "" = every
+    time.
+    """
 
     request: str = ""
 
 
 class Hello(_Op, frozen=True):
-    """First request of a connection; answered by Welcome."""
+    """The first request of a connection. Answered by Welcome."""
 
     protocol: int
     client: str
 
 
 class CreateRun(_Op, frozen=True):
-    """Create a run or attach to it; answered by RunInfo, by Pending while its model is being fetched. spec None = attach only (NotFound if there is none)."""
+    """Create a run or attach to it. `spec` None = only attach, NotFound if there is none. Answered by RunInfo, or by Pending
+    while the model is fetched."""
 
     name: str
     spec: RunSpec | None = None
 
 
 class Submit(_Op, frozen=True):
-    """Submit one trajectory to a group; answered by Submitted.
+    """Submit one trajectory to a group. Answered by Submitted.
 
-    key: dedup key, unique in the run for ever ("" = sha256 of its response ids or of its body). By reference: refs, no
-    bulk. By value: one bulk frame, msgpack list[Turn]. group: name of the group, created on first use. reward: from -1e30 to
-    1e30; metrics: at most 256 finite numbers; metadata: whatever JSON can say. credits:
-    for each turn its advantages and weights; () = none.
+    `key`: unique in the run for ever; "" = sha256 of its response ids or of its body. By reference: `refs`, no bulk. By value:
+    one bulk frame, msgpack list[Turn]. `group`: name of the group, which the first submission creates. `reward`: from -1e30 to
+    1e30. `metrics`: at most 256 finite numbers. `metadata`: anything that JSON can express. `credits`: for each turn
+    its advantages and weights; () = none.
     """
 
     run: str
@@ -71,21 +75,23 @@ class Submit(_Op, frozen=True):
 
 
 class Seal(_Op, frozen=True):
-    """Seal a group: no more trajectories; answered by GroupInfo."""
+    """Close a group that gets no more trajectories. Answered by GroupInfo."""
 
     run: str
     group: str
 
 
 class Flush(Order, frozen=True):
-    """Seal every open group and pack what there is, even fewer than groups_per_step; answered by Done."""
+    """Seal every open group and pack what there is, even fewer groups than groups_per_step. Answered by Done."""
 
     run: str
 
 
 class WaitStep(_Op, frozen=True):
-    """Answered by StepInfo once `step` is committed and served, by Stalled when no rollout is open and too few groups
-    are trainable, or by Pending after timeout_s."""
+    """Wait for a step. Answered by StepInfo once `step` is committed and served, by Pending after `timeout_s` seconds.
+
+    Answered by Stalled when no rollout is open and too few groups are trainable.
+    """
 
     run: str
     step: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -93,8 +99,10 @@ class WaitStep(_Op, frozen=True):
 
 
 class List(_Op, frozen=True):
-    """One page of a table; answered by Rows. Newest first, with ids below `before`; with `after` oldest first, with ids above
-    it. states: () = all."""
+    """Read one page of a table. Answered by Rows.
+
+    Rows come newest first, with ids below `before`; with `after` oldest first, with ids above it. `states`: () = all.
+    """
 
     what: Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
     run: str = ""
@@ -105,7 +113,7 @@ class List(_Op, frozen=True):
 
 
 class Events(_Op, frozen=True):
-    """Events with id > after, oldest first; waits up to timeout_s for the first; answered by Rows."""
+    """Read events with an id above `after`, oldest first. Waits up to `timeout_s` seconds for the first one. Answered by Rows."""
 
     after: Number = 0
     run: str = ""
@@ -114,33 +122,35 @@ class Events(_Op, frozen=True):
 
 
 class Pause(Order, frozen=True):
-    """Train no more until resumed. reason: what the status says of it."""
+    """Stop training until Resume. `reason`: the text that the status shows."""
 
     run: str
     reason: Annotated[str, Meta(max_length=1000)] = "operator"
 
 
 class Resume(Order, frozen=True):
-    """Let a paused run go on, whatever paused it. Workers that are broken (five deaths in ten minutes) are started again."""
+    """Let a paused run train again, whatever paused it. Broken workers (five deaths in ten minutes) are started again."""
 
     run: str
 
 
 class Finish(_Op, frozen=True):
-    """End a run for good: no more training; its engine and trainer stop."""
+    """End a run for good: training, its engine and its trainer stop."""
 
     run: str
 
 
 class DeleteRun(Order, frozen=True):
-    """Delete a finished run with everything it stored; answered by Done when that is sure to happen."""
+    """Delete a finished run with everything that it stored. Answered by Done once the deletion is durable."""
 
     run: str
 
 
 class Rollback(_Op, frozen=True):
-    """Go on from an older step of the run's chain, in a new lineage; answered by Done. lineage: the run's now (RunInfo); the
-    same request again changes nothing, whatever has been trained meanwhile."""
+    """Continue from an older step of the run's chain, in a new lineage. Answered by Done.
+
+    `lineage`: the run's present one (RunInfo). The same request again changes nothing, whatever was trained since.
+    """
 
     run: str
     step: Step
@@ -148,40 +158,42 @@ class Rollback(_Op, frozen=True):
 
 
 class CancelJob(_Op, frozen=True):
-    """End a job for good: its trajectories wait again, and its run pauses."""
+    """End a job for good. Its trajectories wait to be packed again, and its run pauses."""
 
     job: Number
 
 
 class DiscardJob(_Op, frozen=True):
-    """End a job for good, with its trajectories: they are never trained. The pause of its quarantine is lifted, no other."""
+    """End a job for good and discard its trajectories, which are never trained. Only the pause of its quarantine is lifted."""
 
     job: Number
 
 
 class DiscardGroup(_Op, frozen=True):
-    """Discard an open or sealed group with its trajectories: they are never trained. Answered by Done."""
+    """Discard an open or sealed group with its trajectories, which are never trained. Answered by Done."""
 
     run: str
     group: str
 
 
 class RetryJob(Order, frozen=True):
-    """Queue a quarantined job again on the same batch. The pause of its quarantine is lifted, no other."""
+    """Queue a quarantined job again on the same batch. Only the pause of its quarantine is lifted."""
 
     job: Number
 
 
 class Collect(_Op, frozen=True):
-    """Delete now what has had its time and what nothing refers to; answered by Collected. dry: only say what would go;
-    resume: retention that stopped at a jump of the clock goes on."""
+    """Delete expired payloads and files that nothing refers to, now. Answered by Collected.
+
+    `dry`: only say what would be deleted. `resume`: first allow deletion by age again, which a jump of the clock stopped.
+    """
 
     dry: bool = False
     resume: bool = False
 
 
 class Shutdown(_Op, frozen=True):
-    """Stop the daemon; workers get drain_s seconds. Answered by Done before it goes."""
+    """Stop the daemon; workers get `drain_s` seconds. Answered by Done before the daemon stops."""
 
     drain_s: Seconds = 60.0
 
@@ -219,8 +231,11 @@ class _Answer(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, o
 
 
 class Welcome(_Answer, frozen=True):
-    """max_message: bytes, all frames of a message together; the client refuses larger ones before sending. window: bytes of large
-    messages that a client should have under way at once, 0: any; a single one always may."""
+    """The daemon's description of itself.
+
+    `max_message`: bytes of all frames of a message; the client refuses larger ones before it sends them. `window`: bytes of
+    large messages that a client may have under way at once, 0 = any; a single message is always allowed.
+    """
 
     protocol: int
     instance: str
@@ -230,8 +245,12 @@ class Welcome(_Answer, frozen=True):
 
 
 class RunInfo(_Answer, frozen=True):
-    """state: active, paused or finished; step: newest committed (-1 before the init job); served: newest live step
-    (-1); spec: None when the stored one cannot be read (`reason` says why); lineage: of the next step, one more with each rollback."""
+    """The state of a run.
+
+    `state`: active, paused or finished. `step`: newest committed step, -1 before the init job. `served`: newest live step, -1 =
+    none. `spec`: None when the stored one cannot be read; `reason` says why. `lineage`: of the next step; each rollback adds
+    one.
+    """
 
     name: str
     state: str
@@ -246,8 +265,11 @@ class RunInfo(_Answer, frozen=True):
 
 
 class Submitted(_Answer, frozen=True):
-    """trajectory: id; duplicate: the key was known with the same content; group_state: open, or what its seal made of it
-    (sealed, discarded; later packed, trained)."""
+    """A durable trajectory.
+
+    `trajectory`: its id. `duplicate`: the key was known, with the same content. `group_state`: open, or the result of its seal
+    (sealed, discarded; later packed, trained).
+    """
 
     trajectory: int
     duplicate: bool
@@ -255,7 +277,7 @@ class Submitted(_Answer, frozen=True):
 
 
 class GroupInfo(_Answer, frozen=True):
-    """state: sealed, or discarded for `reason`; later packed or trained. size: trajectories."""
+    """The state of a group: sealed, or discarded for `reason`; later packed or trained. `size`: number of trajectories."""
 
     group: str
     state: str
@@ -274,8 +296,10 @@ class StepInfo(_Answer, frozen=True):
 
 
 class Stalled(_Answer, frozen=True):
-    """No rollout is open and fewer than `needed` sealed groups are trainable: submit more groups or flush. discarded: of the
-    newest discarded groups, how many for which reason."""
+    """No rollout is open and fewer than `needed` sealed groups are trainable: submit more groups, or flush.
+
+    `discarded`: reason -> number, of the newest discarded groups.
+    """
 
     step: int
     sealed: int
@@ -285,8 +309,11 @@ class Stalled(_Answer, frozen=True):
 
 
 class Pending(_Answer, frozen=True):
-    """The wait timed out, or a model is being fetched; ask again. phase: what the run is doing now; problem: the worker that
-    is broken, for which somebody has to do something, "" = none; doing: the same for people, with seconds or bytes."""
+    """The wait timed out, or a model is being fetched; ask again.
+
+    `phase`: what the run is doing now. `problem`: a broken worker that needs an operator, "" = none. `doing`: the phase for
+    people, with seconds or bytes.
+    """
 
     step: int
     phase: str
@@ -295,14 +322,14 @@ class Pending(_Answer, frozen=True):
 
 
 class Rows(_Answer, frozen=True):
-    """more: the answer became large and ends before its limit; go on from its last id."""
+    """Rows of a table. `more`: the answer was cut because it is large; read on from its last id."""
 
     rows: list[dict[str, Any]]
     more: bool = False
 
 
 class Collected(_Answer, frozen=True):
-    """rows: {what, kind, count, bytes}; stopped: why nothing went by its age."""
+    """What a garbage collection did. `rows`: {what, kind, count, bytes}; `stopped`: why nothing was deleted by its age."""
 
     rows: list[dict[str, Any]]
     stopped: str = ""
@@ -313,7 +340,7 @@ class Done(_Answer, frozen=True):
 
 
 class Error(_Answer, frozen=True):
-    """code: one of CODES; message: what was wrong, where, what to do next; field: path of a bad field."""
+    """A refusal. `code`: one of CODES; `message`: what was wrong, where, what to do next; `field`: path of the bad field."""
 
     code: str
     message: str

@@ -1,7 +1,8 @@
 """Inference engines that artd can run, by `EngineSpec.kind`.
 
-Purpose: what daemon, command line and gateway must know of an engine whose code they never import. One entry per engine; the code is one
-folder of `artd_workers.engines`. Imports only the standard library: `artd_workers.probe` reads it in any interpreter, older ones included.
+An entry is what daemon, command line and gateway must know of an engine whose code they never import. The code is one folder of
+`artd_workers.engines`. It imports only the standard library, because `artd_workers.probe` reads it in any interpreter, older
+ones included.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag that `engine.args` may pass on. kind: of its value; a `switch` takes true or false. since: the first series that has it."""
+    """A flag that `engine.args` may set. `kind`: of its value; a `switch` takes true or false. `since`: the first series that
+    has it."""
 
     kind: Literal["switch", "int", "float", "text"]
     since: str = ""
@@ -23,12 +25,14 @@ class Flag:
 class EngineKind:
     """One engine.
 
-    title: its name in messages. runtime: its locks are `artd/runtimes/locks/RUNTIME-DEVICE-pyNNN.txt`; runtime_bytes: unpacked, by device.
-    versions: series that artd drives, newest first. packages: distributions that hold it, any of which may be installed; module: what they
-    import as. worker: the module that has its `ENGINE` (`artd_workers.engines.registry`); dialect: the module that has its `DIALECT`
-    (`artd_workers.gateway.dialect`). adapter_rank: the largest rank of an adapter that it serves. floor: the logprob that it tells in
-    place of -inf. args: flags that a run may set, without their dashes: batching, memory, scheduling; what loads code, or changes logits
-    or layouts, is none of them. tool_parsers, reasoning_parsers: names -> the first series that has them, "" = all. scratch: how names of its files in /dev/shm and /tmp begin.
+    `title`: its name in messages. `runtime`: its locks are `artd/runtimes/locks/RUNTIME-DEVICE-pyNNN.txt`. `runtime_bytes`:
+    unpacked size by device. `versions`: series that artd drives, newest first. `packages`: distributions that hold it, any of
+    which may be installed; `module`: their import name. `worker`: the module that has its `ENGINE`
+    (`artd_workers.engines.registry`); `dialect`: the module that has its `DIALECT` (`artd_workers.gateway.dialect`).
+    `adapter_rank`: the largest rank of an adapter that it serves. `floor`: the logprob that it reports for -inf. `args`: flags
+    that a run may set, without their dashes. They concern batching, memory and scheduling; a flag that loads code, or changes
+    logits or layouts, is not among them. `tool_parsers`, `reasoning_parsers`: name -> the first series that has it, "" = all.
+    `scratch`: prefixes of its files in /dev/shm and /tmp.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What lies on disk beside tensors: batch manifests, checkpoint manifests, weight tables and canaries (all JSON).
+"""The JSON files beside tensors: batch manifests, checkpoint manifests, weight tables and canaries.
 
 A checkpoint's sha is the sha256 of its `manifest.json`; a batch's is the sha256 of its manifest blob.
 """
@@ -16,7 +16,7 @@ from .packages import PackageCode, RunCode
 from .spec import AdvantageSpec, Parameters
 from .trajectory import RouteShape
 
-# The files of a checkpoint's folder. Moments larger than a file's limit are numbered behind the stem of OPTIMIZER_FILE.
+# The files of a checkpoint's folder. Moments above a file's limit are in numbered files, whose names begin with the stem of OPTIMIZER_FILE.
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -26,7 +26,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class TensorInfo(Struct, frozen=True):
-    """dtype: safetensors name (I32, F32, U8 ...); sha256: hex digest of the raw little-endian bytes."""
+    """A tensor of a file. `dtype`: safetensors name (I32, F32, U8 ...); `sha256`: hex digest of the raw little-endian bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,7 +34,8 @@ class TensorInfo(Struct, frozen=True):
 
 
 class PackedTrajectory(Struct, frozen=True, kw_only=True):
-    """id: row id; digest: sha256 hex of the body; rows: packed rows that hold some of its tokens."""
+    """A trajectory of a batch. `id`: row id; `digest`: sha256 of the body in hex; `rows`: packed rows that hold some of its
+    tokens."""
 
     id: int
     digest: str
@@ -57,10 +58,10 @@ DropKind = Literal["", "too_long", "no_tokens", "no_turns", "group", "truncated"
 
 
 class Drop(Struct, frozen=True):
-    """A trajectory, or a sequence of one, that was left out, and why.
+    """A trajectory, or one of its sequences, that was left out of a batch, and why.
 
-    kind: too_long and no_tokens are of one sequence, no_turns, group and truncated of a whole trajectory ("" in manifests of before);
-    tokens: sampled ones that are not trained for it, 0 of a whole trajectory's.
+    `kind`: too_long and no_tokens concern a sequence, no_turns, group and truncated a whole trajectory ("" in older manifests).
+    `tokens`: sampled tokens that are not trained because of it, 0 for a whole trajectory.
     """
 
     trajectory: int
@@ -70,17 +71,18 @@ class Drop(Struct, frozen=True):
 
 
 class BatchManifest(Struct, frozen=True, kw_only=True):
-    """Everything that determines a packed batch, and what came out.
+    """Everything that determines a packed batch, and the result.
 
-    tensors: safetensors name -> TensorInfo, each of shape [rows, row_length]: tokens I32, segment_ids I32 (pad -1),
-    parent_ids I32 (own id at a root, pad -1), position_ids I32 (position in the original sequence), loss_mask U8 (1 =
-    this token is trained), old_logprobs F32 (NaN where not sampled), advantages F32, weights F32, temperatures F32 (1
-    where not sampled), policy_epochs I32 (-1 where unknown), trajectory_index I32 (index into `trajectories`; -1 in
-    shared or padded positions). token_digest: sha256 of the tokens tensor. logical_tokens: without sharing; physical:
-    as packed. replay: sha256 of the batch's `ReplayManifest` file ("" = no expert replay). unshared_tokens: tokens of
-    common prefixes that were not shared because the siblings' routes differ. metrics: what was measured of the trajectories
-    (docs/metrics.md), with which the step's metrics begin. advantages: how rewards became advantages; unset: by their group alone, as
-    `scale_rewards` says.
+    `tensors`: safetensors name -> TensorInfo, each of shape [rows, row_length]: tokens I32, segment_ids I32 (pad -1),
+    parent_ids I32 (own id at a root, pad -1), position_ids I32 (position in the original sequence), loss_mask U8 (1 = this
+    token is trained), old_logprobs F32 (NaN where not sampled), advantages F32, weights F32, temperatures F32 (1 where not
+    sampled), policy_epochs I32 (-1 where unknown), trajectory_index I32 (index into `trajectories`; -1 in shared or padded
+    positions).
+
+    `token_digest`: sha256 of the tokens tensor. `logical_tokens`: without sharing; `physical_tokens`: as packed. `replay`:
+    sha256 of the batch's `ReplayManifest` file ("" = no expert replay). `unshared_tokens`: tokens of common prefixes that were
+    not shared because the siblings' routes differ. `metrics`: measures of the trajectories (docs/metrics.md), to which the step
+    adds its own. `advantages`: how rewards became advantages; unset: within their group alone, as `scale_rewards` says.
     """
 
     version: int = 1
@@ -107,13 +109,13 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
 
 
 class ReplayManifest(Struct, frozen=True, kw_only=True):
-    """The replay bundle of one batch: which experts every packed token was routed to, independent of any parallel layout.
+    """The replay bundle of one batch: the experts of every packed token, independent of any parallel layout.
 
-    The bundle is one safetensors file: `routes` U8 or U16 [layers, rows, row_length, topk] and `covered` U8
-    [rows, row_length] (1 = the engine told this position's routes). Not covered are padding and the last token of a
-    sequence, which was never an input of the engine; both hold the ids 0 .. topk-1, which nothing trained depends on.
-    token_digest: of the batch that it belongs to (`BatchManifest.token_digest`). tokens = physical tokens; covered of
-    them have routes; tokens - covered are last tokens. tensors: name -> TensorInfo.
+    The bundle is one safetensors file: `routes` U8 or U16 [layers, rows, row_length, topk] and `covered` U8 [rows, row_length]
+    (1 = the engine reported this position's routes). Padding and the last token of a sequence, which was never the engine's
+    input, are not covered; both hold the ids 0 .. topk-1, on which nothing trained depends. `token_digest`: of its batch
+    (`BatchManifest.token_digest`). `tokens`: physical tokens, of which `covered` have routes; the others are last tokens.
+    `tensors`: name -> TensorInfo.
     """
 
     version: int = 1
@@ -137,10 +139,10 @@ class FileEntry(Struct, frozen=True):
 
 
 class WeightEntry(Struct, frozen=True):
-    """One tensor as the engine is served it: Hugging Face name, torch dtype name, and what its bytes are known by.
+    """One tensor as the engine is served it: Hugging Face name, torch's dtype name, and a digest of its bytes.
 
-    sha256: hex, "" where the trainer made them on a GPU; sum64: there, their position-dependent 64-bit checksum as a signed
-    integer (`artd_workers.transfer.checksum`), None elsewhere. One of the two is always there.
+    `sha256`: in hex, "" where the trainer made the bytes on a GPU. `sum64`: there, their position-dependent 64-bit checksum as
+    a signed integer (`artd_workers.transfer.checksum`), None elsewhere. One of the two is always set.
     """
 
     name: str
@@ -151,14 +153,14 @@ class WeightEntry(Struct, frozen=True):
 
     @property
     def known(self) -> str | int:
-        """The one that there is: a text or a number."""
+        """The digest that is set: `sha256` as text, or `sum64` as a number."""
         return self.sha256 if self.sum64 is None else self.sum64
 
 
 class WeightTable(Struct, frozen=True, kw_only=True):
-    """`weights.json`: the ordered tensors of a push. merged: the full weights W + (alpha/r) B A; lora: the adapter.
+    """`weights.json`: the ordered tensors of a push. `mode`: merged = the full weights W + (alpha/r) B A, lora = the adapter.
 
-    held: lora only: the same tensors as the engine must hold them, in its dtype and with alpha/r in B, by their sum64.
+    `held`, lora only: the same tensors as the engine must hold them, in its dtype and with alpha/r in B, by their sum64.
     """
 
     mode: str
@@ -167,11 +169,11 @@ class WeightTable(Struct, frozen=True, kw_only=True):
 
 
 class Canary(Struct, frozen=True, kw_only=True):
-    """Fixed prompts (token ids) and the trainer's logprobs of tokens 1..n-1 given what precedes them (temperature 1).
+    """Fixed prompts (token ids), and the trainer's logprobs of tokens 1..n-1 given the tokens before them (temperature 1).
 
-    max_abs: largest |difference| allowed to an engine that serves the same weights in `dtype`; mean_abs: bound on the
-    mean. lora only: base: the same logprobs without the adapter; rounding: root mean square, in nats, of what rounding alone may
-    change in one of these scores.
+    `max_abs`: the largest |difference| in nats allowed to an engine that serves the same weights; `mean_abs`: the bound on the
+    mean. In lora mode only, `base`: the same logprobs without the adapter; `rounding`: root mean square, in nats, of what
+    rounding alone may change in one of these scores.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -183,14 +185,14 @@ class Canary(Struct, frozen=True, kw_only=True):
 
 
 class CheckpointManifest(Struct, frozen=True, kw_only=True):
-    """`manifest.json` of a committed checkpoint folder. epoch: the policy epoch that these weights are served under.
+    """`manifest.json` of a committed checkpoint folder.
 
-    parameters: `lora` = the folder holds an adapter to the base model; `full` = it holds every weight (fp32,
-    `model.safetensors`, Hugging Face names) and the base model is not needed to serve it.
-    files: every other file of the folder. batch: sha of the batch manifest trained on ("" at step 0).
-    metrics: of the train job. environment: what a bitwise repeat needs (CPU features, threads, versions).
-    loss: the package's code that the run's loss is; unset where the loss is artd's own, as in manifests of before. family: that which
-    planned the model, likewise.
+    `epoch`: the policy epoch under which these weights are served. `parameters`: `lora` = the folder holds an adapter to the
+    base model; `full` = it holds every weight (fp32, `model.safetensors`, Hugging Face names), and serving needs no base model.
+    `files`: every other file of the folder. `batch`: sha of the batch manifest it was trained on ("" at step 0). `metrics`: of
+    the train job. `environment`: what a bitwise repetition needs (CPU features, threads, versions). `loss`: the package's code
+    of the run's loss, unset where the loss is artd's own and in older manifests. `family`: likewise the code that planned the
+    model.
     """
 
     version: int = 1

@@ -1,7 +1,7 @@
-"""Trajectories: token-level turns with the behaviour policy that made them.
+"""Trajectories: turns of tokens, with the policy that sampled them.
 
-One form for the wire (by value), the ledger and the store: columns are little-endian bytes, never lists.
-A trajectory's body is the msgpack encoding of `list[Turn]`; its digest is the sha256 of that body.
+The wire (by value), the ledger and the store use the same form, whose columns are little-endian bytes, never lists. A
+trajectory's body is the msgpack encoding of `list[Turn]`; its digest is the sha256 of that body.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ Split = Literal["train", "eval"]
 
 
 class RouteShape(Struct, frozen=True, kw_only=True):
-    """What the routes of a mixture-of-experts model look like. layers: MoE layers, in order, dense ones left out; topk:
-    experts per token and layer; experts: routed experts of a layer, so ids lie in [0, experts)."""
+    """The shape of the routes of a mixture of experts.
+
+    `layers`: MoE layers, in order, without dense ones. `topk`: experts per token and layer. `experts`: routed experts of a
+    layer; ids are below it.
+    """
 
     layers: int
     topk: int
@@ -24,7 +27,7 @@ class RouteShape(Struct, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Bytes of one expert id: 1 (u8) for up to 256 experts, else 2 (u16, little-endian)."""
+        """Bytes of one expert id: 1 (u8) for up to 256 experts, else 2 (little-endian u16)."""
         return 1 if self.experts <= 256 else 2
 
     @property
@@ -34,8 +37,11 @@ class RouteShape(Struct, frozen=True, kw_only=True):
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The effective sampling parameters of a turn. `untrainable` says which of them the trainer cannot score; stop and
-    max_tokens do not change the distribution of the tokens that were sampled."""
+    """The effective sampling parameters of a turn.
+
+    `untrainable` says which of them the trainer cannot score. `stop` and `max_tokens` do not change the distribution of the
+    sampled tokens.
+    """
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: float = 1.0
@@ -50,7 +56,8 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Untrainable(Struct, frozen=True, kw_only=True):
-    """A sampling parameter whose samples cannot be trained on. why: what its value does; wanted: what can be trained on."""
+    """A sampling parameter with which samples cannot be trained. `why`: the effect of its value; `wanted`: a value that can be
+    trained."""
 
     name: str
     value: float
@@ -64,12 +71,12 @@ _PLAIN = _shape(Sampling())
 
 
 HEAT = (0.01, 100.0)
-"""Temperatures of samples that can be trained on: engines sample at 0.01 what is asked for below, and far above nothing but noise
-comes."""
+"""The range of temperatures that can be trained. Engines raise a lower temperature to 0.01, and far above the range samples are noise."""
 
 
 def untrainable(sampling: Sampling) -> list[Untrainable]:
-    """What the trainer, which scores softmax(logits / temperature) over the whole vocabulary, cannot score; [] = it can."""
+    """Return the parameters that the trainer, which scores softmax(logits / temperature) over the whole vocabulary, cannot
+    score."""
     found = []
     low, high = HEAT
     if not low <= sampling.temperature <= high:
@@ -92,18 +99,21 @@ def untrainable(sampling: Sampling) -> list[Untrainable]:
 class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generation.
 
-    prompt_ids: int32 [P]; token_ids: int32 [C], the sampled tokens; logprobs: float32 [C], natural log, processed
-    (after the temperature), finite and <= 0. policy_epoch, kv_cache_epoch: run-length (start_token, epoch) over the C
-    sampled tokens, starts rising from 0, of the weights that sampled a token, and of those that computed its entry in the
-    KV cache as later tokens saw it; empty when unknown (engines that artd does not run, or what nobody saw).
-    routes: experts that each token was routed to when it was the engine's input for the first time, whatever was computed
-    again later: the routes by which the next token was sampled; ids [rows, layers, topk] of the run's
-    `RouteShape` (u8 or u16 little-endian); row j belongs to token routes_start + j of prompt_ids + token_ids, and the
-    rows go to the end, or end one token before it (the last sampled token was never an input). b"" = none.
-    advantages, weights: float32 [C], what the program gives for each sampled token: its advantage, and a factor of its loss, at least 0
-    (0: the token is not trained); b"" = none. example: the tokens are not sampled but given, to be trained by cross-entropy; their
-    logprobs are 0.
-    raw: the raw response (JSON) with unknown fields kept, without what the columns hold.
+    `prompt_ids`: int32 [P]. `token_ids`: int32 [C], the sampled tokens. `logprobs`: float32 [C], natural logarithm, processed
+    (after the temperature), finite and <= 0. `policy_epoch`: runs of (start_token, epoch) over the C sampled tokens, starts
+    rising from 0, of the weights that sampled each token. `kv_cache_epoch`: the same for the weights that computed its entry in
+    the KV cache as later tokens saw it. Both are empty when unknown (an engine that artd does not run, or a push that nobody
+    saw).
+
+    `routes`: the experts of each token when it was first the engine's input, by which the next token was sampled, whatever was
+    recomputed later. They are ids [rows, layers, topk] of the run's `RouteShape` (u8 or little-endian u16). Row j belongs to
+    token `routes_start` + j of prompt_ids + token_ids. The rows reach the end, or end one token before it, because the last
+    sampled token was never an input. b"" = none.
+
+    `advantages`, `weights`: float32 [C], what the program gives for each sampled token: its advantage, and a factor of its
+    loss, at least 0 (0: the token is not trained); b"" = none. `example`: the tokens are given and not sampled, to be trained
+    by cross-entropy; their logprobs are 0. `raw`: the raw response (JSON) with unknown fields, without what the columns
+    hold.
     """
 
     prompt_ids: bytes
