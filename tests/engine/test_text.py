@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from artd_workers.engines.vllm import stops
 from artd_workers.engines.vllm.text.cut import Cut
+from artd_workers.engines.vllm.text.merge import keep_routes
 
 
 def pieces(text: str, size: int, **ended: Any) -> list[dict[str, Any]]:
@@ -63,3 +65,23 @@ def test_vllm_before_032_does_not_tell_what_stopped_it() -> None:
     events = [{"token_ids": [ord(char)], "finish_reason": None} for char in "ab. A"]
     events[-1]["finish_reason"] = "stop"
     assert "".join(shown(Cut({"stop": [". A"]}), events)) == "ab"
+
+
+def test_pieces_that_vllm_joins_keep_their_routed_experts() -> None:
+    class Output:
+        """Joins as `vllm.outputs.RequestOutput` of 0.25 does."""
+
+        def __init__(self, *pieces: Any) -> None:
+            self.outputs = list(pieces)
+
+        def add(self, newer: Output, aggregate: bool) -> None:
+            for piece, more in zip(self.outputs, newer.outputs, strict=True):
+                piece.token_ids += more.token_ids
+
+    keep_routes(Output)
+    held = Output(*(SimpleNamespace(index=index, token_ids=[1], routed_experts=None) for index in (0, 1)))
+    held.add(
+        Output(*(SimpleNamespace(index=index, token_ids=[2], routed_experts=f"r{index}") for index in (0, 1))), True
+    )
+    held.add(Output(*(SimpleNamespace(index=index, token_ids=[3], routed_experts=None) for index in (0, 1))), True)
+    assert [(one.token_ids, one.routed_experts) for one in held.outputs] == [([1, 2, 3], "r0"), ([1, 2, 3], "r1")]

@@ -14,6 +14,7 @@ from typing import Any
 from artd_workers.engines.vllm.guard import App, Receive, Send
 
 from . import STREAM
+from .merge import keep_routes
 from .speaker import Speaker
 
 MIDDLEWARE = f"{__name__}.Text"
@@ -27,6 +28,9 @@ class Text:
     """Pure ASGI."""
 
     def __init__(self, app: App) -> None:
+        from vllm.outputs import RequestOutput
+
+        keep_routes(RequestOutput)
         self._app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
