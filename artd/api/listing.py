@@ -51,7 +51,7 @@ def _answer(rows: list[sqlite3.Row]) -> api.Rows:
         left -= sum(len(row[key]) for key in row.keys() if isinstance(row[key], bytes))  # noqa: SIM118
         if left < 0 and shown:
             break
-        shown.append(_plain(row))
+        shown.append(plain(row))
     return api.Rows(rows=shown, more=len(shown) < len(rows))
 
 
@@ -71,7 +71,7 @@ def _bound(limit: int) -> int:
     return max(0, min(limit, 10_000))
 
 
-def _plain(row: sqlite3.Row) -> dict[str, Any]:
+def plain(row: sqlite3.Row) -> dict[str, Any]:
     return {key: _value(key, row[key]) for key in row.keys()}  # noqa: SIM118 - sqlite3.Row iterates over values
 
 

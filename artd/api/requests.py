@@ -33,6 +33,7 @@ from artd_schema.codec import UNREADABLE, WireError
 
 from .listing import read_events, read_rows
 from .orders import NO_NOTE, ORDERS, Handler, Parts
+from .texts import READING
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes, api.Reply], object]
@@ -227,13 +228,17 @@ async def events(parts: Parts, op: api.Events) -> api.Answer:
             await changed.wait()
 
 
-HANDLERS: dict[type[api.Op], Handler] = ORDERS | {
-    api.CreateRun: create_run,
-    api.WaitStep: wait_step,
-    api.Seal: seal,
-    api.List: list_rows,
-    api.Events: events,
-}
+HANDLERS: dict[type[api.Op], Handler] = (
+    ORDERS
+    | {
+        api.CreateRun: create_run,
+        api.WaitStep: wait_step,
+        api.Seal: seal,
+        api.List: list_rows,
+        api.Events: events,
+    }
+    | READING
+)
 """Handlers of all messages but Hello and Submit, which need more than the message."""
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from artd import __version__
+from artd_schema.text.plain import plain
 
-from .show import plain
 from .verbs import chosen_verb, find_verbs, register_verbs
 
 OK = 0

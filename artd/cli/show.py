@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from artd_schema.text.plain import CONTROLS, plain
 from artd_schema.worker_names import label
 
 Row = dict[str, Any]
@@ -105,26 +106,8 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
-CONTROLS = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-    for code in (
-        *range(32), *range(127, 160), 0x061C, 0x200B, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), 0x2060,
-        *range(0x2066, 0x206A), 0xFEFF, *range(0xD800, 0xE000),
-    )
-}  # fmt: skip
-"""Code point -> visible text, for characters that move the cursor, start an escape sequence, change the direction of text, or are no characters."""
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code >= 127}
-"""The same for what `json.dumps` leaves as it is."""
-
-
-def plain(text: str) -> str:
-    """Return text of users and models for a terminal, on one line. Control characters are made visible."""
-    return text.translate(CONTROLS)
-
-
-def paragraph(text: str) -> list[str]:
-    """Return the lines of a text of users or models for a terminal: newlines and tabs count, other control characters are shown."""
-    return [plain(line.expandtabs(4)) for line in text.split("\n")]
+"""Code point -> escape, for control characters that `json.dumps` leaves as they are."""
 
 
 def to_json(value: object, indent: int | None = None) -> str:

@@ -196,6 +196,11 @@ class Ingest:
     def _compose_large(self, parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
         return self._to_files(by_reference.compose(parcel, exchanges, self._blobs))
 
+    @property
+    def blobs(self) -> Blobs:
+        """The files that bodies are in."""
+        return self._blobs
+
     # ---- groups -------------------------------------------------------------------------------------------------------
 
     async def seal(self, op: api.Seal) -> api.GroupInfo:

@@ -10,18 +10,17 @@ import random
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.trajectory import Turn
+from artd_schema.trajectory import Pick, Turn
 
 from . import pages, selects
 from .blobs import place
 from .readonly import snapshot
 
-Pick = Literal["newest", "best", "worst", "random"]
 AMONG = 1000
 """Without a step the choice is among this many of the newest trajectories."""
 BATCH = """

@@ -38,6 +38,7 @@ from .errors import (
 from .remote import Remote
 from .run import Run
 from .sync import SyncClient, SyncRun
+from .trajectory import Trajectory
 from .turns import turn
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "TimedOut",
     "TooLarge",
     "TrainerSpec",
+    "Trajectory",
     "Turn",
     "WrongProtocol",
     "turn",

@@ -16,13 +16,14 @@ import msgspec
 from artd_schema import client_api as api
 from artd_schema.codec import digest, to_json
 from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Split, Turn
+from artd_schema.trajectory import Pick, Split, Turn
 
 from .connection import Connection
 from .errors import ArtdError, Failed, Invalid, Stalled, TimedOut
 from .openai_client import async_openai
 from .progress import Progress
 from .rows import Row, follow_events, read_rows
+from .trajectory import Trajectory, Vocabulary
 from .turns import Given, make_credits, reference, turn
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Run:
         self._connection = connection
         self._progress = progress
         self._closing = closing
+        self._vocabulary = Vocabulary()
         self.info = info
 
     def __repr__(self) -> str:
@@ -239,6 +241,23 @@ class Run:
     async def trajectories(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
         """Return trajectories of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""
         return await read_rows(self._connection, "trajectories", run=self.name, states=states, limit=limit)
+
+    async def samples(
+        self, step: int | None = None, pick: Pick = "newest", *, split: Split = "train", limit: int = 5
+    ) -> list[Trajectory]:
+        """Return trajectories to read: of the batch that made `step`, or among the newest 1,000 of a split if it is None.
+
+        pick: newest, best or worst by reward, or random; limit: 1 to 1,000. A step that has no batch gives none."""
+        op = api.Samples(run=self.name, step=step, split=split, pick=pick, limit=limit)
+        answer = await self._connection.ask(op, api.Rows)
+        return [await self.trajectory(int(row["id"])) for row in answer.rows]
+
+    async def trajectory(self, trajectory: int) -> Trajectory:
+        """Return one trajectory with its text, messages and turns. Raises NotFound."""
+        op = api.ReadTrajectory(run=self.name, trajectory=trajectory)
+        found = await self._connection.ask(op, api.Body)
+        tokenizer, problem = await self._vocabulary.get(self._connection, self.name)
+        return Trajectory(found, tokenizer, problem)
 
     async def groups(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
         """Return groups of this run, newest first, in `states` (() = all), at most `limit`; columns as in `Client.rows`."""

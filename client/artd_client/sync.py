@@ -11,13 +11,14 @@ from typing import Any, Self
 
 from artd_schema import client_api as api
 from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Split, Turn
+from artd_schema.trajectory import Pick, Split, Turn
 
 from .blocking import BlockingClient, BlockingRun
 from .client import Client
 from .progress import Tell, to_stderr
 from .remote import Remote
 from .rows import Row, Table
+from .trajectory import Trajectory
 from .turns import Given
 
 
@@ -173,6 +174,14 @@ class SyncRun(BlockingRun):
 
     def trajectories(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
         return self._client._call(self._run.trajectories(states, limit))
+
+    def samples(
+        self, step: int | None = None, pick: Pick = "newest", *, split: Split = "train", limit: int = 5
+    ) -> list[Trajectory]:
+        return self._client._call(self._run.samples(step, pick, split=split, limit=limit))
+
+    def trajectory(self, trajectory: int) -> Trajectory:
+        return self._client._call(self._run.trajectory(trajectory))
 
     def groups(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
         return self._client._call(self._run.groups(states, limit))

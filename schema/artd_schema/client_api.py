@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from .spec import RunSpec, Seconds
-from .trajectory import Credit, ExchangeRef, Split
+from .trajectory import Credit, ExchangeRef, Pick, Split
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """An integer that an SQLite column can store."""
@@ -121,6 +121,30 @@ class Events(_Op, frozen=True):
     timeout_s: Seconds = 30.0
 
 
+class Samples(_Op, frozen=True):
+    """Trajectories for people to read: of the batch that made `step`, else of the newest ones of a split; answered by Rows, in the order
+    of `pick`."""
+
+    run: str
+    step: Step | None = None
+    split: Split = "train"
+    pick: Pick = "newest"
+    limit: Number = 5
+
+
+class ReadTrajectory(_Op, frozen=True):
+    """Everything of one trajectory but its routes; answered by Body."""
+
+    run: str
+    trajectory: Number
+
+
+class ReadTokenizer(_Op, frozen=True):
+    """The `tokenizer.json` of a run's model; answered by TokenizerFile."""
+
+    run: str
+
+
 class Pause(Order, frozen=True):
     """Stop training until Resume. `reason`: the text that the status shows."""
 
@@ -207,6 +231,9 @@ Op = (
     | WaitStep
     | List
     | Events
+    | Samples
+    | ReadTrajectory
+    | ReadTokenizer
     | Pause
     | Resume
     | Finish
@@ -328,6 +355,23 @@ class Rows(_Answer, frozen=True):
     more: bool = False
 
 
+class Body(_Answer, frozen=True):
+    """row: as in Rows; body: msgpack list[Turn] without routes; advantage: of its sampled tokens, None if it is in no batch or was left
+    out of its batch's rows; problem: why there is no body, else empty."""
+
+    row: dict[str, Any]
+    body: bytes
+    advantage: float | None = None
+    problem: str = ""
+
+
+class TokenizerFile(_Answer, frozen=True):
+    """content: of the file; problem: why there is none, else empty."""
+
+    content: bytes
+    problem: str = ""
+
+
 class Collected(_Answer, frozen=True):
     """What a garbage collection did. `rows`: {what, kind, count, bytes}; `stopped`: why nothing was deleted by its age."""
 
@@ -350,7 +394,21 @@ class Error(_Answer, frozen=True):
 
 CODES = ("invalid", "not_found", "conflict", "busy", "too_large", "not_allowed", "draining", "failed")
 
-Answer = Welcome | RunInfo | Submitted | GroupInfo | StepInfo | Stalled | Pending | Rows | Collected | Done | Error
+Answer = (
+    Welcome
+    | RunInfo
+    | Submitted
+    | GroupInfo
+    | StepInfo
+    | Stalled
+    | Pending
+    | Rows
+    | Body
+    | TokenizerFile
+    | Collected
+    | Done
+    | Error
+)
 
 
 class Reply(Struct, frozen=True, kw_only=True):

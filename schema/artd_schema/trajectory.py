@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 Split = Literal["train", "eval"]
+Pick = Literal["newest", "best", "worst", "random"]
+"""How to choose trajectories to read: best and worst by reward."""
 
 
 class RouteShape(Struct, frozen=True, kw_only=True):

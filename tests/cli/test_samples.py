@@ -12,6 +12,7 @@ import pytest
 
 from artd.cli import show
 from artd.store import samples
+from artd_schema.text.plain import CONTROLS
 from tests.cli.conftest import Call
 from tests.cli.rows import SPEC, Made
 from tests.fakes.chat_model import body, turn, write_model
@@ -90,7 +91,7 @@ def test_what_models_wrote_is_text(
     own = set("0123456789;") if coloured else set()
     for rest in out.split("\x1b")[1:]:  # artd's own colours alone
         assert rest[0] == "[" and set(rest[1:].partition("m")[0]) <= own and "m" in rest
-    left = {sign for sign in out.replace("\x1b", "").replace("\n", "").replace("\t", "") if ord(sign) in show.CONTROLS}
+    left = {sign for sign in out.replace("\x1b", "").replace("\n", "").replace("\t", "") if ord(sign) in CONTROLS}
     assert left == set()
     if "--tokens" not in words:
         assert "<script>alert(1)</script>" in out

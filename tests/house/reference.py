@@ -27,6 +27,7 @@ same class. [Your rollout loop](trajectories.md) shows how they are used, [the f
 CHAPTERS = {
     "The client": ("Client", "Run", "Remote"),
     "Trajectories by value": ("turn", "Turn", "Sampling", "ExchangeRef"),
+    "Trajectories to read": ("Trajectory",),
     "Answers": ("Submitted", "GroupInfo", "StepInfo", "RunInfo"),
     "The spec of a run": ("RunSpec", "LoraSpec", "OptimizerSpec", "LossSpec", "CorrectionSpec", "KlSpec", "AdvantageSpec", "LengthSpec", "EngineSpec", "TrainerSpec"),
     "Without an event loop": ("SyncClient", "SyncRun"),

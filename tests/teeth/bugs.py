@@ -197,7 +197,7 @@ BUGS = (
         "assert",
     ),
     Bug(
-        "answers-move-the-cursor", "artd/cli/show.py",
+        "answers-move-the-cursor", "schema/artd_schema/text/plain.py",
         'return [plain(line.expandtabs(4)) for line in', "return [line.expandtabs(4) for line in",
         "tests/cli/test_samples.py::test_what_models_wrote_is_text", r"assert \('.' == '\['|assert .* == set",
     ),
@@ -212,7 +212,7 @@ BUGS = (
         "tests/unit/test_text.py::test_a_role_that_is_only_spelt_is_text", "assert .* == ",
     ),
     Bug(
-        "control-characters-are-obeyed", "artd/cli/show.py",
+        "control-characters-are-obeyed", "schema/artd_schema/text/plain.py",
         "    return text.translate(CONTROLS)\n", "    return text\n",
         "tests/attack/test_terminal.py::test_a_table_has_a_line_for_each_row",
         r"assert \d+ == \d+",

@@ -11,6 +11,7 @@ from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, shared_options
 from artd.cli.show import Row
 from artd.cli.status import problems
+from artd_schema.text.plain import plain
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if job[title]:
             print(f"  {title:9} " + "  ".join(f"{k}={v:.4g}" for k, v in sorted(job[title].items())))
     for line in job["error"].splitlines():
-        print(f"  {show.paint('error', 'red')}     {show.plain(line)}")
+        print(f"  {show.paint('error', 'red')}     {plain(line)}")
     width = max((len(choice.command) for choice in choices), default=0)
     for number, choice in enumerate(choices):
         print(f"  {'' if number else 'next':9} {choice.command.ljust(width)}   {choice.does}")
@@ -84,7 +85,7 @@ def _evidence(attempts: list[Row], members: list[Row]) -> None:
     for attempt in attempts:
         if attempt["evidence"]:
             print(show.paint(f"attempt {attempt['fence']} ({attempt['outcome']}), last lines of its worker:", "dim"))
-            print("\n".join(f"  | {show.plain(line)}" for line in attempt["evidence"].splitlines()))
+            print("\n".join(f"  | {plain(line)}" for line in attempt["evidence"].splitlines()))
     if members:
         print(show.paint("its batch:", "dim"))
         show.table(tuple(members[0]), [tuple(row.values()) for row in members])

@@ -17,6 +17,7 @@ from typing import BinaryIO
 from artd.cli import daemon_probe, show
 from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, near, shared_options
 from artd_schema.paths import DATABASE, LOGS
+from artd_schema.text.plain import plain
 from artd_schema.worker_names import parse_worker
 
 SERVER = "-server"
@@ -145,4 +146,4 @@ def _print(source: str, line: str, prefixed: bool, as_json: bool) -> None:
         show.line({"schema": "artctl.logline/1", "source": source, "line": line})
     else:
         label = "server" if source.endswith(SERVER) else source.partition("-")[0]
-        print((show.paint(f"{label:7}| ", "dim") if prefixed else "") + show.plain(line.expandtabs()), flush=True)
+        print((show.paint(f"{label:7}| ", "dim") if prefixed else "") + plain(line.expandtabs()), flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from artd.cli import show
 from artd.cli.show import Row
+from artd_schema.text.plain import paragraph, plain
 from artd_schema.text.transcript import Message, Passage, TokenView
 
 from .load import Loaded
@@ -84,7 +85,7 @@ def problems(found: Loaded) -> Iterator[str]:
     """Yield why something is not shown."""
     for why in (found.missing, found.untold):
         if why:
-            yield f"  {show.paint('no text', 'yellow')}   {show.plain(why)}"
+            yield f"  {show.paint('no text', 'yellow')}   {plain(why)}"
 
 
 def _message(message: Message, most: int) -> Iterator[str]:
@@ -96,7 +97,7 @@ def _message(message: Message, most: int) -> Iterator[str]:
         blocks.append((role, message.text, ""))
     blocks += [("calls", f"{call['name']}({call['arguments']})", "yellow") for call in message.tool_calls]
     for title, text, tint in blocks:
-        lines = show.paragraph(text.strip("\n"))
+        lines = paragraph(text.strip("\n"))
         cut = len(lines) - most if most and len(lines) > most else 0
         for at, line in enumerate(lines[:most] if cut else lines):
             start = show.paint(title.ljust(9), colour) if at == 0 else " " * 9
@@ -124,7 +125,7 @@ def tokens(found: Loaded, view: str) -> Iterator[str]:
 def _inline(passage: Passage, code_of: Callable[[TokenView], str]) -> str:
     out: list[str] = []
     for token in passage.tokens:
-        text = "\n".join(show.paragraph(token.text)) if token.text else f"[{token.id}]"
+        text = "\n".join(paragraph(token.text)) if token.text else f"[{token.id}]"
         code = code_of(token)
         lines = [f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in text.split("\n")]
         out.append("\n".join(lines))
@@ -166,5 +167,5 @@ def _legend(passage: Passage, view: str, found: Loaded) -> Iterator[str]:
 def _cells(token: TokenView, advantage: float | None) -> str:
     numbers: tuple[Any, ...] = (token.logprob, token.epoch, token.cache, advantage if token.turn >= 0 else None)
     cells = ["" if one is None else f"{one:.4g}" if isinstance(one, float) else str(one) for one in numbers]
-    text = show.plain(token.text) if token.text else f"[{token.id}]"
+    text = plain(token.text) if token.text else f"[{token.id}]"
     return "\t".join(["" if token.turn < 0 else str(token.turn), *cells, text])
