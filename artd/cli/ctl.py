@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .outcome import Parser, command_parser, main_of
 
 DESCRIPTION = "Look at a daemon and steer it. Begin with `artctl status`."
-EPILOG = """Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 degraded (status), 5 not found, 6 conflict,
+EPILOG = """artd and artctl are one program: each runs the verbs of both, and lists its own. Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 degraded (status), 5 not found, 6 conflict,
 7 timed out, 130 interrupted"""
 
 
@@ -22,7 +22,7 @@ def parser(verb: str = "") -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return main_of(parser, "artctl", argv)
+    return main_of(parser, argv)
 
 
 if __name__ == "__main__":

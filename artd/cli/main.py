@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .outcome import Parser, command_parser, main_of
 
 DESCRIPTION = "A durable daemon for RL post-training: run it, check it, install what it runs."
-EPILOG = """Look at a daemon and steer it with artctl. Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 5 not found,
+EPILOG = """artd and artctl are one program: each runs the verbs of both, and lists its own. Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon not running, 5 not found,
 6 conflict, 7 timed out, 130 interrupted"""
 
 
@@ -18,7 +18,7 @@ def parser(verb: str = "") -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return main_of(parser, "artd", argv)
+    return main_of(parser, argv)
 
 
 if __name__ == "__main__":

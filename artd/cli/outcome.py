@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 from artd import __version__
 from artd_schema.text.plain import plain
 
-from .verbs import chosen_verb, find_verbs, register_verbs
+from . import show, terminal
+from .verbs import MEANT, NEVER_PROPOSED, all_verbs, chosen_verb, register_verbs
 
 OK = 0
 FAILED = 1
@@ -44,7 +45,7 @@ def near(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean X?)` with the word of `known` nearest to `word`, or ""."""
     import difflib
 
-    found = difflib.get_close_matches(word, list(known), 1, 0.5)
+    found = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, list(known), 1, 0.5)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
@@ -65,21 +66,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
             known = [word.strip(" '") for word in found[2].split(",")]
-            verb, other = found[1], _OTHER.get(self.prog, "")
-            if other and verb in find_verbs(other):
-                self.exit(USAGE, f"error: {verb} is a verb of {other}, not of {self.prog}\nnext: {other} {verb}\n")
-            message = f"unknown {_what(message)} {found[1]!r}{near(found[1], known)}; use one of: {', '.join(known)}"
-        self.exit(USAGE, f"error: {message}\nnext: {self.prog} --help\n")
-
-
-_OTHER = {"artd": "artctl", "artctl": "artd"}
+            if _what(message) == "verb":
+                known = sorted(all_verbs())
+            harmless = [word for word in known if word not in NEVER_PROPOSED]
+            message = f"unknown {_what(message)} {found[1]!r}{near(found[1], harmless)}; use one of: {', '.join(known)}"
+        raise CliError(USAGE, message, f"{self.prog} --help")
 
 
 def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse `words`. Words that are left over end the program with the usage of the verb."""
+    """Parse `words`. Raises CliError(USAGE), also for words that are left over."""
     args, left = parser.parse_known_args(words)
     if left:
-        parser.exit(USAGE, f"error: unrecognized arguments: {' '.join(left)}\nnext: {parser.prog} {args.verb} --help\n")
+        raise CliError(USAGE, f"unrecognized arguments: {' '.join(left)}", f"{parser.prog} {args.verb} --help")
     return args
 
 
@@ -120,6 +118,9 @@ def shared_options() -> argparse.ArgumentParser:
     parent.add_argument(
         "--config", metavar="FILE", help="settings (default: $ARTD_CONFIG, else ~/.config/artd/artd.toml)"
     )
+    parent.add_argument(
+        "--color", choices=terminal.WHEN, help="colours (default: auto, on a terminal without NO_COLOR or TERM=dumb)"
+    )
     return parent
 
 
@@ -131,17 +132,28 @@ def command_parser(command: str, description: str, epilog: str, verb: str = "") 
     return out
 
 
-def main_of(parser: Callable[[str], Parser], command: str, argv: Sequence[str] | None) -> int:
+def main_of(parser: Callable[[str], Parser], argv: Sequence[str] | None) -> int:
     """Run the verb that the words name, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = parse_words(parser(chosen_verb(words, command)), words)
-    return report_errors(lambda: int(args.run(args)), getattr(args, "data_dir", None))
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    found = argparse.Namespace()
+
+    def parse() -> int:
+        vars(found).update(vars(parse_words(parser(chosen_verb(words)), words)))
+        terminal.choose(getattr(found, "color", "auto"), getattr(found, "wide", False))
+        return OK
+
+    as_json = "--json" in words
+    return report_errors(parse, as_json=as_json) or report_errors(
+        lambda: int(found.run(found)), getattr(found, "data_dir", None), as_json
+    )
 
 
-def report_errors(call: Callable[[], int], data_dir: str | None = None) -> int:
+def report_errors(call: Callable[[], int], data_dir: str | None = None, as_json: bool = False) -> int:
     """Call a verb; turn its errors into an exit code and a message on stderr.
 
-    `data_dir`: --data-dir of the command line; proposed commands repeat it.
+    `data_dir`: --data-dir of the command line; proposed commands repeat it. `as_json`: the error is a document on stdout, too.
     """
     try:
         code = call()
@@ -149,7 +161,10 @@ def report_errors(call: Callable[[], int], data_dir: str | None = None) -> int:
         return code
     except CliError as error:
         forgets = data_dir and error.next.startswith(("artctl ", "artd ")) and "--data-dir" not in error.next
-        complain(str(error), f"{error.next} --data-dir {shlex.quote(str(data_dir))}" if forgets else error.next)
+        then = f"{error.next} --data-dir {shlex.quote(str(data_dir))}" if forgets else error.next
+        if as_json:
+            show.line({"schema": "artctl.error/1", "code": error.code, "error": str(error), "next": then})
+        complain(str(error), then)
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED

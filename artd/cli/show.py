@@ -1,14 +1,12 @@
 """Formats output: JSON documents, tables, colours and times.
 
-JSON gives every time in milliseconds and, beside it, as ISO text in UTC. Colours appear only on a terminal, and never with
-NO_COLOR or TERM=dumb.
+JSON gives every time in milliseconds and, beside it, as ISO text in UTC.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import Any
 
 from artd_schema.text.plain import CONTROLS, plain
 from artd_schema.worker_names import label
+
+from . import terminal
 
 Row = dict[str, Any]
 TIMES = ("at", "created", "started", "ended", "since", "deadline", "not_before")
@@ -62,17 +62,14 @@ def line(row: Mapping[str, Any]) -> None:
     print(to_json(row), flush=True)
 
 
-def coloured() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def paint(text: str, colour: str) -> str:
-    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if coloured() else text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if terminal.coloured() else text
 
 
-def state(word: str, width: int = 0) -> str:
+def state(text: str, width: int = 0) -> str:
+    word = text.rstrip()
     colour = "green" if word in GOOD else "red" if word in BAD else "yellow" if word in BETWEEN else "dim"
-    return paint(word.ljust(width), colour)
+    return paint(text.ljust(width), colour)
 
 
 def span(ms: float) -> str:
@@ -106,6 +103,7 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
+_NUMBER = re.compile(r"(?:[+-]?[0-9.]+(?:e[+-]?[0-9]+)?%?|nan|[+-]?inf)?")
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code >= 127}
 """Code point -> escape, for control characters that `json.dumps` leaves as they are."""
 
@@ -120,21 +118,45 @@ def one_line(text: str, width: int = 100) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
+LEAST = 8
+"""Columns that a text keeps at least in a table that is cut to the terminal; numbers and states are never cut."""
+SHORT_HEAD = 5
+"""Columns that a heading keeps."""
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print aligned columns: numbers to the right, a column named `state` in colour."""
+    """Print aligned columns: numbers to the right, a column named `state` in colour. It is cut to the width of the terminal."""
     body = [list(row) for row in rows]
     if not body:
         return
     texts = [["" if cell is None else plain(str(cell)) for cell in row] for row in body]
-    widths = [max(len(name), *(len(row[i]) for row in texts)) for i, name in enumerate(columns)]
-    numeric = [all(isinstance(row[i], int | float | None) for row in body) for i in range(len(columns))]
-    heads = [n.rjust(w) if r else n.ljust(w) for n, w, r in zip(columns, widths, numeric, strict=True)]
-    print(paint("  ".join(heads).rstrip(), "dim"))
+    inner = [max(len(row[i]) for row in texts) for i in range(len(columns))]
+    numeric = [all(_is_number(row[i]) for row in body) for i in range(len(columns))]
+    full = [max(len(name), width) for name, width in zip(columns, inner, strict=True)]
+    least = [
+        max(width, min(len(name), SHORT_HEAD)) if right or name == "state" else min(whole, LEAST)
+        for name, whole, width, right in zip(columns, full, inner, numeric, strict=True)
+    ]
+    widths = terminal.fit(full, least, terminal.width())
+    parts = list(zip(columns, widths, numeric, strict=False))
+    print(paint("  ".join(_cell(name, width, right) for name, width, right in parts).rstrip(), "dim"))
     for row in texts:
-        cells = []
-        for name, text, width, right in zip(columns, row, widths, numeric, strict=True):
-            cells.append(state(text, width) if name == "state" else text.rjust(width) if right else text.ljust(width))
-        print("  ".join(cells).rstrip())
+        cells = [_cell(text, width, right) for text, (_, width, right) in zip(row, parts, strict=False)]
+        painted = [state(cell) if name == "state" else cell for cell, (name, _, _) in zip(cells, parts, strict=True)]
+        print("  ".join(painted).rstrip())
+    if len(widths) < len(columns):
+        print(paint(f"left out: {', '.join(columns[len(widths) :])}; --wide shows every column", "dim"))
+
+
+def _cell(text: str, width: int, right: bool) -> str:
+    text = text if len(text) <= width else text[: width - 1] + "…"
+    return text.rjust(width) if right else text.ljust(width)
+
+
+def _is_number(cell: object) -> bool:
+    if isinstance(cell, str):
+        return bool(_NUMBER.fullmatch(cell))
+    return cell is None or isinstance(cell, int | float)
 
 
 def worker_label(worker: Row, run: Row | None) -> str:

@@ -49,7 +49,7 @@ Arm = tuple[str, tuple[Any, ...]]
 
 class Page(NamedTuple):
     """A request for rows. `run` and `group` are names, "" means all; `states` () means all. `before` and `after` are
-    exclusive ids; with `after` the oldest rows come first. `split`: of trajectories without a group, "" means both."""
+    exclusive ids; with `after` the oldest rows come first. `split`: of trajectories, "" means both."""
 
     what: str
     run: str = ""
@@ -121,7 +121,7 @@ def _split_filters(c: sqlite3.Connection, page: Page) -> list[Arm]:
     """Split the page's filters into look-ups of one index each; the union of their rows is what the page asks for."""
     if page.what == "events":
         return [("run = ?", (page.run,)) if page.run else ("", ())]
-    if not (page.run or page.states or page.group):
+    if not (page.run or page.states or page.group or page.split):
         return [("", ())]
     named, name = ("WHERE name = ?", (page.run,)) if page.run else ("", ())
     runs = [row[0] for row in c.execute(f"SELECT id FROM run {named}", name)]
@@ -129,6 +129,8 @@ def _split_filters(c: sqlite3.Connection, page: Page) -> list[Arm]:
         groups = "SELECT id FROM trajectory_group WHERE run_id = ? AND name = ?"
         found = [row[0] for run in runs for row in c.execute(groups, (run, page.group))]
         filtered, states = _in_states(page.states) if page.states else ("1", ())
+        if page.split:
+            filtered, states = f"{filtered} AND split = ?", (*states, page.split)
         return [(f"group_id = ? AND +{filtered}", (group, *states)) for group in found]
     if page.split == "eval":
         filtered, chosen = _in_states(page.states) if page.states else ("1", ())

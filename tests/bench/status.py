@@ -22,8 +22,10 @@ from tests.cli.rows import Made, busy
 ROUNDS = 20
 GOAL_MS = 150.0
 GROUP = 8
-LISTINGS = (("runs",), ("jobs",), ("trajectories",), ("checkpoints",), ("workers",), ("pushes",), ("events",), ("job", "3"), ("samples", "--best"),
-            ("samples", "--step", "2"), ("show", "1"))  # fmt: skip
+LISTINGS = (
+    ("runs",), ("jobs",), ("trajectories",), ("groups",), ("batches",), ("metrics",), ("checkpoints",), ("workers",), ("pushes",),
+    ("events",), ("job", "3"), ("samples", "--best"), ("samples", "--step", "2"), ("show", "1"),
+)  # fmt: skip
 
 
 def fill(made: Made, trajectories: int) -> None:

@@ -247,7 +247,11 @@ def test_another_base_model(artd: Any, past: Past) -> None:
 def test_an_error_of_the_trainer(artd: Any, interpreter: Interpreter) -> None:
     interpreter.answers(ReplayReport(error="tensor tokens: /b is damaged"))
     code, out, err = artd("3", "--json")
-    assert (code, out) == (1, "") and "job 3 cannot be replayed: tensor tokens: /b is damaged" in err
+    assert (
+        code == 1
+        and json.loads(out)["schema"] == "artctl.error/1"
+        and "job 3 cannot be replayed: tensor tokens: /b is damaged" in err
+    )
 
 
 def test_retired_while_it_ran(artd: Any, past: Past, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from artd.cli import show
 from artd.store import samples
 from artd_schema.text.plain import CONTROLS
 from tests.cli.conftest import Call
@@ -82,11 +81,8 @@ def test_a_step_that_waits_for_its_commit_and_one_that_a_rollback_left(talk: Mad
 @pytest.mark.parametrize("words", [("samples", "--full"), ("samples", "--json"), ("show", "3"), ("show", "3", "--json"),
                                    ("show", "3", "--tokens"), ("show", "3", "--tokens", "--json")], ids=" ".join)  # fmt: skip
 @pytest.mark.parametrize("coloured", [False, True], ids=["plain", "coloured"])
-def test_what_models_wrote_is_text(
-    words: tuple[str, ...], coloured: bool, talk: Made, artctl: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(show, "coloured", lambda: coloured)
-    code, out, _ = artctl(*words)
+def test_what_models_wrote_is_text(words: tuple[str, ...], coloured: bool, talk: Made, artctl: Call) -> None:
+    code, out, _ = artctl(*words, "--color", "always" if coloured else "never")
     assert code == 0
     own = set("0123456789;") if coloured else set()
     for rest in out.split("\x1b")[1:]:  # artd's own colours alone
@@ -116,12 +112,10 @@ def test_one_trajectory(talk: Made, artctl: Call) -> None:
 @pytest.mark.parametrize(
     ("view", "code"), [("mask", "1"), ("logprob", "38;5;117"), ("advantage", "38;5;75"), ("epoch", "38;5;108")]
 )
-def test_tokens_in_colours(view: str, code: str, talk: Made, artctl: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "coloured", lambda: True)
+def test_tokens_in_colours(view: str, code: str, talk: Made, artctl: Call) -> None:
     _advantage(talk, 0.75)
-    out = artctl("show", "1", "--tokens", view)[1]
+    out = artctl("show", "1", "--tokens", view, "--color", "always")[1]
     assert f"\x1b[{code}mP\x1b[0m\x1b[{code}ma" in out and "\x1b[2mF\x1b[0m" in out
-    monkeypatch.setattr(show, "coloured", lambda: False)
     rows = [line.split("\t") for line in artctl("show", "1", "--tokens", view)[1].splitlines()[2:]]
     assert rows[0] == ["turn", "logprob", "epoch", "cache", "advantage", "token"]
     assert rows[-1] == ["0", "-0.5", "2", "", "0.75", "<|im_end|>"] and rows[1] == [""] * 5 + ["<|im_start|>"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from artd.cli import show
 from artd.cli.status import snapshot
 from artd.datadir import lock
 from tests.cli.conftest import Call, FakeDaemon
@@ -345,9 +346,7 @@ def test_a_live_worker_of_a_dead_daemon_is_told(made: Made, artctl: Call) -> Non
 
 
 def test_colours_need_a_terminal_and_no_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    from artd.cli import show
-
-    monkeypatch.setattr(show.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert show.state("ready") == "\x1b[32mready\x1b[0m"

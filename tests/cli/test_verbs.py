@@ -10,12 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from artd.cli import ctl, main, read
+from artd.cli import ctl, read
 from artd.cli.artctl import events, logs
 from artd.store import readonly
 from tests.awake import SOON_S
@@ -104,15 +103,6 @@ def test_errors(words: tuple[str, ...], code: int, says: str, made: Made, artctl
 def test_a_key_that_is_not_there(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(["key", "remove", "nobody", "--data-dir", str(data)]) == 5
     assert capsys.readouterr().err == f"error: there is no key 'nobody'\nnext: artctl key list --data-dir {data}\n"
-
-
-@pytest.mark.parametrize(("called", "verb", "other"), [(main.main, "status", "artctl"), (ctl.main, "doctor", "artd")])
-def test_a_verb_of_the_other_command(
-    called: Callable[[list[str]], int], verb: str, other: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        called([verb])
-    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"\nnext: {other} {verb}\n")
 
 
 @pytest.mark.parametrize("verb", ["runs", "jobs", "workers", "events", "job"])

@@ -197,6 +197,16 @@ BUGS = (
         "assert",
     ),
     Bug(
+        "a-typo-proposes-a-change", "artd/cli/outcome.py",
+        "[word for word in known if word not in NEVER_PROPOSED]", "known",
+        "tests/cli/test_manners.py::test_no_mistyped_word_proposes_a_change", "assert",
+    ),
+    Bug(
+        "a-tab-types-commands", "artd/cli/artctl/completion.py",
+        "each.startswith(last) and _HARMLESS.fullmatch(each)", "each.startswith(last)",
+        "tests/cli/test_manners.py::test_completion", "AssertionError",
+    ),
+    Bug(
         "answers-move-the-cursor", "schema/artd_schema/text/plain.py",
         'return [plain(line.expandtabs(4)) for line in', "return [line.expandtabs(4) for line in",
         "tests/cli/test_samples.py::test_what_models_wrote_is_text", r"assert \('.' == '\['|assert .* == set",

@@ -125,7 +125,9 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             parser.add_argument("group", metavar="GROUP", help="its name in `artctl trajectories`")
         elif act.of == "step":
             parser.add_argument(
-                "checkpoint", metavar="RUN@STEP", help="a kept step of `artctl checkpoints`; pause the run first"
+                "checkpoint",
+                metavar="RUN@STEP",
+                help="a kept step of `artctl checkpoints`; without RUN of the run that is not finished; pause it first",
             )
         else:
             told = "its name" if act.final else "default: the one that is not finished"
@@ -136,6 +138,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             )
         if act.confirm:
             parser.add_argument("--yes", action="store_true", help="do not ask")
+        parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
         parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
         parser.set_defaults(run=run)
 
@@ -153,7 +156,13 @@ def run(args: argparse.Namespace) -> int:
     daemon_probe.need_running(data)
     with open_client(data, args.timeout) as art:
         act.call(art, args, target)
-    print(act.done.format(target), file=sys.stderr)
+    done = act.done.format(target)
+    if args.json:
+        show.print_document(
+            "artctl.order/1", data, {"order": args.verb, "of": act.of, "target": str(target), "done": done}
+        )
+    else:
+        print(done, file=sys.stderr)
     return OK
 
 
@@ -169,7 +178,7 @@ def _target(database: read.Database, args: argparse.Namespace, act: Act) -> str 
     name, _, step = args.checkpoint.partition("@")
     if not step.isdigit():
         raise CliError(USAGE, f"{args.checkpoint!r} is not RUN@STEP", "artctl checkpoints")
-    return f"{database.require_run(name)}@{int(step)}"
+    return f"{_run_name(database, name)}@{int(step)}"
 
 
 def _run_name(database: read.Database, name: str) -> str:

@@ -36,7 +36,9 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser(
         "export", help="write a checkpoint as a PEFT or Hugging Face folder", parents=[shared_options()]
     )
-    parser.add_argument("checkpoint", metavar="RUN[@STEP]", help="without STEP: the newest")
+    parser.add_argument(
+        "checkpoint", metavar="[RUN][@STEP]", help="without STEP: the newest; without RUN: the run that is not finished"
+    )
     parser.add_argument("dir", metavar="DIR", type=Path, help="a folder that does not exist yet")
     parser.add_argument(
         "--format", choices=("peft", "merged"), help="(default: peft; a run that trains every weight has merged only)"
@@ -92,7 +94,7 @@ def find(database: read.Database, wanted: str) -> tuple[read.Row, dict[str, Any]
     name, at, number = wanted.partition("@")
     if at and not number.isdigit():
         raise CliError(USAGE, f"{wanted!r} is not RUN or RUN@STEP", "artctl checkpoints")
-    database.require_run(name)
+    name = database.find_run(name)
     rows = database.page("checkpoints", run=name, limit=1_000_000)
     rows.sort(key=lambda row: row["abandoned"])  # stable: each part stays newest first
     found = next((row for row in rows if not number or row["step"] == int(number)), None)

@@ -1,4 +1,4 @@
-"""`artctl runs|jobs|trajectories|checkpoints|workers|pushes`: lists rows of one table, newest first.
+"""`artctl runs|jobs|trajectories|groups|batches|checkpoints|workers|pushes`: lists rows of one table, newest first.
 
 Exit codes: 0 (also for no rows), 3 no daemon ever ran here, 5 no such run.
 """
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artd.cli import daemon_probe, read, show
+from artd.cli import daemon_probe, read, show, terminal
 from artd.cli.outcome import OK, at_least, shared_options
 from artd.cli.show import Row
 from artd.cli.status import problems
 from artd.cli.status.snapshot import JOB_STATES, _alive
+from artd.store import pages
 from artd_schema.spec_defaults import spec_value
 
-VERBS = ("runs", "jobs", "trajectories", "checkpoints", "workers", "pushes")
+VERBS = ("runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "workers", "pushes")
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,36 @@ LISTINGS: dict[str, Listing] = {
         },
         ("queued", "packed", "trained", "discarded"),
     ),
+    "groups": Listing(
+        "groups of trajectories, and why one was discarded",
+        {
+            "id": _of("id"),
+            "run": _of("run"),
+            "name": _of("name"),
+            "split": _of("split"),
+            "state": _of("state"),
+            "size": _of("size"),
+            "created": _age,
+            "reason": _of("reason"),
+        },
+        pages.states_of("groups"),
+    ),
+    "batches": Listing(
+        "packed batches: what each step was trained on",
+        {
+            "id": _of("id"),
+            "run": _of("run"),
+            "step": _of("step"),
+            "state": _of("state"),
+            "payload": _of("payload"),
+            "trajectories": _of("trajectories"),
+            "tokens": _of("tokens"),
+            "fill": lambda row: f"{row['fill']:.1%}",
+            "created": _age,
+            "manifest": lambda row: row["manifest"][:12],
+        },
+        pages.states_of("batches"),
+    ),
     "checkpoints": Listing(
         "committed steps and their folders",
         {
@@ -184,6 +215,8 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             parser.add_argument("--state", choices=listing.states, default="", help="only rows in this state")
         if verb == "trajectories":
             parser.add_argument("--group", default="", help="only rows of this group")
+            parser.add_argument("--split", choices=("train", "eval"), default="", help="only rows of this split")
+        terminal.wide_option(parser)
         parser.set_defaults(run=run)
 
 
@@ -193,9 +226,9 @@ def _read(database: read.Database, args: argparse.Namespace, run: str) -> list[R
     if args.verb == "workers":
         return database.rows(read.WORKERS)
     states = (args.state,) if args.state else ()
-    group = getattr(args, "group", "")
+    more = {name: getattr(args, name) for name in ("group", "split") if getattr(args, name, "")}
     return database.page(
-        args.verb, run=run, states=states, group=group, before=args.before, after=args.after, limit=args.limit
+        args.verb, run=run, states=states, before=args.before, after=args.after, limit=args.limit, **more
     )
 
 
@@ -217,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         show.document(args.verb, data, **{args.verb: [show.stamp_times(row) for row in rows]})
     elif not rows:
-        filtered = wanted or any(getattr(args, name, None) for name in ("state", "group", "before", "after"))
+        filtered = wanted or any(getattr(args, name, None) for name in ("state", "group", "split", "before", "after"))
         print(f"no {args.verb}" + (" that match" if filtered else " yet"))
     else:
         shown = {

@@ -42,7 +42,10 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser(
         "mismatch", help="how far trainer and engine disagree on fresh tokens", parents=[shared_options()]
     )
-    parser.add_argument("checkpoint", metavar="RUN[@STEP]", help="a step that is served; without STEP: the newest")
+    parser.add_argument(
+        "checkpoint", metavar="[RUN][@STEP]", nargs="?", default="",
+        help="a step that is served; without STEP: the newest; without RUN: the run that is not finished",
+    )  # fmt: skip
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help="sample at least so many (default: %(default)s)"
     )

@@ -9,11 +9,12 @@ import argparse
 from collections.abc import Iterator
 
 from artd import __version__
-from artd.cli import daemon_probe, show
-from artd.cli.outcome import DEGRADED, NOT_RUNNING, OK, shared_options
+from artd.cli import daemon_probe, show, terminal
+from artd.cli.outcome import DEGRADED, NOT_RUNNING, OK, USAGE, CliError, seconds, shared_options
 from artd.cli.show import paint
 from artd.cli.status.problems import advice
 from artd.cli.status.snapshot import Snapshot, content, doing, take
+from artd.cli.watch import cut_lines, watch
 from artd_schema.spec_defaults import spec_value
 
 _CODES = {"ok": OK, "degraded": DEGRADED, "down": NOT_RUNNING}
@@ -23,15 +24,30 @@ _DOTS = {"ok": ("●", "green"), "degraded": ("●", "yellow"), "down": ("○", 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("status", help="health, what is going on, what to do next", parents=[shared_options()])
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
+    parser.add_argument(
+        "-w",
+        "--watch",
+        type=seconds,
+        nargs="?",
+        const=2.0,
+        metavar="S",
+        help="show it again every S seconds (default 2)",
+    )
+    terminal.wide_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    shot = take(daemon_probe.data_dir(args))
+    data = daemon_probe.data_dir(args)
+    if args.watch and args.json:
+        raise CliError(USAGE, "--watch and --json exclude each other", "artctl events -f --json")
+    if args.watch:
+        watch(lambda: lines(take(data)), args.watch)
+    shot = take(data)
     if args.json:
         show.document("status", shot.data, **content(shot))
     else:
-        print("\n".join(lines(shot)))
+        print("\n".join(cut_lines(lines(shot))))
     return _CODES[shot.health]
 
 

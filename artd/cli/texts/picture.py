@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from artd.cli import show
+from artd.cli import show, terminal
 from artd.cli.show import Row
 from artd_schema.text.plain import paragraph, plain
 from artd_schema.text.transcript import Message, Passage, TokenView
@@ -114,7 +114,7 @@ def tokens(found: Loaded, view: str) -> Iterator[str]:
     for number, passage in enumerate(found.passages):
         if len(found.passages) > 1:
             yield show.paint(f"  sequence {number + 1} of {len(found.passages)}", "dim")
-        if show.coloured():
+        if terminal.coloured():
             yield from _legend(passage, view, found)
             yield _inline(passage, lambda token: _code(token, view, found.advantage))
         else:
