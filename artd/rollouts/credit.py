@@ -10,7 +10,7 @@ import msgspec
 from artd.core.fields import InvalidField
 from artd_schema.losses import EXAMPLES
 from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Credit, Turn
+from artd_schema.trajectory import Credit, Given, Turn
 
 
 def add_credits(turns: Sequence[Turn], credits: Sequence[Credit]) -> list[Turn]:
@@ -25,7 +25,10 @@ def add_credits(turns: Sequence[Turn], credits: Sequence[Credit]) -> list[Turn]:
 def _add(turn: Turn, credit: Credit, where: str) -> Turn:
     count = len(turn.token_ids) // 4
     columns = {name: _column(getattr(credit, name), count, f"{where}.{name}") for name in ("advantages", "weights")}
-    return msgspec.structs.replace(turn, **{name: column for name, column in columns.items() if column})
+    given = msgspec.structs.replace(
+        turn.given or Given(), **{name: column for name, column in columns.items() if column}
+    )
+    return turn if given == Given() else msgspec.structs.replace(turn, given=given)
 
 
 def _column(values: Sequence[float], count: int, where: str) -> bytes:

@@ -16,6 +16,7 @@ import msgspec
 from artd_schema import client_api as api
 from artd_schema.codec import digest, to_json
 from artd_schema.spec import RunSpec
+from artd_schema.trajectory import Given as Credited
 from artd_schema.trajectory import Pick, Split, Turn
 
 from .connection import Connection
@@ -177,7 +178,7 @@ class Run:
         Raises what `submit` raises; Invalid if the run trains on rollouts.
         """
         ids = list(token_ids)
-        example = msgspec.structs.replace(turn(prompt_ids, ids, [0.0] * len(ids)), example=True)
+        example = msgspec.structs.replace(turn(prompt_ids, ids, [0.0] * len(ids)), given=Credited(example=True))
         name = key or uuid.uuid4().hex
         given = None if weights is None else [list(weights)]
         return await self.submit(f"example-{name}"[:256], 0.0, turns=[example], key=name, weights=given)

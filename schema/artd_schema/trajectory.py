@@ -9,7 +9,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 Split = Literal["train", "eval"]
 Pick = Literal["newest", "best", "worst", "random"]
@@ -98,6 +98,16 @@ def untrainable(sampling: Sampling) -> list[Untrainable]:
     return found
 
 
+class Given(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """advantages, weights: float32 [C], what the program gives for each sampled token: its advantage, and a factor of its loss, at least 0
+    (0: the token is not trained); b"" = none. example: the tokens are not sampled but given, to be trained by cross-entropy; their
+    logprobs are 0."""
+
+    advantages: bytes = b""
+    weights: bytes = b""
+    example: bool = False
+
+
 class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generation.
 
@@ -112,9 +122,7 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     token `routes_start` + j of prompt_ids + token_ids. The rows reach the end, or end one token before it, because the last
     sampled token was never an input. b"" = none.
 
-    `advantages`, `weights`: float32 [C], what the program gives for each sampled token: its advantage, and a factor of its
-    loss, at least 0 (0: the token is not trained); b"" = none. `example`: the tokens are given and not sampled, to be trained
-    by cross-entropy; their logprobs are 0. `raw`: the raw response (JSON) with unknown fields, without what the columns
+    `given`: what the program gives beside what was sampled. `raw`: the raw response (JSON) with unknown fields, without what the columns
     hold.
     """
 
@@ -131,9 +139,23 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     response_id: str = ""
     choice: int = 0
     raw: bytes = b""
-    advantages: bytes = b""
-    weights: bytes = b""
-    example: bool = False
+    # One field: with more than 15, msgspec would write another header of every turn.
+    given: Given | UnsetType = UNSET
+
+    @property
+    def advantages(self) -> bytes:
+        """Return the columns as `Given` has them; b"" where none are given."""
+        return self.given.advantages if self.given else b""
+
+    @property
+    def weights(self) -> bytes:
+        """Return the columns as `Given` has them; b"" where none are given."""
+        return self.given.weights if self.given else b""
+
+    @property
+    def example(self) -> bool:
+        """Whether the tokens are an example's."""
+        return self.given.example if self.given else False
 
 
 class Credit(Struct, frozen=True, omit_defaults=True):

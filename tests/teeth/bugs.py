@@ -1251,4 +1251,40 @@ BUGS = (
         'group_outcome(rewards)',
         "tests/unit/test_advantages.py::test_a_seal_asks_the_runs_spec[none]", 'assert .* == ',
     ),
+    Bug(
+        "credits-not-in-the-body", "artd/rollouts/ingest.py",
+        '                body = msgspec.msgpack.encode(turns)\n',
+        '',
+        "tests/unit/test_credits.py::test_they_are_stored_with_each_turn[False]", 'assert ',
+    ),
+    Bug(
+        "rollouts-among-examples", "artd/rollouts/credit.py",
+        '    if examples != {wanted}:',
+        '    if False:',
+        "tests/unit/test_credits.py::test_a_run_of_examples", 'DID NOT RAISE',
+    ),
+    Bug(
+        "advantages-that-nobody-trains", "artd/rollouts/credit.py",
+        'if bool(turn.advantages) != (given and bool(turn.token_ids)):',
+        'if given and not turn.advantages:',
+        "tests/unit/test_credits.py::test_a_run_takes_what_it_trains", 'DID NOT RAISE',
+    ),
+    Bug(
+        "untrained-weight-is-trained", "artd/packing/sequences.py",
+        '(weights != 0).astype(np.uint8)',
+        'np.ones(count, np.uint8)',
+        "tests/unit/test_credits.py::test_each_token_has_its_own_where_it_lies", 'assert .* == ',
+    ),
+    Bug(
+        "weights-not-packed", "artd/packing/tensors.py",
+        'mask if sequence.weights is None else mask * sequence.weights[here]',
+        'mask',
+        "tests/unit/test_credits.py::test_weights_go_with_advantages_of_rewards", 'assert .* == ',
+    ),
+    Bug(
+        "cross-entropy-of-advantages", "workers/artd_workers/trainer/step/losses.py",
+        'return LossOutput(-inputs.logprobs)',
+        'return LossOutput(-inputs.advantages * inputs.logprobs)',
+        "tests/trainer/test_loss_oracle.py::test_a_loss_and_its_gradient[sft-token]", 'Not equal to tolerance', torch=True,
+    ),
 )  # fmt: skip

@@ -13,11 +13,12 @@ from artd.errors import Invalid
 from artd.packing.batch import PackSpec, pack
 from artd.packing.inputs import Source
 from artd_client.errors import Invalid as Refused
-from artd_client.turns import Given, make_credits
+from artd_client.turns import Given as Numbers
+from artd_client.turns import make_credits
 from artd_schema import client_api as api
 from artd_schema.codec import digest
 from artd_schema.spec import AdvantageSpec, LossSpec
-from artd_schema.trajectory import Credit, Turn
+from artd_schema.trajectory import Credit, Given, Turn
 from tests.fakes.rows import (
     WHOLE,
     add_run,
@@ -78,7 +79,7 @@ async def test_a_run_takes_what_it_trains(tmp_path: Any) -> None:
         ingest = make_ingest(store, data_dir(tmp_path))
         given = submit(ingest, key="a", credits=(Credit(advantages=(1.0,)),))
         await refused(Invalid, "turns[0].advantages", "makes advantages from rewards", given)
-        example = turn(logprobs=floats(0.0, 0.0), example=True)
+        example = turn(logprobs=floats(0.0, 0.0), given=Given(example=True))
         await refused(Invalid, "turns", "an example is none", submit(ingest, key="b", turns=(example,)))
         await submit(ingest, key="c", credits=(Credit(weights=(0.25,)),))
 
@@ -90,7 +91,7 @@ async def test_a_run_of_examples(tmp_path: Any) -> None:
         await add_run(store, loss=LossSpec(kind="sft"), group_size=1)
         ingest = make_ingest(store, data_dir(tmp_path))
         await refused(Invalid, "turns", "use run.submit_example", submit(ingest, key="a"))
-        example = turn(logprobs=floats(0.0, 0.0), example=True)
+        example = turn(logprobs=floats(0.0, 0.0), given=Given(example=True))
         answer = await submit(ingest, "x", 0.0, "b", turns=(example,))
         assert answer.group_state == "sealed"
         assert await one(store, "SELECT state FROM trajectory_group") == "sealed"
@@ -103,9 +104,13 @@ def source(number: int, group: int, turns: Sequence[Turn], reward: float = 0.0) 
 
 def test_each_token_has_its_own_where_it_lies() -> None:
     """Two turns of one sequence, the first with an untrained token, beside a trajectory of another group."""
-    first = turn(prompt_ids=ids(1, 2), token_ids=ids(3, 4), advantages=floats(0.5, -2.0), weights=floats(0.0, 3.0))
-    second = turn(prompt_ids=ids(1, 2, 3, 4, 9), token_ids=ids(5, 6), advantages=floats(1.0, 7.0))
-    other = turn(prompt_ids=ids(8, 8), token_ids=ids(7, 5), advantages=floats(-1.0, -1.0), weights=floats(2.0, 0.5))
+    first = turn(
+        prompt_ids=ids(1, 2), token_ids=ids(3, 4), given=Given(advantages=floats(0.5, -2.0), weights=floats(0.0, 3.0))
+    )
+    second = turn(prompt_ids=ids(1, 2, 3, 4, 9), token_ids=ids(5, 6), given=Given(advantages=floats(1.0, 7.0)))
+    other = turn(
+        prompt_ids=ids(8, 8), token_ids=ids(7, 5), given=Given(advantages=floats(-1.0, -1.0), weights=floats(2.0, 0.5))
+    )
     spec = PackSpec(run="r", step=1, seed=0, row_length=32, scale_rewards=False, base_digest="b", advantages=GIVEN)
     tensors, manifest, _ = pack(spec, [source(1, 1, [first, second]), source(2, 2, [other])])
     assert not manifest.drops and manifest.trainable_tokens == 5
@@ -117,7 +122,7 @@ def test_each_token_has_its_own_where_it_lies() -> None:
 
 
 def test_weights_go_with_advantages_of_rewards() -> None:
-    turns = [turn(weights=floats(0.5, 2.0)), turn()]
+    turns = [turn(given=Given(weights=floats(0.5, 2.0))), turn()]
     spec = PackSpec(run="r", step=1, seed=0, row_length=32, scale_rewards=False, base_digest="b")
     tensors, _, _ = pack(spec, [source(n, 1, [one], float(n)) for n, one in enumerate(turns)])
     trained = tensors["loss_mask"] == 1
@@ -130,8 +135,13 @@ def test_weights_go_with_advantages_of_rewards() -> None:
     ("given", "wanted"),
     [(None, ((), ())), (2, ((2.0,), (2.0,))), ([1, [2, 3]], ((1.0,), (2.0, 3.0)))],
 )
-def test_a_program_gives_one_number_or_a_part_for_each_turn(given: Given, wanted: tuple[Any, ...]) -> None:
+def test_a_program_gives_one_number_or_a_part_for_each_turn(given: Numbers, wanted: tuple[Any, ...]) -> None:
     assert tuple(c.advantages for c in make_credits(given, 1.0, 2)) == wanted
     assert make_credits(None, None, 2) == ()
     with pytest.raises(Refused, match="1 parts for 2 turns"):
         make_credits([1.0], None, 2)
+
+
+def test_a_turn_without_them_keeps_its_bytes() -> None:
+    """A header of more than 15 fields would be another one, and so would every digest of a body."""
+    assert len(msgspec.structs.fields(Turn)) <= 15 and msgspec.msgpack.encode(turn())[0] == 0x83
