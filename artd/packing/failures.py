@@ -119,7 +119,7 @@ def note(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFail
     if not tries or not known or known["error"] != answer.error:
         _told(c, now, request, answer)
     told = {"step": request.step, "error": answer.error, "tries": tries + 1, "at": now}
-    note_packing(c, run, msgspec.json.encode(told).decode())
+    note_packing(c, run, msgspec.json.encode(told))
 
 
 def failing(c: sqlite3.Connection, run: int) -> dict[str, Any] | None:

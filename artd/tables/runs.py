@@ -65,7 +65,7 @@ def note_evaluations(c: sqlite3.Connection, run: int, newest: int) -> None:
     c.execute("UPDATE run SET told = ? WHERE id = ?", (newest, run))
 
 
-def note_packing(c: sqlite3.Connection, run: int, failure: str | None) -> None:
+def note_packing(c: sqlite3.Connection, run: int, failure: bytes | None) -> None:
     """Set what the packer fails at: JSON, or None when it does not fail."""
     c.execute("UPDATE run SET packing = ? WHERE id = ?", (failure, run))
 

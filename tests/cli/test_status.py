@@ -121,7 +121,7 @@ def test_a_batch_that_cannot_be_packed_is_told(made: Made, daemon: FakeDaemon, a
 
     def failing(**told: object) -> None:
         value = json.dumps({"step": 4, "error": "the packer ended with status -9: \nmore", "at": 0} | told)
-        made.connection.execute("UPDATE run SET packing = ? WHERE name = ?", (value, told["run"]))
+        made.connection.execute("UPDATE run SET packing = ? WHERE name = ?", (value.encode(), told["run"]))
 
     status = json.loads(artctl("status", "--json")[1])
     name, other = status["run"]["name"], next(n for n in ("toy", "old") if n != status["run"]["name"])

@@ -28,7 +28,7 @@ CREATE TABLE run (
   flush INTEGER NOT NULL DEFAULT 0 CHECK (flush IN (0, 1)),
   told INTEGER NOT NULL DEFAULT 0,           -- the newest trajectory whose evaluation a step's metrics have counted
   flush_to INTEGER NOT NULL DEFAULT 0,       -- groups up to this id are being sealed for a flush; 0: none are
-  packing TEXT,                              -- JSON {step, error, tries, at} of a batch that cannot be packed now
+  packing BLOB,                              -- JSON {step, error, tries, at} of a batch that cannot be packed now
   created INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX run_state ON run (state);       -- how many are unfinished at once is the rule of artd/core/fleet.py
