@@ -42,8 +42,8 @@ async def read_trajectory(parts: Parts, op: api.ReadTrajectory) -> api.Body:
 
     def read(c: sqlite3.Connection) -> api.Body:
         _require_run(c, op.run)
-        page = pages.Page("trajectories", after=op.trajectory - 1, before=op.trajectory + 1, limit=1)
-        rows = [row for row in pages.read(c, page) if row["run"] == op.run]
+        page = pages.Page("trajectories", after=op.trajectory - 1, limit=1)
+        rows = [row for row in pages.read(c, page) if (row["id"], row["run"]) == (op.trajectory, op.run)]
         if not rows:
             raise NotFound(f"run {op.run!r} has no trajectory {op.trajectory}", field="trajectory")
         advantage = samples.read_advantage(c, blobs, op.trajectory)

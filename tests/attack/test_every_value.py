@@ -31,8 +31,9 @@ from artd.store.blobs import Blobs
 from artd.store.views import active_run_ids
 from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
+from artd_schema.losses import EXAMPLES
 from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Sampling, Turn
+from artd_schema.trajectory import Credit, Given, Sampling, Turn
 from artd_schema.worker_names import engine_name
 from tests.awake import until
 from tests.fakes.anything import anything, mutations
@@ -157,16 +158,21 @@ def test_a_spec_that_is_accepted_boots_and_packs(world):
             changes |= {"row_length": 4096, "drop_longer": True}  # longer ones pack as well, in gigabytes
         await add_run(world.store, name, **changes)
         try:
-            await train_one(name)
+            await train_one(name, op.spec)
         finally:
             await world.runs.set_state(name, "finished")
         return [op.spec]
 
-    async def train_one(name: str) -> None:
+    async def train_one(name: str, spec: RunSpec) -> None:
         for group in range(2):
             turn = Turn(prompt_ids=bytes(4), token_ids=bytes(4), logprobs=bytes(4), raw=bytes([group]))
+            if spec.loss.kind == EXAMPLES:
+                turn = msgspec.structs.replace(turn, given=Given(example=True))
+            given = spec.advantages.baseline == "given" if spec.advantages else False
             for number in range(2):
                 submit = api.Submit(run=name, group=f"{group}", reward=float(number), key=f"{group}-{number}")
+                if given:
+                    submit = msgspec.structs.replace(submit, credits=(Credit(advantages=(1.0 - number,)),))
                 await world.ingest.submit(submit, [msgspec.msgpack.encode([turn])])
         await world.boot()
         await world.ingest.flush(api.Flush(run=name))

@@ -17,6 +17,8 @@ from artd.cli.texts.load import Loaded, load
 from artd.store import samples
 
 VERBS = ("samples", "show")
+MOST = (1 << 63) - 1
+"""The largest id that an SQLite column stores."""
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,8 +93,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 def _find(database: read.Database, number: int) -> read.Row:
     """Return the row of a trajectory. Raises CliError(NOT_FOUND)."""
-    rows = database.page("trajectories", after=number - 1, before=number + 1, limit=1)
-    if not rows:
+    rows = database.page("trajectories", after=min(number, MOST) - 1, limit=1)
+    if not rows or rows[0]["id"] != number:
         newest = database.page("trajectories", limit=1)
         hint = f"; the newest is {newest[0]['id']}" if newest else "; there is none yet"
         raise CliError(NOT_FOUND, f"there is no trajectory {number}{hint}", "artctl samples")
