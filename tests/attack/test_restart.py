@@ -153,9 +153,8 @@ def test_the_unit_starts_a_daemon_that_tells_its_manager(
 
 @pytest.mark.parametrize("wrong", ["-1", "0", "nan", "inf", "soon"])
 def test_a_timeout_that_is_none_is_usage(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["start", "--detach", "--timeout", wrong, "--data-dir", str(tmp_path)])
-    assert ended.value.code == 2 and "is not a number of seconds above 0" in capsys.readouterr().err
+    assert main.main(["start", "--detach", "--timeout", wrong, "--data-dir", str(tmp_path)]) == 2
+    assert "is not a number of seconds above 0" in capsys.readouterr().err
 
 
 def test_a_daemon_that_stops_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

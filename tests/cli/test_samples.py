@@ -66,7 +66,7 @@ def test_which_samples(talk: Made, artctl: Call, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(samples, "AMONG", 2)
     assert chosen(artctl, "--best") == [4, 3]  # of the newest ones
     assert artctl("samples", "--step", "7")[1] == "step 7 of run toy has no trajectories\n"
-    assert artctl("samples", "toi")[0] == artctl("show", "77")[0] == 5
+    assert artctl("samples", "toi")[0] == artctl("show", "77")[0] == artctl("show", "9" * 30)[0] == 5
     assert artctl("samples", "--best", "--worst")[0] == 2
 
 
