@@ -24,7 +24,7 @@ MOST = 1000
 
 
 async def choose_samples(parts: Parts, op: api.Samples) -> api.Rows:
-    """Errors: NotFound (the run), Invalid (a limit of 0)."""
+    """Return the trajectories that `op` asks for. Raises NotFound (the run), Invalid (a limit of 0)."""
     if op.limit < 1:
         raise Invalid("limit: ask for 1 trajectory or more", field="limit")
     choice = samples.Choice(op.step, op.split, op.pick, min(op.limit, MOST))
@@ -37,7 +37,7 @@ async def choose_samples(parts: Parts, op: api.Samples) -> api.Rows:
 
 
 async def read_trajectory(parts: Parts, op: api.ReadTrajectory) -> api.Body:
-    """Errors: NotFound (the run has no such trajectory)."""
+    """Return one trajectory without its routes. Raises NotFound (the run has no such trajectory)."""
     blobs = parts.ingest.blobs.root
 
     def read(c: sqlite3.Connection) -> api.Body:
@@ -58,7 +58,7 @@ async def read_trajectory(parts: Parts, op: api.ReadTrajectory) -> api.Body:
 
 
 async def read_tokenizer(parts: Parts, op: api.ReadTokenizer) -> api.TokenizerFile:
-    """Errors: NotFound (the run)."""
+    """Return the tokenizer of a run's model. Raises NotFound (the run)."""
     found = await parts.store.read("SELECT spec FROM run WHERE name = ?", (op.run,))
     if not found:
         raise NotFound(f"there is no run {op.run!r}; `artctl runs` lists them", field="run")
@@ -70,7 +70,7 @@ async def read_tokenizer(parts: Parts, op: api.ReadTokenizer) -> api.TokenizerFi
 
 
 def _require_run(c: sqlite3.Connection, name: str) -> None:
-    """Errors: NotFound."""
+    """Check that the run exists. Raises NotFound."""
     if not c.execute("SELECT 1 FROM run WHERE name = ?", (name,)).fetchone():
         raise NotFound(f"there is no run {name!r}; `artctl runs` lists them", field="run")
 

@@ -18,6 +18,7 @@ from artd_schema.spec import (
 )
 from artd_schema.trajectory import ExchangeRef, Sampling, Turn
 
+from .address import Remote
 from .client import Client
 from .errors import (
     ArtdError,
@@ -35,7 +36,6 @@ from .errors import (
     TooLarge,
     WrongProtocol,
 )
-from .remote import Remote
 from .run import Run
 from .sync import SyncClient, SyncRun
 from .trajectory import Trajectory

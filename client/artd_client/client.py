@@ -11,10 +11,10 @@ from artd_schema import client_api as api
 from artd_schema import paths
 from artd_schema.spec import RunSpec
 
+from .address import Remote
 from .connection import Connection, expect
 from .errors import Closed, Invalid
 from .progress import Progress, Tell, to_stderr
-from .remote import Remote
 from .rows import Row, Table, follow_events, read_rows
 from .run import Run
 from .specs import make_spec, reading_s

@@ -26,7 +26,8 @@ from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
 from artd_schema.crashpoint import reach
 
-from . import locate
+from . import address
+from .address import Remote
 from .errors import (
     ArtdError,
     Busy,
@@ -42,7 +43,6 @@ from .errors import (
     from_answer,
 )
 from .link import Link
-from .remote import Remote
 
 log = logging.getLogger(__name__)
 A = TypeVar("A", bound=api.Answer)
@@ -181,7 +181,7 @@ class Connection:
                         pause = BACKOFF_S[0]
                 except DaemonNotRunning as error:
                     self._why = error
-                    if not self._first.done() and not isinstance(error, locate.Starting):
+                    if not self._first.done() and not isinstance(error, address.Starting):
                         self._first.set_exception(error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACKOFF_S[1])
@@ -200,7 +200,7 @@ class Connection:
 
         Raises DaemonNotRunning, NotAllowed for an unknown key, and WrongProtocol when the daemon refuses this client.
         """
-        endpoint = locate.endpoint(self.data)
+        endpoint = address.endpoint(self.data)
         self._gone.clear()
         self._refusal: ArtdError | None = None
         remote = self.data if isinstance(self.data, Remote) else None
@@ -219,7 +219,7 @@ class Connection:
             raise self._refusal
         if link.refused:
             raise NotAllowed(f"{endpoint} does not know this client's key; `artctl key add` there allows it")
-        self._why = locate.not_running(self.data, "no daemon answers")
+        self._why = address.not_running(self.data, "no daemon answers")
         for entry in list(self._calls.values()):
             if entry.sent and isinstance(entry.op, api.Shutdown) and not entry.future.done():
                 entry.future.set_result(api.Done())  # the daemon is gone, as the call demanded

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .remote import Remote
+from .address import Remote
 
 GONE = (
     zmq.EVENT_DISCONNECTED

@@ -13,10 +13,10 @@ from artd_schema import client_api as api
 from artd_schema.spec import RunSpec
 from artd_schema.trajectory import Pick, Split, Turn
 
+from .address import Remote
 from .blocking import BlockingClient, BlockingRun
 from .client import Client
 from .progress import Tell, to_stderr
-from .remote import Remote
 from .rows import Row, Table
 from .trajectory import Trajectory
 from .turns import Given

@@ -223,29 +223,10 @@ class Shutdown(_Op, frozen=True):
 
 
 Op = (
-    Hello
-    | CreateRun
-    | Submit
-    | Seal
-    | Flush
-    | WaitStep
-    | List
-    | Events
-    | Samples
-    | ReadTrajectory
-    | ReadTokenizer
-    | Pause
-    | Resume
-    | Finish
-    | DeleteRun
-    | Rollback
-    | CancelJob
-    | DiscardJob
-    | DiscardGroup
-    | RetryJob
-    | Collect
+    Hello | CreateRun | Submit | Seal | Flush | WaitStep | List | Events | Samples | ReadTrajectory | ReadTokenizer
+    | Pause | Resume | Finish | DeleteRun | Rollback | CancelJob | DiscardJob | DiscardGroup | RetryJob | Collect
     | Shutdown
-)
+)  # fmt: skip
 
 
 class Request(Struct, frozen=True, kw_only=True):

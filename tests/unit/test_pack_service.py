@@ -245,7 +245,7 @@ async def test_a_bundle_that_the_disk_changed_is_not_committed(tmp_path, monkeyp
         monkeypatch.setattr(Blobs, "adopt", adopt)
         request, groups = await store.write(packer._due)
         assert not await packer._pack(request, groups)
-        assert "other bytes than it was given" in await one(store, "SELECT packing FROM run")
+        assert b"other bytes than it was given" in await one(store, "SELECT packing FROM run")
         assert await count(store, "batch") == 0 and await count(store, "trajectory", "state = 'queued'") == 2
 
 

@@ -110,14 +110,14 @@ def _values(action: argparse.Action, words: list[str]) -> Iterator[str]:
 
 
 def _of_database(ask: Callable[[read.Database], list[str]]) -> Callable[[Path], list[str]]:
-    def asked(data: Path) -> list[str]:
+    def ask_and_close(data: Path) -> list[str]:
         database = read.Database(data)
         try:
             return ask(database)
         finally:
             database.close()
 
-    return asked
+    return ask_and_close
 
 
 def _ids(what: str) -> Callable[[Path], list[str]]:

@@ -124,7 +124,7 @@ def _entries(found: list[Source], name: str, most: int, since: str) -> list[tupl
         start = parse_since(since)
         told = [(when, source.name, line) for source in found for when, line in _since(source, start)]
     else:
-        told = [(when, source.name, line) for source in found for when, line in _timed(source.tail(most))]
+        told = [(when, source.name, line) for source in found for when, line in _read_times(source.tail(most))]
     if since or not name:
         told.sort(key=lambda one: one[0])  # stable: lines of one file stay in order
     if not (name or since):
@@ -170,7 +170,7 @@ def _newest(workers: Iterable[str], kind: str) -> list[str]:
     return [name for name, worker in found.items() if worker.run == newest]
 
 
-def _timed(lines: list[str]) -> list[tuple[float, str]]:
+def _read_times(lines: list[str]) -> list[tuple[float, str]]:
     return list(zip(times_of(lines), lines, strict=True))
 
 
@@ -179,7 +179,7 @@ def _since(source: Source, since: float) -> list[tuple[float, str]]:
     count = _FIRST
     while True:
         lines = source.tail(count)
-        timed = _timed(lines)
+        timed = _read_times(lines)
         if len(lines) < count or timed[0][0] < since:
             return [(when, line) for when, line in timed if when >= since]
         count *= 8

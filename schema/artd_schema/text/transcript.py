@@ -71,13 +71,13 @@ def _sequences(turns: Sequence[Turn]) -> Iterator[list[TokenView]]:
             yield tokens
             tokens, sequence = [], b""
         tokens += [TokenView(id=one, text="") for one in _column("i", turn.prompt_ids[len(sequence) :])]
-        tokens += _sampled(turn, number)
+        tokens += _view_sampled(turn, number)
         sequence = turn.prompt_ids + turn.token_ids
     if tokens:
         yield tokens
 
 
-def _sampled(turn: Turn, number: int) -> Iterator[TokenView]:
+def _view_sampled(turn: Turn, number: int) -> Iterator[TokenView]:
     ids = _column("i", turn.token_ids)
     epochs, caches = (_spread(spans, len(ids)) for spans in (turn.policy_epoch, turn.kv_cache_epoch))
     for one, logprob, epoch, cache in zip(ids, _column("f", turn.logprobs), epochs, caches, strict=True):
