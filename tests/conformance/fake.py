@@ -108,7 +108,7 @@ class Fake:
         own: dict[str, object] = {
             "version": self.version,
             "calls": str(self._folder / "calls"),
-            "shm": f"/dev/shm/psm_artd_test_{self._folder.name}",
+            "shm": f"/dev/shm/psm_artd_test_{self._folder.parent.name}_{self._folder.name}",
         }
         if (shape := self.routes) is not None:
             own |= {"shape": [shape.layers, shape.topk, shape.experts]}

@@ -241,4 +241,4 @@ def test_a_harness_says_how_it_can_be_pushed_to(bench: Bench) -> None:
 def test_an_engine_that_gives_no_table_does_not_get_ready(bench: Bench) -> None:
     bench.engine, bench.script = {"device": "cuda"}, {"version": "0.25.1", "table": {"tensors": 3}}
     with bench.start() as daemon:
-        assert "is no table" in daemon.expect(w.Down).error
+        assert "is not a table" in daemon.expect(w.Down).error

@@ -61,7 +61,7 @@ def test_the_engine_can_import_it() -> None:
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | PATHS
     )
-    own = {"artd_workers.transfer", "artd_workers.transfer.merge", "artd_workers.models"}
+    own = {"artd_workers.transfer", "artd_workers.transfer.merge", "artd_workers.models", "artd_workers.packages"}
     found = set(ast.literal_eval(out.stdout))
     assert own <= found and all(name.startswith("artd_workers.models.") for name in found - own)
 
