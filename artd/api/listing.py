@@ -25,7 +25,7 @@ async def read_rows(store: Store, op: api.List) -> api.Rows:
         raise NotFound(f"unknown listing {op.what!r}; use one of: {', '.join(pages.QUERIES)}", field="what")
     _check_states(op)
     if op.run and op.what not in ("runs", "workers"):
-        await _require_run(store, op.run)
+        await require_run(store, op.run)
     page = pages.Page(
         op.what,
         op.run,
@@ -34,16 +34,16 @@ async def read_rows(store: Store, op: api.List) -> api.Rows:
         after=op.after,
         limit=_bound(op.limit),
     )
-    return await store.ask(lambda c: _answer(pages.read(c, page)))
+    return await store.ask(lambda c: answer_rows(pages.read(c, page)))
 
 
-async def _require_run(store: Store, name: str) -> None:
+async def require_run(store: Store, name: str) -> None:
     """Raise NotFound when there is no such run."""
     if not await store.read("SELECT 1 FROM run WHERE name = ?", (name,)):
         raise NotFound(f"there is no run {name!r}; `artctl runs` lists them", field="run")
 
 
-def _answer(rows: list[sqlite3.Row]) -> api.Rows:
+def answer_rows(rows: list[sqlite3.Row]) -> api.Rows:
     """Return as many rows as one answer may hold."""
     left = BYTES
     shown: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ def _answer(rows: list[sqlite3.Row]) -> api.Rows:
 async def read_events(store: Store, op: api.Events) -> api.Rows:
     """Return events after `op.after`, oldest first."""
     page = pages.Page("events", op.run, after=op.after, limit=_bound(op.limit))
-    return await store.ask(lambda c: _answer(pages.read(c, page)))
+    return await store.ask(lambda c: answer_rows(pages.read(c, page)))
 
 
 def _check_states(op: api.List) -> None:

@@ -16,7 +16,7 @@ from artd.store import pages, samples
 from artd_schema import client_api as api
 from artd_schema.text.tokenizer import FILE
 
-from .listing import plain
+from .listing import answer_rows, plain, require_run
 from .orders import Handler, Parts
 
 MOST = 1000
@@ -24,24 +24,26 @@ MOST = 1000
 
 
 async def choose_samples(parts: Parts, op: api.Samples) -> api.Rows:
-    """Return the trajectories that `op` asks for. Raises NotFound (the run), Invalid (a limit of 0)."""
+    """Return the trajectories that `op` asks for. Raises NotFound (the run), Invalid (a limit of 0, or one whose rows fit no answer)."""
     if op.limit < 1:
         raise Invalid("limit: ask for 1 trajectory or more", field="limit")
+    await require_run(parts.store, op.run)
     choice = samples.Choice(op.step, op.split, op.pick, min(op.limit, MOST))
-
-    def read(c: sqlite3.Connection) -> api.Rows:
-        _require_run(c, op.run)
-        return api.Rows(rows=[plain(row) for row in samples.choose(c, op.run, choice)])
-
-    return await parts.store.ask(read)
+    answer = await parts.store.ask(lambda c: answer_rows(samples.choose(c, op.run, choice)))
+    if answer.more:
+        raise Invalid(
+            f"limit: the rows of {len(answer.rows)} trajectories fill an answer: ask for that many at most",
+            field="limit",
+        )
+    return answer
 
 
 async def read_trajectory(parts: Parts, op: api.ReadTrajectory) -> api.Body:
     """Return one trajectory without its routes. Raises NotFound (the run has no such trajectory)."""
+    await require_run(parts.store, op.run)
     blobs = parts.ingest.blobs.root
 
     def read(c: sqlite3.Connection) -> api.Body:
-        _require_run(c, op.run)
         page = pages.Page("trajectories", after=op.trajectory - 1, limit=1)
         rows = [row for row in pages.read(c, page) if (row["id"], row["run"]) == (op.trajectory, op.run)]
         if not rows:
@@ -67,12 +69,6 @@ async def read_tokenizer(parts: Parts, op: api.ReadTokenizer) -> api.TokenizerFi
         return api.TokenizerFile(content=await asyncio.to_thread(path.read_bytes))
     except OSError as error:
         return api.TokenizerFile(content=b"", problem=f"{path} cannot be read: {error.strerror or error}")
-
-
-def _require_run(c: sqlite3.Connection, name: str) -> None:
-    """Check that the run exists. Raises NotFound."""
-    if not c.execute("SELECT 1 FROM run WHERE name = ?", (name,)).fetchone():
-        raise NotFound(f"there is no run {name!r}; `artctl runs` lists them", field="run")
 
 
 READING: dict[type[api.Op], Handler] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 
 from artd.api import listing
 from artd.api.listing import read_events, read_rows
+from artd.api.texts import choose_samples
 from artd.errors import Invalid, NotFound
 from artd.store import pages
 from artd.store.pages import QUERIES
@@ -164,3 +166,16 @@ async def test_events_are_oldest_first_and_go_on_after_an_id(tmp_path):
         assert [e["id"] for e in await told(store, after=3, limit=2)] == [4, 5]
         assert await told(store, run="other") == []
         assert events[0]["kind"] == "run.created" and events[0]["data"]["mode"] == "merged"
+
+
+async def test_samples_that_fit_no_answer_are_refused(tmp_path, monkeypatch):
+    async with open_store(tmp_path) as store:
+        await world(store, tmp_path)
+        parts = SimpleNamespace(store=store)
+        asked = functools.partial(api.Samples, run="r")
+        monkeypatch.setattr(listing, "BYTES", 10)
+        with pytest.raises(Invalid, match="limit: the rows of 1 trajectories fill an answer: ask for that many"):
+            await choose_samples(parts, asked(limit=2))
+        assert len((await choose_samples(parts, asked(limit=1))).rows) == 1
+        with pytest.raises(NotFound, match="there is no run 'other'"):
+            await choose_samples(parts, api.Samples(run="other"))
