@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from artd_schema import rules
+from artd_schema.data import rules
 
 LARGE = 16 * 1024
 """From so many bytes on, numpy is faster."""

@@ -15,11 +15,11 @@ from artd.store.store import Store
 from artd.store.views import stored_spec
 from artd.supervise.packages import Packages
 from artd.training.run_code import tell_changes
-from artd_schema import worker as w
-from artd_schema.base import BaseModel
-from artd_schema.engines import UnknownEngine, engine_kind
+from artd_schema.data.base import BaseModel
 from artd_schema.packages import RunCode
-from artd_schema.worker_names import trainer_name
+from artd_schema.run.engines import UnknownEngine, engine_kind
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import trainer_name
 
 from . import config
 

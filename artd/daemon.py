@@ -49,11 +49,11 @@ from artd.supervise.packages import install_packages
 from artd.supervise.reap import Leftover, Recorded, reap
 from artd.supervise.scratch import sweep_folders
 from artd_schema import paths
-from artd_schema import worker as w
 from artd_schema.codec import Codec
 from artd_schema.crashpoint import reach
-from artd_schema.scratch import sweep
-from artd_schema.worker_names import GATEWAY
+from artd_schema.run.scratch import sweep
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import GATEWAY
 
 from . import __version__
 from .clock import Clock

@@ -1,4 +1,4 @@
-"""Errors that reach a client, each with the code that `artd_schema.client_api.CODES` names."""
+"""Errors that reach a client, each with the code that `artd_schema.wire.client_api.CODES` names."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from artd.tables.processes import stop_all
 from artd.training import commit as result
 from artd.training.commit import BadResult, Stale
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import MANIFEST_FILE
+from artd_schema.data.manifest import MANIFEST_FILE
 
 log = logging.getLogger(__name__)
 FIRST = "1"

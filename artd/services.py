@@ -36,10 +36,10 @@ from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd.supervise.lease import Leases
 from artd.training.dispatch import Dispatch
-from artd_schema import client_api as api
-from artd_schema import worker as w
 from artd_schema.codec import WireError
-from artd_schema.worker_names import parse_worker
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import parse_worker
 
 from .config import Settings
 from .errors import Busy

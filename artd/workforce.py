@@ -39,11 +39,12 @@ from artd.supervise.supervisor import Supervisor
 from artd.supervise.worker import ERROR_LINES
 from artd.tables.processes import note_missing, note_state, number_spawn, set_address
 from artd_schema import PROTOCOL
-from artd_schema import worker as w
-from artd_schema.base import BaseModel
-from artd_schema.engines import DEFAULT
-from artd_schema.scratch import sweep
-from artd_schema.worker_names import GATEWAY, parse_worker
+from artd_schema.data.base import BaseModel
+from artd_schema.run.engines import DEFAULT
+from artd_schema.run.scratch import sweep
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import EngineConfig, GatewayConfig, TrainerConfig
+from artd_schema.wire.worker_names import GATEWAY, parse_worker
 
 from .config import Settings
 from .crew import Crew, find_interpreter, load_crew, visible_gpus
@@ -306,7 +307,7 @@ class Workforce:
         }
         kind, number, _ = parse_worker(message.name)
         if kind == "gateway":
-            return w.Welcome(gateway=w.GatewayConfig(token=self.boot.token), **base)
+            return w.Welcome(gateway=GatewayConfig(token=self.boot.token), **base)
         run, crew = active_run(c, number), self._crews.get(number)
         if run is None or crew is None:
             return w.Reject(reason=f"the run of {message.name} is not active")
@@ -315,10 +316,10 @@ class Workforce:
         if kind == "trainer":
             named: dict[str, Any] = {"run": run["name"], "base_digest": run["base_digest"], "base": pinned}
             named |= {"loss": crew.code.loss, "family": crew.code.family}
-            return w.Welcome(trainer=w.TrainerConfig(spec=spec, **named), **base)
+            return w.Welcome(trainer=TrainerConfig(spec=spec, **named), **base)
         python, _ = self._interpreter("engine", spec.engine.kind)
         folder = self.data.spawn_dir(message.name, message.spawn)
-        config = w.EngineConfig(
+        config = EngineConfig(
             run=run["name"], spec=spec, dir=str(folder), log=str(self.data.server_log(message.name)), python=python,
             routes=route_shape(run), stall_s=self.settings.limits.engine_stall_s, base=pinned,
         )  # fmt: skip

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from artd_schema.direct import EngineTable, Offer, Plan
+from artd_schema.wire.direct import EngineTable, Offer, Plan
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artd_workers.transfer.nccl import NcclError
-from artd_workers.transfer.stock import ID_BYTES, TRAINER
-from artd_workers.transfer.watchdog import Watchdog
+from artd_workers.transfer.nccl.communicator import NcclError
+from artd_workers.transfer.nccl.stock import ID_BYTES, TRAINER
+from artd_workers.transfer.nccl.watchdog import Watchdog
 
 _NAMES = itertools.count()
 

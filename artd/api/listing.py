@@ -13,7 +13,7 @@ import msgspec
 from artd.errors import Invalid, NotFound
 from artd.store import pages, selects
 from artd.store.store import Store
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 BYTES = 4 << 20
 """The JSON in one answer is about this long at most. Clients choose how long the metadata of their trajectories is."""

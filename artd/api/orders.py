@@ -18,7 +18,7 @@ from artd.runs.lifecycle import Runs
 from artd.runs.rollback import rollback as roll_back
 from artd.store.store import Store
 from artd.training.dispatch import Dispatch
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 from . import job_orders
 from .group_orders import discard_group as discard

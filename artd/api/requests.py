@@ -28,8 +28,8 @@ from artd.store.store import Store, emit
 from artd.store.writer import StoreFull
 from artd.training.dispatch import Dispatch
 from artd_schema import PROTOCOL
-from artd_schema import client_api as api
 from artd_schema.codec import UNREADABLE, WireError
+from artd_schema.wire import client_api as api
 
 from .listing import read_events, read_rows
 from .orders import NO_NOTE, ORDERS, Handler, Parts

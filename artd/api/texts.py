@@ -13,8 +13,8 @@ import msgspec
 
 from artd.errors import Invalid, NotFound
 from artd.store import pages, samples
-from artd_schema import client_api as api
 from artd_schema.text.tokenizer import FILE
+from artd_schema.wire import client_api as api
 
 from .listing import answer_rows, plain, require_run
 from .orders import Handler, Parts

@@ -32,7 +32,7 @@ from artd.store.readonly import open_readonly
 from artd.store.selects import NOT_DELETED
 from artd.supervise.code import install_files
 from artd_schema.codec import UNREADABLE, to_json
-from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest, read_code
+from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest, read_code
 from artd_schema.packages import digest_files, read_tree
 from artd_schema.paths import DATABASE, LOCK
 

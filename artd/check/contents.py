@@ -14,7 +14,7 @@ import msgspec
 
 from artd.datadir.layout import DataDir
 from artd_schema.codec import UNREADABLE, digest
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
 
 from .report import Violation
 

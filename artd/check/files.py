@@ -17,7 +17,7 @@ from artd.datadir.layout import DataDir
 from artd.store.blobs import TRASH, hash_file, place
 from artd.training import commit
 from artd_schema.codec import UNREADABLE, digest
-from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
+from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest
 
 from .listing import Listing
 from .report import Note, Violation

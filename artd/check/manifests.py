@@ -15,7 +15,7 @@ import msgspec
 
 from artd.datadir.layout import DataDir
 from artd_schema.codec import UNREADABLE, digest, to_json
-from artd_schema.manifest import MANIFEST_FILE, BatchManifest, CheckpointManifest, ReplayManifest
+from artd_schema.data.manifest import MANIFEST_FILE, BatchManifest, CheckpointManifest, ReplayManifest
 
 from .listing import Listing
 from .report import Violation

@@ -13,10 +13,10 @@ from contextlib import closing
 import msgspec
 
 from artd.store.migrate import migrate
-from artd_schema.base import BaseModel
 from artd_schema.codec import UNREADABLE
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.base import BaseModel
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import RunSpec
 
 from .report import Outcome, Violation
 

@@ -11,7 +11,7 @@ from artd.datadir.layout import DataDir
 from artd.supervise.code import install_files
 from artd.supervise.packages import installed_files
 from artd_schema.codec import UNREADABLE, digest
-from artd_schema.manifest import MANIFEST_FILE
+from artd_schema.data.manifest import MANIFEST_FILE
 from artd_schema.packages import PackageCode, RunCode, digest_files, read_tree
 
 from . import read

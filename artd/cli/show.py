@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from artd_schema.text.plain import CONTROLS, plain
-from artd_schema.worker_names import label
+from artd_schema.wire.worker_names import label
 
 from . import terminal
 

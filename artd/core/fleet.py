@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from artd_schema.spec import RunSpec
-from artd_schema.worker_names import engine_name
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.worker_names import engine_name
 
 
 @dataclass(frozen=True)

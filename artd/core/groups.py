@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.spec import AdvantageSpec
+from artd_schema.run.spec import AdvantageSpec
 
 ZERO_VARIANCE = 1e-12
 """Rewards that differ from the first by no more than this are equal."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from artd_schema.client_api import Submit
 from artd_schema.codec import to_json
+from artd_schema.wire.client_api import Submit
 
 from .fields import InvalidField
 

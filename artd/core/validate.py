@@ -1,12 +1,12 @@
-"""The rule book (`artd_schema.rules`) as ingest asks it: a finding becomes an `InvalidField`. Pure."""
+"""The rule book (`artd_schema.data.rules`) as ingest asks it: a finding becomes an `InvalidField`. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from artd.columns import SCAN
-from artd_schema.rules import trajectory_finding
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data.rules import trajectory_finding
+from artd_schema.data.trajectory import RouteShape, Turn
 
 from .fields import InvalidField
 

@@ -96,7 +96,7 @@ class DataDir:
         return self.log(f"{engine}{SERVER}")
 
     def scratch_record(self, engine: str) -> Path:
-        """Return the file that lists what an engine's server holds in /dev/shm and /tmp (artd_schema.scratch)."""
+        """Return the file that lists what an engine's server holds in /dev/shm and /tmp (artd_schema.run.scratch)."""
         return self.server_log(engine).with_suffix(".scratch")
 
     def scratch_records(self) -> dict[str, Path]:

@@ -15,10 +15,10 @@ from msgspec import Meta, Struct
 
 from artd.errors import Conflict, Invalid
 from artd.supervise.packages import Offers
-from artd_schema.base import BaseFile, BaseModel
 from artd_schema.codec import UNREADABLE, digest, prepare, to_json
-from artd_schema.families import FAMILIES, SEEDED, sparse_layers
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.base import BaseFile, BaseModel
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.families import FAMILIES, SEEDED, sparse_layers
 
 MOST_EXPERTS = 1 << 16
 """The most experts of one layer: an expert's id is stored in at most two bytes."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from artd.errors import Invalid
-from artd_schema.base import BaseModel
+from artd_schema.data.base import BaseModel
 
 log = logging.getLogger(__name__)
 WAIT_S = 5.0

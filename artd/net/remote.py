@@ -21,8 +21,8 @@ import zmq
 import zmq.asyncio
 from zmq.auth import Authenticator
 
-from artd_schema import client_api as api
 from artd_schema.codec import Codec
+from artd_schema.wire import client_api as api
 
 from .descriptors import Watch
 from .keys import Keys

@@ -22,8 +22,8 @@ import anyio.lowlevel
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from artd_schema import worker as w
 from artd_schema.codec import Codec, WireError
+from artd_schema.wire import worker as w
 
 from .descriptors import EVENTS, Door, Watch
 from .under_way import UnderWay

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from artd.core.groups import Outcome, group_outcome
-from artd_schema.manifest import Drop, GroupAdvantage
-from artd_schema.spec import AdvantageSpec, LengthSpec
+from artd_schema.data.manifest import Drop, GroupAdvantage
+from artd_schema.run.spec import AdvantageSpec, LengthSpec
 
 from .forest import read_turns
 from .inputs import PackError, PackSpec, Source

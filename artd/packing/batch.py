@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest, PackedTrajectory, ReplayManifest
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import BatchManifest, PackedTrajectory, ReplayManifest
+from artd_schema.data.trajectory import RouteShape
 
 from .advantages import judge
 from .forest import Forest, grow

@@ -25,7 +25,7 @@ from artd.store.blobs import place
 from artd.store.readonly import open_readonly
 from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import Drop
+from artd_schema.data.manifest import Drop
 
 from .batch import fill, pack
 from .inputs import PackError, PackSpec, Source, StoreDamaged

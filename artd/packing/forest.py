@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import Drop
-from artd_schema.trajectory import Turn
+from artd_schema.data.manifest import Drop
+from artd_schema.data.trajectory import Turn
 
 from .inputs import PackError, PackSpec, Source
 from .routes import AssemblyError

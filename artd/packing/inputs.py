@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from artd_schema.manifest import Drop
-from artd_schema.spec import AdvantageSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import Drop
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import AdvantageSpec
 
 
 class PackError(Exception):

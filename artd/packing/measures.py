@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from artd_schema.manifest import Drop
+from artd_schema.data.manifest import Drop
 
 from .forest import Answer, Forest
 from .inputs import Source

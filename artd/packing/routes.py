@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artd_schema.findings import Finding
-from artd_schema.route_rules import gap_finding, place_finding
-from artd_schema.routes import BadRoutes, check_routes
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data.findings import Finding
+from artd_schema.data.route_rules import gap_finding, place_finding
+from artd_schema.data.routes import BadRoutes, check_routes
+from artd_schema.data.trajectory import RouteShape, Turn
 
 Ids = NDArray[Any]
 """Expert ids, of dtype `id_type`."""

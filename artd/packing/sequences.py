@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artd.columns import SCAN
-from artd_schema.route_rules import goes_on, refused_routes
-from artd_schema.rules import turn_finding
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data.route_rules import goes_on, refused_routes
+from artd_schema.data.rules import turn_finding
+from artd_schema.data.trajectory import RouteShape, Turn
 
 from .routes import Captured, Ids, accept
 

@@ -32,7 +32,7 @@ from artd.tables.jobs import insert_train_job
 from artd.tables.runs import end_flush, note_packed
 from artd.tables.trajectories import drop_trajectory, pack_trajectory
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import BatchManifest
+from artd_schema.data.manifest import BatchManifest
 
 from . import failures
 from .child import MANIFEST, REPLAY, REPLAY_MANIFEST, TENSORS, PackFailure, PackRequest, PackResult, WrittenFile

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from artd_schema.manifest import TensorInfo
+from artd_schema.data.manifest import TensorInfo
 
 from .rows import Placed, Segment
 from .sequences import Sequence

@@ -11,7 +11,7 @@ from pathlib import Path
 from artd.datadir.layout import CODE_COPY, DataDir
 from artd.supervise.code import lock_copies
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import MANIFEST_FILE, read_code
+from artd_schema.data.manifest import MANIFEST_FILE, read_code
 
 log = logging.getLogger(__name__)
 KEPT_S = 86400.0

@@ -31,7 +31,7 @@ from artd.tables.pushes import delete_pushes
 from artd.tables.runs import forget_newest, rename_run
 from artd.tables.served import delete_served
 from artd.tables.trajectories import delete_trajectories
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0

@@ -18,11 +18,11 @@ from artd.errors import Busy, Conflict, Invalid, NotFound, RequestError
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd.tables.exchanges import use_exchanges
-from artd_schema import client_api as api
 from artd_schema.codec import digest
-from artd_schema.route_rules import trim_routes
-from artd_schema.rules import epoch_range
-from artd_schema.trajectory import ExchangeRef, Turn
+from artd_schema.data.route_rules import trim_routes
+from artd_schema.data.rules import epoch_range
+from artd_schema.data.trajectory import ExchangeRef, Turn
+from artd_schema.wire import client_api as api
 
 from .credit import add_credits, check_kind
 from .insert import Parcel, RunFacts, insert_many

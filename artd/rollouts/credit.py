@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import msgspec
 
 from artd.core.fields import InvalidField
-from artd_schema.losses import EXAMPLES
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Credit, Given, Turn
+from artd_schema.data.trajectory import Credit, Given, Turn
+from artd_schema.run.losses import EXAMPLES
+from artd_schema.run.spec import RunSpec
 
 
 def add_credits(turns: Sequence[Turn], credits: Sequence[Credit]) -> list[Turn]:

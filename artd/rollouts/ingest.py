@@ -27,12 +27,12 @@ from artd.store.views import route_shape, stored_spec
 from artd.tables.exchanges import insert_exchanges
 from artd.tables.once import first_time
 from artd.tables.runs import begin_flush
-from artd_schema import client_api as api
-from artd_schema import worker as w
 from artd_schema.codec import UNREADABLE, digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.rules import epoch_range
-from artd_schema.trajectory import Turn
+from artd_schema.data.rules import epoch_range
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 
 from . import by_reference, slices
 from .credit import add_credits, check_kind

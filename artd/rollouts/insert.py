@@ -24,11 +24,11 @@ from artd.store.store import Store, emit
 from artd.store.writer import StoreFull
 from artd.tables.groups import insert_group, mark_discarded, mark_sealed, resize_groups
 from artd.tables.trajectories import discard_all, insert_trajectories
-from artd_schema import client_api as api
 from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 
 LOOKUP = 256
 NAMED = 5

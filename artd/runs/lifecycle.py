@@ -32,16 +32,16 @@ from artd.tables import pauses
 from artd.tables.jobs import give_up, insert_init_job
 from artd.tables.once import first_time
 from artd.tables.runs import insert_run
-from artd_schema import client_api as api
-from artd_schema.base import BaseModel
 from artd_schema.codec import UNREADABLE, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.engines import UnknownEngine, engine_kind
-from artd_schema.families import SEEDED
-from artd_schema.loss_rules import loss_finding
-from artd_schema.losses import EXAMPLES, LOSSES
-from artd_schema.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
-from artd_schema.worker_names import label
+from artd_schema.data.base import BaseModel
+from artd_schema.run.engines import UnknownEngine, engine_kind
+from artd_schema.run.families import SEEDED
+from artd_schema.run.loss_rules import loss_finding
+from artd_schema.run.losses import EXAMPLES, LOSSES
+from artd_schema.run.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.wire import client_api as api
+from artd_schema.wire.worker_names import label
 
 from .waits import Waits
 

@@ -14,7 +14,7 @@ from artd.store.store import emit
 from artd.tables.checkpoints import leave_checkpoints
 from artd.tables.runs import rewind_run
 from artd.tables.served import drain_abandoned
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 KEPT = (
     "SELECT step FROM checkpoint WHERE run_id = ? AND abandoned = 0 AND state = 'committed' AND step < ? ORDER BY step"

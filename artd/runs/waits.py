@@ -14,7 +14,7 @@ import anyio
 
 from artd.store.readers import TooSlow
 from artd.store.store import Store
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 LONGEST_S = 60.0
 PACE_S, SLOWEST_S = 0.002, 1.0

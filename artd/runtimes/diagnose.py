@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from artd_schema.engines import ENGINES
+from artd_schema.run.engines import ENGINES
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 HEADROOM = 1.15

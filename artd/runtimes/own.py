@@ -18,7 +18,7 @@ from typing import Any
 
 from artd.supervise.code import install_code
 from artd.supervise.environment import filter_environment
-from artd_schema.engines import ENGINES, EngineKind
+from artd_schema.run.engines import ENGINES, EngineKind
 
 from . import pip
 from .finding import Finding

@@ -36,9 +36,9 @@ from artd.tables.processes import set_held
 from artd.tables.pushes import mark_live, mark_sending, prepare_push, supersede_push
 from artd.tables.served import insert_served
 from artd.training.dispatch import checkpoint_ref
-from artd_schema import worker as w
 from artd_schema.crashpoint import reach
-from artd_schema.worker_names import GATEWAY, parse_worker, trainer_name
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import GATEWAY, parse_worker, trainer_name
 
 from .push_ends import forget_engine, make_room
 from .transfers import Transfers

@@ -15,9 +15,9 @@ import msgspec
 from artd.net.router import WorkerWire
 from artd.store.store import Store
 from artd.store.views import active_runs, route_shape, stored_spec
-from artd_schema import worker as w
-from artd_schema.spec import RunSpec
-from artd_schema.worker_names import GATEWAY
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import GATEWAY
 
 ENGINES = """
 SELECT name, state, address, held FROM process WHERE run_id = ? AND kind = 'engine' ORDER BY replica"""

@@ -6,7 +6,7 @@ a trainer refused once, is not taken; where none is left, a push comes from disk
 
 from __future__ import annotations
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 
 Process = tuple[str, int]
 """(name, spawn) of a worker's process."""

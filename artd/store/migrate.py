@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from artd_schema.crashpoint import reach
-from artd_schema.stored import READABLE, form
+from artd_schema.data.stored import READABLE, form
 
 from . import fs
 

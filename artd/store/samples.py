@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.trajectory import Pick, Turn
+from artd_schema.data.trajectory import Pick, Turn
 
 from . import pages, selects
 from .blobs import place

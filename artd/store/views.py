@@ -10,8 +10,8 @@ import msgspec
 from artd.core.decide import Group, JobView, PushView, RunView, WorkerView
 from artd.errors import Unreadable
 from artd_schema.codec import UNREADABLE
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import RunSpec
 
 from .selects import UNFINISHED
 

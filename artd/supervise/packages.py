@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint, distributions
 from pathlib import Path
 
-from artd_schema.families import FAMILIES
-from artd_schema.losses import LOSSES
 from artd_schema.packages import LOSSES_GROUP, MODELS_GROUP, PackageCode, RunCode, digest_files, read_tree
+from artd_schema.run.families import FAMILIES
+from artd_schema.run.losses import LOSSES
 
 from .code import PACKAGES, install_files
 

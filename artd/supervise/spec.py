@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from artd_schema.worker import WorkerKind
+from artd_schema.wire.worker import WorkerKind
 
 from .postmortem import Status
 from .reap import Leftover

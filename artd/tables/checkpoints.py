@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 
 from artd.store.store import move
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.data.manifest import CheckpointManifest
 
 
 def insert_checkpoint(

@@ -7,7 +7,7 @@ import sqlite3
 from artd.store.store import move
 from artd.supervise.spec import Info
 from artd.supervise.states import State
-from artd_schema.worker_names import parse_worker
+from artd_schema.wire.worker_names import parse_worker
 
 
 def number_spawn(c: sqlite3.Connection, now: int, name: str, boot: int) -> int:

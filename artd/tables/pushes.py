@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from artd.store.store import move
-from artd_schema.worker import Live
+from artd_schema.wire.worker import Live
 
 
 def prepare_push(c: sqlite3.Connection, now: int, run: int, engine: str, checkpoint: int, mode: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 
 from artd.store.store import move
-from artd_schema.base import BaseModel
 from artd_schema.codec import to_json
+from artd_schema.data.base import BaseModel
 
 
 def insert_run(c: sqlite3.Connection, now: int, name: str, spec: bytes, base: BaseModel, routes: bytes) -> int | None:

@@ -26,9 +26,9 @@ from artd.tables.pushes import prepare_push
 from artd.tables.runs import advance_run
 from artd.tables.trajectories import mark_trained
 from artd_schema.codec import UNREADABLE, digest
-from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
-from artd_schema.spec import RunSpec
-from artd_schema.worker import CheckpointRef
+from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.worker import CheckpointRef
 
 from .sampled import since_last_step
 

@@ -25,9 +25,9 @@ from artd.store.views import active_run, active_run_ids, load_worker, queued_job
 from artd.supervise.lease import Holder
 from artd.tables.jobs import end_attempt, insert_attempt, note_waiting, start_job
 from artd.tables.processes import mark_busy, mark_free
-from artd_schema import worker as w
 from artd_schema.crashpoint import reach
-from artd_schema.worker_names import trainer_name
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import trainer_name
 
 from . import commit as result
 from .commit import BadResult, Stale

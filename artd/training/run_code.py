@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from artd.store.store import Store, emit
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import read_code
+from artd_schema.data.manifest import read_code
 from artd_schema.packages import PackageCode, RunCode
 
 log = logging.getLogger(__name__)

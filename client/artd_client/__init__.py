@@ -3,8 +3,8 @@
 It imports only the schema, msgspec and pyzmq, and `openai` when `run.openai()` is called.
 """
 
-from artd_schema.client_api import GroupInfo, RunInfo, StepInfo, Submitted
-from artd_schema.spec import (
+from artd_schema.data.trajectory import ExchangeRef, Sampling, Turn
+from artd_schema.run.spec import (
     AdvantageSpec,
     CorrectionSpec,
     EngineSpec,
@@ -16,7 +16,7 @@ from artd_schema.spec import (
     RunSpec,
     TrainerSpec,
 )
-from artd_schema.trajectory import ExchangeRef, Sampling, Turn
+from artd_schema.wire.client_api import GroupInfo, RunInfo, StepInfo, Submitted
 
 from .address import Remote
 from .client import Client

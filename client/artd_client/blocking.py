@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 from .client import Client
 from .errors import Closed

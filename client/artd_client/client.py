@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
-from artd_schema import client_api as api
 from artd_schema import paths
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 
 from .address import Remote
 from .connection import Connection, expect

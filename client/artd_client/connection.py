@@ -22,9 +22,9 @@ import msgspec
 import zmq
 
 from artd_schema import PROTOCOL
-from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
 from artd_schema.crashpoint import reach
+from artd_schema.wire import client_api as api
 
 from . import address
 from .address import Remote

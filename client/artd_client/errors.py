@@ -1,13 +1,13 @@
 """The client's exceptions. All are `ArtdError`s and say what was wrong, where, and what to do next.
 
-Every code of `artd_schema.client_api.CODES` has exactly one class.
+Every code of `artd_schema.wire.client_api.CODES` has exactly one class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 
 class ArtdError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Literal, get_args
 
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 
 from .connection import Connection
 from .errors import Invalid

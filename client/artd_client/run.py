@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 
 import msgspec
 
-from artd_schema import client_api as api
 from artd_schema.codec import digest, to_json
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Given as Credited
-from artd_schema.trajectory import Pick, Split, Turn
+from artd_schema.data.trajectory import Given as Credited
+from artd_schema.data.trajectory import Pick, Split, Turn
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 
 from .connection import Connection
 from .errors import ArtdError, Failed, Invalid, Stalled, TimedOut

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
 
 from .errors import Invalid
 

@@ -9,9 +9,9 @@ import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from artd_schema import client_api as api
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Pick, Split, Turn
+from artd_schema.data.trajectory import Pick, Split, Turn
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 
 from .address import Remote
 from .blocking import BlockingClient, BlockingRun

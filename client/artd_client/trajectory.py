@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from artd_schema import client_api as api
+from artd_schema.data.trajectory import Turn
 from artd_schema.text.plain import paragraph
 from artd_schema.text.tokenizer import Tokenizer, Unreadable
 from artd_schema.text.transcript import Message, Passage, read_turns
-from artd_schema.trajectory import Turn
+from artd_schema.wire import client_api as api
 
 from .connection import Connection
 

@@ -1,6 +1,6 @@
 """Makes trajectories from what a rollout program has: responses, or plain lists of numbers.
 
-Columns are little-endian int32 and float32, as in `artd_schema.trajectory.Turn`.
+Columns are little-endian int32 and float32, as in `artd_schema.data.trajectory.Turn`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from artd_schema.trajectory import Credit, ExchangeRef, Sampling, Turn
+from artd_schema.data.trajectory import Credit, ExchangeRef, Sampling, Turn
 
 from .errors import Invalid
 from .routes import route_bytes

@@ -11,9 +11,9 @@ import zmq
 import zmq.asyncio
 
 from artd_client import Client
-from artd_schema import client_api as api
 from artd_schema import paths
 from artd_schema.codec import Codec
+from artd_schema.wire import client_api as api
 from tests.awake import SOON_S
 from tests.daemon.rig import rig, turn
 

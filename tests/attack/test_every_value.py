@@ -29,12 +29,12 @@ from artd.runs.lifecycle import Runs, _check_spec
 from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
 from artd.store.views import active_run_ids
-from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
-from artd_schema.losses import EXAMPLES
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Credit, Given, Sampling, Turn
-from artd_schema.worker_names import engine_name
+from artd_schema.data.trajectory import Credit, Given, Sampling, Turn
+from artd_schema.run.losses import EXAMPLES
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
+from artd_schema.wire.worker_names import engine_name
 from tests.awake import until
 from tests.fakes.anything import anything, mutations
 from tests.fakes.rows import (

@@ -346,7 +346,9 @@ def test_a_subfolder_on_another_disk_is_refused_by_name(
     data: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     # The temporary folder is on the disk or, in `make quick`, in memory; one of these two is elsewhere.
-    others = [at for at in (Path("/dev/shm"), ROOT) if os.access(at, os.W_OK) and at.stat().st_dev != data.stat().st_dev]
+    others = [
+        at for at in (Path("/dev/shm"), ROOT) if os.access(at, os.W_OK) and at.stat().st_dev != data.stat().st_dev
+    ]
     if not others:
         pytest.skip("no second file system")
     away = others[0] / f".artd-test-{hashlib.sha256(str(data).encode()).hexdigest()[:12]}-{name}"

@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from artd.cli import ctl
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
 from tests.daemon.rig import fill
 
 pytestmark = pytest.mark.asyncio

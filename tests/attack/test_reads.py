@@ -13,7 +13,7 @@ from artd.api.requests import _failure
 from artd.store import readers, writer
 from artd.store import store as stores
 from artd.store.readers import Readers, TooSlow
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import add_run, by_reference, data_dir, exchange, make_ingest, open_store, submit, turn
 
 pytestmark = pytest.mark.asyncio

@@ -15,7 +15,7 @@ from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import Runs
 from artd.store.blobs import Blobs
 from artd.tables.runs import begin_flush
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.awake import until
 from tests.fakes.rows import (
     EVERY_STEP,

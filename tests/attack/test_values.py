@@ -16,7 +16,7 @@ import pytest
 
 from artd.cli import ctl
 from artd_client import Client, Failed, Invalid
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
 from tests.daemon.rig import SPEC, fill, rig
 
 pytestmark = pytest.mark.asyncio

@@ -12,7 +12,7 @@ from artd.api import requests
 from artd.api.requests import Requests
 from artd.runs import lifecycle
 from artd.runs.lifecycle import Runs
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.awake import until
 from tests.fakes.rows import EVERY_STEP, add_run, data_dir, make_ingest, open_store, submit
 from tests.fakes.steps import commit_next, make_dispatch, serve

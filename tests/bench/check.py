@@ -22,12 +22,12 @@ import msgspec
 
 from artd.datadir.layout import DataDir
 from artd.store.migrate import migrate
-from artd_schema import worker as w
-from artd_schema.base import BaseModel
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest, PackedTrajectory
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Turn
+from artd_schema.data.base import BaseModel
+from artd_schema.data.manifest import BatchManifest, PackedTrajectory
+from artd_schema.data.trajectory import Turn
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import worker as w
 from tests.bench.report import Report, parser
 from tests.fakes.staging import stage
 

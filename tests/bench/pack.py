@@ -28,8 +28,8 @@ from artd.packing.batch import PackSpec, Source, fill, pack
 from artd.packing.child import PackRequest, PackResult
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data.manifest import BatchManifest
+from artd_schema.data.trajectory import RouteShape, Turn
 from tests.bench.report import Report, parser
 
 ROOT = Path(__file__).parents[2]

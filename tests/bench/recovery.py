@@ -20,7 +20,7 @@ from collections.abc import Callable
 from artd.models.base_model import pin
 from artd_client import Client
 from artd_client.run import Run
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
 from tests.bench.check import BODY, World
 from tests.bench.report import Report, parser
 from tests.daemon.rig import SPEC, Rig, fill, turn

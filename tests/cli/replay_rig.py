@@ -11,8 +11,8 @@ import msgspec
 
 from artd.models.base_model import pin
 from artd_schema.codec import digest
-from artd_schema.replay_job import EnvironmentRow, ReplayReport, ReplayRequest, ReplayRow
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.replay_job import EnvironmentRow, ReplayReport, ReplayRequest, ReplayRow
 from tests.cli.rows import Made
 
 INTERPRETER = """#!/bin/sh

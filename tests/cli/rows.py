@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from artd.store.migrate import migrate
-from artd_schema.worker_names import engine_name, parse_worker, trainer_name
+from artd_schema.wire.worker_names import engine_name, parse_worker, trainer_name
 
 T0 = 1_767_323_045_678
 """2026-01-02T03:04:05.678Z: the time that tests freeze."""

@@ -12,8 +12,8 @@ import zmq
 
 from artd.cli.artctl import act
 from artd_schema import PROTOCOL
-from artd_schema import client_api as api
 from artd_schema.codec import Codec
+from artd_schema.wire import client_api as api
 from tests.cli.conftest import Call, FakeDaemon
 from tests.cli.rows import SPEC, Made
 

@@ -11,7 +11,7 @@ import pytest
 
 from artd.cli import outcome
 from artd.cli.verbs import find_verbs
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
 from tests.cli.test_help import parsers
 
 ROOT = Path(__file__).parents[2]

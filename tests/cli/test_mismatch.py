@@ -23,9 +23,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from artd_schema.codec import digest
-from artd_schema.manifest import Canary, CheckpointManifest
-from artd_schema.score import REQUEST, SEQUENCES, ScoreRequest
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import Canary, CheckpointManifest
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.wire.score import REQUEST, SEQUENCES, ScoreRequest
 from tests.cli.conftest import Call, FakeDaemon
 from tests.cli.rows import SPEC, Made, write_checkpoint
 from tests.cli.test_golden import check

@@ -24,8 +24,8 @@ import pytest
 from artd.cli import main
 from artd.cli.artd import replay_job as verb
 from artd_schema.codec import digest
-from artd_schema.replay_job import EnvironmentRow, ReplayReport, ReplayRow
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.replay_job import EnvironmentRow, ReplayReport, ReplayRow
 from tests.awake import SOON_S
 from tests.cli.replay_rig import CORES, NEARLY, OTHERWISE, SAME, Interpreter, Past
 from tests.cli.test_golden import check

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, EngineError, EngineTimeout, Fence
 from tests.engine.daemon import INSTANCE

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from artd_schema import worker as w
-from artd_schema.manifest import WeightTable
+from artd_schema.data.manifest import WeightTable
+from artd_schema.wire import worker as w
 from artd_workers.engines.adapter import DiskLoad, Fence
 from tests.awake import SOON_S
 from tests.engine.daemon import INSTANCE

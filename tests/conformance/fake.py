@@ -10,15 +10,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from artd_schema.direct import OFFER
-from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import Push, Transfer
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import EngineSpec, LoraSpec, Mode, RunSpec
+from artd_schema.wire.direct import OFFER
+from artd_schema.wire.worker import Push, Transfer
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, Capabilities
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.versions import VERSIONS
-from artd_workers.transfer.stock import ID_BYTES, leave_id
+from artd_workers.transfer.nccl.stock import ID_BYTES, leave_id
 from tests.engine import folders
 from tests.engine.daemon import ROOT
 

@@ -10,8 +10,8 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from artd_schema import worker as w
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data.trajectory import RouteShape, Turn
+from artd_schema.wire import worker as w
 from tests.awake import until
 from tests.fakes.routes import rows_of
 from tests.gateway.fake_engine import FakeEngine, logprob

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from artd_schema import worker as w
-from artd_schema.spec import InFlight
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import InFlight
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, EngineError, Fence
 from tests.awake import SOON_S

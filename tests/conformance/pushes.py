@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from artd.supervise import procfs
-from artd_schema import worker as w
-from artd_schema.manifest import FileEntry, WeightTable
+from artd_schema.data.manifest import FileEntry, WeightTable
+from artd_schema.wire import worker as w
 from tests.awake import SOON_S, Awake
 
 from .bench import Bench

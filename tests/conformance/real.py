@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from artd.runtimes import registry
-from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import Push, Transfer
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import EngineSpec, LoraSpec, Mode, RunSpec
+from artd_schema.wire.worker import Push, Transfer
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter
 from artd_workers.engines.vllm.adapter import VllmAdapter

@@ -22,11 +22,12 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from artd.supervise import procfs
-from artd_schema import worker as w
 from artd_schema.crashpoint import VARIABLE as CRASH_DIR
-from artd_schema.manifest import CheckpointManifest
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import CheckpointManifest
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, Capabilities, EngineError, model_name
 from tests.engine import folders
@@ -108,7 +109,7 @@ class Spawn:
         python = root / "python"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {RELAY} {kind.server} "$@"\n')
         python.chmod(0o700)
-        config = w.EngineConfig(run="toy", spec=kind.spec, dir=str(root / "e"), log=str(root / "engine.log"),
+        config = EngineConfig(run="toy", spec=kind.spec, dir=str(root / "e"), log=str(root / "engine.log"),
                                 python=str(python), routes=kind.routes)  # fmt: skip
         tags = {"ARTD_RELAY": str(relay), "ARTD_RELAY_QUIET": ",".join(kind.speech.quiet), CRASH_DIR: str(root)}
         made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number, kind.harness))

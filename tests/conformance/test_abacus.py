@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 
 from . import answers, methods, pushes, vllm
 from .abacus.speech import SPEECH

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from artd_schema.engines import ENGINES
+from artd_schema.run.engines import ENGINES
 from artd_workers.gateway.dialect import Dialect, dialect_of
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, merged

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from artd_schema.spec import Mode
+from artd_schema.run.spec import Mode
 
 from . import methods, pushes
 from .bench import Bench

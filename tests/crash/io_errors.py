@@ -33,9 +33,9 @@ from artd.recover import identify, recover
 from artd.retention import checkpoints
 from artd.store import fs, store, writer
 from artd.store.blobs import Blobs
-from artd_schema import client_api as api
-from artd_schema import worker as w
-from artd_schema.trajectory import Sampling
+from artd_schema.data.trajectory import Sampling
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.fakes.rows import ENGINE, TRAINER, FakeWire, add_run, add_worker, body, make_ingest, turn
 from tests.fakes.staging import stage
 from tests.fakes.steps import make_dispatch, make_pusher, room

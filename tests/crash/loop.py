@@ -19,9 +19,9 @@ import httpx
 
 from artd_client import ArtdError, Client, connection, turn
 from artd_client.run import Run
-from artd_schema import client_api as api
 from artd_schema.codec import digest
 from artd_schema.crashpoint import POINTS
+from artd_schema.wire import client_api as api
 from tests.daemon.rig import ROOT, SPEC, VOCAB, Rig
 from tests.soak import evidence, history
 from tests.soak.journal import Acked, Journal, Replied, read

@@ -25,7 +25,7 @@ import pytest
 
 from artd_client import Client, Conflict
 from artd_schema import crashpoint
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
 from tests.daemon.rig import ROOT, Rig, turn
 from tests.fixtures.schema.next import released
 

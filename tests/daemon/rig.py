@@ -26,8 +26,8 @@ from artd.store.readonly import open_readonly
 from artd_client import Client
 from artd_client.run import Run
 from artd_schema import crashpoint
+from artd_schema.data.trajectory import Turn
 from artd_schema.paths import read_daemon_file, runtime_dir
-from artd_schema.trajectory import Turn
 from tests.awake import LOOK_S, SOON_S, Awake
 from tests.fakes.script import VARIABLE, Script
 

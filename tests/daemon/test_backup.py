@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from artd_client.run import Run
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.data.manifest import CheckpointManifest
 from tests.daemon.rig import ROOT, Rig, fill
 
 pytestmark = pytest.mark.asyncio

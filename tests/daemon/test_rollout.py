@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from artd_client import Conflict, Invalid, turn
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data.trajectory import RouteShape, Turn
 from tests.daemon.rig import VOCAB, Rig
 from tests.fakes.routes import rows_of
 

@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 
 from artd_client import Client, DaemonNotRunning, NotAllowed, Remote, errors
-from artd_schema import client_api as api
 from artd_schema.codec import Codec
 from artd_schema.paths import runtime_dir
+from artd_schema.wire import client_api as api
 from tests.awake import SOON_S
 from tests.daemon.rig import ROOT, fill, turn
 from tests.listening import beyond_loopback, listening

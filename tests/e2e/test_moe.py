@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from artd_client import Client, Invalid, Run
-from artd_schema.manifest import ReplayManifest
+from artd_schema.data.manifest import ReplayManifest
 from tests.e2e.rig import BIN, Rig, make_toy
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from artd.supervise import procfs
-from artd_schema import worker as w
-from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.push import Pusher
@@ -67,7 +68,7 @@ class Bench:
         python.chmod(0o700)
         spec = RunSpec(model=str(self.root / "model"), parameters=self.parameters, rollout_weights_mode=self.mode,
                        lora=LoraSpec(rank=4, alpha=8), engine=EngineSpec(max_model_len=64, **self.engine))  # fmt: skip
-        self.config = w.EngineConfig(
+        self.config = EngineConfig(
             run="toy",
             spec=spec,
             dir=str(self.root / self.folder),

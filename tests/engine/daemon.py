@@ -14,8 +14,9 @@ from typing import Any
 import zmq
 
 from artd.supervise import procfs
-from artd_schema import worker as w
 from artd_schema.codec import Codec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import EngineConfig
 from tests.awake import SOON_S
 from tests.process.helpers import session_members
 
@@ -29,7 +30,7 @@ class FakeDaemon:
 
     def __init__(
         self,
-        config: w.EngineConfig,
+        config: EngineConfig,
         python: str = sys.executable,
         env: dict[str, str] | None = None,
         spawn: int = SPAWN,

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from artd_schema.codec import to_json
-from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightEntry, WeightTable
+from artd_schema.data.manifest import Canary, CheckpointManifest, FileEntry, WeightEntry, WeightTable
 from artd_workers.models.codec import PEFT_PREFIX
 from artd_workers.trainer.checkpoint import held
 from artd_workers.transfer.checksum import sum_of

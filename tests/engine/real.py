@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from artd.runtimes import registry
-from artd_schema import worker as w
-from artd_schema.manifest import CheckpointManifest, WeightTable
-from artd_schema.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import CheckpointManifest, WeightTable
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import EngineSpec, LoraSpec, Mode, Parameters, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.http import call
@@ -162,7 +163,7 @@ def start(
         settings = {"max_model_len": 512, "max_num_seqs": 16, "kv_cache_mib": 64} | engine
         spec = RunSpec(model=str(toys / "toy"), parameters=parameters, rollout_weights_mode=mode,
                        lora=LoraSpec(rank=4, alpha=8), engine=EngineSpec(**settings))  # fmt: skip
-        config = w.EngineConfig(
+        config = EngineConfig(
             run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python, routes=routes,
             stall_s=stall_s,
         )  # fmt: skip

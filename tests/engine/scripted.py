@@ -32,7 +32,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from artd_schema.manifest import ADAPTER_FILE
+from artd_schema.data.manifest import ADAPTER_FILE
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from artd_workers.engines import checkpoint

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from artd_schema.codec import to_json
-from artd_schema.manifest import WeightTable
+from artd_schema.data.manifest import WeightTable
 from artd_workers.transfer.gloo import TRAINER, broadcast, join
 from artd_workers.transfer.merge import BaseWeights, merged_tensors
 

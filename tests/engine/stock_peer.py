@@ -9,9 +9,9 @@ import torch
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
 
-from artd_schema.manifest import WeightEntry
+from artd_schema.data.manifest import WeightEntry
 from artd_workers.engines.vllm.weights import stock_calls
-from artd_workers.transfer import stock as wire
+from artd_workers.transfer.nccl import stock as wire
 
 ID = bytes(range(1, 129))
 SIZES = (600, 8, 3072, 4, 600, 25, 25, 2500, 5)

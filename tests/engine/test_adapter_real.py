@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from artd_schema import worker as w
-from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WEIGHTS_FILE, Canary, WeightEntry, WeightTable
+from artd_schema.data.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WEIGHTS_FILE, Canary, WeightEntry, WeightTable
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines import canary
 from artd_workers.engines.adapter import EngineError

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from artd_schema.spec import EngineSpec, RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import EngineConfig
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import EngineSpec, RunSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.vllm.command import command, device_of, environment, graph_sizes, sees_gpu
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from artd_schema import worker as w
 from artd_schema.paths import process_ticks
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.awake import SOON_S, wait_until

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from artd_schema import crashpoint
-from artd_schema import worker as w
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.http import call

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError, EngineTimeout
 from artd_workers.engines.http import call

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from artd_schema.spec import InFlight
+from artd_schema.run.spec import InFlight
 from artd_workers.deadline import Deadline
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm import guard

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.http import call

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from artd_schema.engines import VLLM, Flag
-from artd_schema.spec import EngineSpec, RunSpec
-from artd_schema.worker import EngineConfig
+from artd_schema.run.engines import VLLM, Flag
+from artd_schema.run.spec import EngineSpec, RunSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.vllm.command import command
 from artd_workers.engines.vllm.parsers import Parsers, choose

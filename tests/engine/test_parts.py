@@ -19,12 +19,12 @@ import msgspec
 import pytest
 
 from artd.supervise import procfs
-from artd_schema import scratch
-from artd_schema.engines import engine_kind
-from artd_schema.manifest import Canary, WeightEntry
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import EngineConfig
+from artd_schema.data.manifest import Canary, WeightEntry
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run import scratch
+from artd_schema.run.engines import engine_kind
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.engines import canary, checkpoint
 from artd_workers.engines.adapter import EngineError, Fence, capabilities
 from artd_workers.engines.gate import FenceError, Gate, Way

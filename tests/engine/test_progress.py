@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from artd_workers import daemon_link
 from artd_workers.deadline import Deadline
 from artd_workers.engines.process.progress import Standstill, Work, watch

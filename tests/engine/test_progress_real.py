@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.process import marks
 from artd_workers.engines.vllm import work

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd_schema import worker as w
-from artd_schema.direct import OFFER, TABLE, EngineTable, EngineTensor, Obstacle
-from artd_schema.spec import EngineSpec, RunSpec
+from artd_schema.run.spec import EngineSpec, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.direct import OFFER, TABLE, EngineTable, EngineTensor, Obstacle
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError, Fence, capabilities
 from artd_workers.engines.push import Pusher, PushError, Stale

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd_schema import worker as w
-from artd_schema.manifest import WeightTable
+from artd_schema.data.manifest import WeightTable
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines import canary
 from artd_workers.engines.adapter import EngineError, Fence

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.engines.vllm.tokens.row_book import RouteBook, Rows, owner_of
 
 SHAPE = RouteShape(layers=3, topk=2, experts=8)

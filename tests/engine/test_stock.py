@@ -17,7 +17,7 @@ import pytest
 from artd.runtimes import registry
 from artd_workers.engines import checkpoint
 from artd_workers.engines.push import PushError
-from artd_workers.transfer import stock as wire
+from artd_workers.transfer.nccl import stock as wire
 from tests.engine.conftest import Bench
 from tests.engine.real import TOOL_ENV
 

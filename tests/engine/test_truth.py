@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from artd.runtimes import registry
-from artd_schema import worker as w
-from artd_schema.spec import EngineSpec, LoraSpec, RunSpec
+from artd_schema.run.spec import EngineSpec, LoraSpec, RunSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from tests.engine.daemon import ROOT, FakeDaemon
@@ -53,7 +53,7 @@ def engine(moe_toys: Path, reference: Reference) -> Iterator[Engine]:
         settings = EngineSpec(max_model_len=512, max_num_seqs=8, kv_cache_mib=32)
         spec = RunSpec(model=str(moe_toys / "toy"), parameters="full", rollout_weights_mode="merged",
                        lora=LoraSpec(rank=4, alpha=8), engine=settings)  # fmt: skip
-        config = w.EngineConfig(run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python)
+        config = EngineConfig(run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python)
         path = ":".join(str(ROOT / part) for part in ("", "workers", "schema"))
         with FakeDaemon(config, str(probed), env={"PYTHONPATH": path}) as daemon:
             started = Engine(daemon, moe_toys, "merged")

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from artd.runtimes import registry
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines import worker as worker_module
 from artd_workers.engines.adapter import EngineError

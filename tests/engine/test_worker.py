@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from artd_workers.engines.push import Pusher, PushError
 from artd_workers.engines.worker import EngineWorker
 from tests.awake import SOON_S

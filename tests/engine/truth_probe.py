@@ -21,7 +21,7 @@ import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 
-from artd_schema.manifest import WeightTable
+from artd_schema.data.manifest import WeightTable
 from artd_workers.engines.vllm.extension import Extension
 from artd_workers.engines.vllm.weights.reload import Reload
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 _SPECIAL = ("<|im_start|>", "<|im_end|>")

@@ -16,9 +16,9 @@ import sys
 import threading
 from pathlib import Path
 
-from artd_schema import worker as w
 from artd_schema.crashpoint import reach
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.wire import worker as w
 from artd_workers.daemon_link import Link, LinkClosed
 from tests.fakes.script import Script
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 
 SHAPE = RouteShape(layers=3, topk=2, experts=8)
 WIDE = RouteShape(layers=2, topk=4, experts=384)

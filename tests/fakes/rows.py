@@ -23,12 +23,12 @@ from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import _insert
 from artd.store.blobs import Blobs
 from artd.store.store import Store
-from artd_schema import client_api as api
-from artd_schema import worker as w
-from artd_schema.base import BaseModel
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import ExchangeRef, RouteShape, Sampling, Turn
-from artd_schema.worker_names import GATEWAY, engine_name, parse_worker, trainer_name
+from artd_schema.data.base import BaseModel
+from artd_schema.data.trajectory import ExchangeRef, RouteShape, Sampling, Turn
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import GATEWAY, engine_name, parse_worker, trainer_name
 
 from .staging import stage  # noqa: F401 - part of this toolbox
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from artd_schema import worker as w
-from artd_schema.manifest import Canary
+from artd_schema.data.manifest import Canary
+from artd_schema.wire import worker as w
 from artd_workers.trainer.checkpoint.writer import Files
 
 

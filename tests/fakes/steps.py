@@ -14,8 +14,8 @@ from artd.serving.pusher import Pusher
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd.training.dispatch import Dispatch
-from artd_schema import worker as w
-from artd_schema.worker_names import engine_name, trainer_name
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import engine_name, trainer_name
 
 from .rows import FakeWire, add_run, add_worker, data_dir, make_ingest, one, stage, submit
 

@@ -20,8 +20,9 @@ import signal
 import time
 from pathlib import Path
 
-from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.daemon_link import Link, LinkClosed
 from tests.fakes.script import Script
 from tests.fakes.staging import stage
@@ -65,7 +66,7 @@ def main() -> None:
         return
 
 
-def work(link: Link, script: Script, order: w.Run, config: w.TrainerConfig) -> str:
+def work(link: Link, script: Script, order: w.Run, config: TrainerConfig) -> str:
     """Do a job; the sha of what was staged, "" for nothing."""
     point = f"train:{order.step}"
     link.busy(order.job, order.fence)

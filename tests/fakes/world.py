@@ -23,11 +23,11 @@ from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd.tables.jobs import abandon
 from artd_client import turn
-from artd_schema import client_api as api
-from artd_schema import worker as w
-from artd_schema.base import BaseModel
-from artd_schema.trajectory import ExchangeRef, Sampling, Turn
-from artd_schema.worker_names import engine_name, trainer_name
+from artd_schema.data.base import BaseModel
+from artd_schema.data.trajectory import ExchangeRef, Sampling, Turn
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import engine_name, trainer_name
 from tests.fakes.routes import SHAPE, rows_of
 from tests.fakes.rows import BASE, VOCAB, FakeWire, add_run, add_worker, body, data_dir, open_store
 from tests.fakes.staging import stage

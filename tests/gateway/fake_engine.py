@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.gateway.engine import npy
 from tests.fakes.routes import rows_of
 

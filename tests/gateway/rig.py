@@ -14,8 +14,8 @@ import httpx
 import msgspec
 import uvicorn
 
-from artd_schema import worker as w
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire import worker as w
 from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.worker import Gateway
 from tests.awake import SOON_S

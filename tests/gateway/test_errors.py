@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from artd_workers.engines.vllm.dialect import DIALECT
 from artd_workers.gateway.errors import EngineFailure
 from artd_workers.gateway.request.flow import Flow

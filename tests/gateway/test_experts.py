@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from artd_schema import worker as w
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data.trajectory import RouteShape, Turn
+from artd_schema.wire import worker as w
 from artd_workers.engines.vllm import dialect
 from artd_workers.gateway.engine import client as engine_module
 from artd_workers.gateway.engine import experts

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.awake import SOON_S, until
 from tests.gateway.fake_engine import FakeEngine, logprob
 from tests.gateway.rig import Rig, floats, ints, lora, merged, text_of

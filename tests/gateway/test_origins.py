@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from artd_schema import worker as w
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire import worker as w
 from tests.awake import SOON_S, until
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, lora, merged

@@ -21,9 +21,10 @@ import pytest
 import zmq
 
 from artd_schema import PROTOCOL
-from artd_schema import worker as w
 from artd_schema.codec import Codec
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import GatewayConfig
 from tests.awake import SOON_S
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import merged
@@ -42,7 +43,7 @@ class Router:
         self.socket.bind(self.address)
         self.peer = b""
         self.welcome = w.Welcome(
-            worker="gateway", heartbeat_s=0.1, max_message=1 << 20, gateway=w.GatewayConfig(token="key")
+            worker="gateway", heartbeat_s=0.1, max_message=1 << 20, gateway=GatewayConfig(token="key")
         )
         env = {
             **os.environ,

@@ -14,7 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.engine.daemon import ROOT
 from tests.engine.real import HERE, Engine, start, tool
 from tests.gateway.rig import TOKEN, Rig, floats, ints, served

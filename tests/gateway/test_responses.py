@@ -106,7 +106,7 @@ async def test_what_is_not_served_is_refused_by_name(client: openai.AsyncOpenAI,
 
 
 async def test_tokens_in_and_tokens_out(rig: Rig, engine: FakeEngine) -> None:
-    from artd_schema.trajectory import RouteShape
+    from artd_schema.data.trajectory import RouteShape
     from tests.gateway.rig import merged
 
     sampled = [ord(char) for char in "Paris$"]

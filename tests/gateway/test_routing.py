@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.awake import SOON_S, until
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.rig import Rig, lora, merged, served

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.awake import until
 from tests.gateway.fake_engine import FakeEngine, logprob
 from tests.gateway.rig import Rig, floats, ints, merged, text_of

@@ -129,7 +129,7 @@ class _Plain(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         if isinstance(node.value, ast.Name) and node.value.id == "api":
-            self._note("artd_schema.client_api", node.attr)
+            self._note("artd_schema.wire.client_api", node.attr)
             return ast.Name(node.attr)
         return node
 

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from artd_schema import client_api as api
-from artd_schema.trajectory import ExchangeRef
+from artd_schema.data.trajectory import ExchangeRef
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import body, turn
 
 if TYPE_CHECKING:

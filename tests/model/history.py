@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from artd_schema import client_api as api
-from artd_schema import worker as w
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from artd.services import Services
 from artd.serving.routing_table import load_table
 from artd.store.store import Store
 from artd.workforce import Boot
-from artd_schema import client_api as api
-from artd_schema import worker as w
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.fakes.rows import BASE, FIRST, FakeClock, add_worker, data_dir, spec
 from tests.fakes.staging import stage
 from tests.fakes.steps import pack_here

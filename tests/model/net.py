@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from artd_schema import client_api as api
-from artd_schema import worker as w
 from artd_schema.codec import Codec
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 
 ORDERED_S = 1e-5
 SETTLED_S = 1.0  # what hangs on a message that came late has been said and done

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from artd.supervise import procfs
 from artd_schema import PROTOCOL
-from artd_schema import worker as w
-from artd_schema.worker_names import parse_worker
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import parse_worker
 
 if TYPE_CHECKING:
     from .world import World

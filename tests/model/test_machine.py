@@ -18,8 +18,8 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from artd.errors import RequestError
 from artd.serving.routing_table import load_table
-from artd_schema import client_api as api
-from artd_schema import worker as w
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.fakes.rows import ENGINE, TRAINER, body, turn
 
 from .machine import Machine

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from artd_schema import worker as w
-from artd_schema.manifest import BatchManifest
-from artd_schema.trajectory import Sampling
+from artd_schema.data.manifest import BatchManifest
+from artd_schema.data.trajectory import Sampling
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import TrainerConfig
 from tests.fakes.rows import turn
 from tests.fakes.staging import stage
 
@@ -82,7 +83,7 @@ class Trainer(Worker):
         self._verdict.set()
         return True
 
-    async def _work(self, order: w.Run, config: w.TrainerConfig) -> None:
+    async def _work(self, order: w.Run, config: TrainerConfig) -> None:
         self.job, self.fence, self.progress, self.resident = order.job, order.fence, 0, ""
         self.world.history.ordered(order, self.process)
         self.tell(w.Accepted(job=order.job, fence=order.fence))
@@ -109,7 +110,7 @@ class Trainer(Worker):
         manifest = msgspec.json.decode(Path(order.manifest).read_bytes(), type=BatchManifest)
         return tuple(packed.id for packed in manifest.trajectories if packed.rows)
 
-    async def _result(self, order: w.Run, config: w.TrainerConfig, trained: tuple[int, ...]) -> w.Staged | w.Failed:
+    async def _result(self, order: w.Run, config: TrainerConfig, trained: tuple[int, ...]) -> w.Staged | w.Failed:
         world, folder = self.world, Path(order.dir)
         for failure in ("transient", "interrupted", "full", "permanent"):
             if world.unlucky(failure):

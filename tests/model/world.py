@@ -25,8 +25,8 @@ from artd.net.router import WorkerWire
 from artd.packing import child
 from artd.services import Services
 from artd.store.store import Store, set_meta
-from artd_schema import worker as w
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import worker as w
 from tests.fakes.rows import VOCAB, data_dir
 
 from .clients import Asker, Closer, Operator, Rollout, Watcher

@@ -29,7 +29,7 @@ from artd.store.blobs import hash_file
 from artd.store.migrate import SchemaMismatch
 from artd.supervise.code import install_files
 from artd_schema.codec import to_json
-from artd_schema.manifest import MANIFEST_FILE
+from artd_schema.data.manifest import MANIFEST_FILE
 from artd_schema.packages import PackageCode, read_tree
 from tests.fakes.world import copy, template
 

@@ -14,7 +14,7 @@ from artd.runtimes import own, registry
 from artd.runtimes.finding import Finding
 from artd.runtimes.own import Own
 from artd.supervise import procfs
-from artd_schema.engines import ENGINES
+from artd_schema.run.engines import ENGINES
 from artd_workers import probe
 from tests.awake import SOON_S
 

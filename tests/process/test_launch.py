@@ -84,7 +84,7 @@ def test_code_is_copied_once_and_complete(tmp_path: Path) -> None:
 
 def test_byte_code_in_the_copy_does_not_change_it(tmp_path: Path) -> None:
     target = install_code(tmp_path)
-    program = "import artd_schema.worker, artd_workers, json, sys; print(json.dumps(artd_workers.__path__))"
+    program = "import artd_schema.wire.worker, artd_workers, json, sys; print(json.dumps(artd_workers.__path__))"
     env = {"PYTHONPATH": str(target), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", program], env=env, cwd="/", capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [str(target / "artd_workers")]
@@ -96,7 +96,7 @@ def test_byte_code_in_the_copy_does_not_change_it(tmp_path: Path) -> None:
 
 def test_byte_code_from_before_a_power_loss_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = install_code(tmp_path)
-    torn = target / "artd_schema" / "__pycache__" / "worker.cpython-311.pyc"
+    torn = target / "artd_schema" / "wire" / "__pycache__" / "worker.cpython-311.pyc"
     torn.parent.mkdir()
     torn.write_bytes(b"half")
     assert install_code(tmp_path) == target and torn.exists()
@@ -107,7 +107,7 @@ def test_byte_code_from_before_a_power_loss_is_not_trusted(tmp_path: Path, monke
 def test_a_damaged_copy_is_replaced(tmp_path: Path) -> None:
     target = install_code(tmp_path)
     (target / "artd_workers" / "__init__.py").write_text("raise SystemExit\n")
-    (target / "artd_schema" / "worker.py").unlink()
+    (target / "artd_schema" / "wire" / "worker.py").unlink()
     assert install_code(tmp_path) == target
     assert read_tree(target / "artd_schema") == read_tree(code._locate("artd_schema"))
     assert read_tree(target / "artd_workers") == read_tree(code._locate("artd_workers"))
@@ -145,7 +145,7 @@ def test_what_a_killed_copy_left_is_removed(tmp_path: Path) -> None:
     dying += "code._sync = lambda _: os.kill(os.getpid(), signal.SIGKILL); code.install_code(Path(sys.argv[1]), ['artd_schema'])"
     done = subprocess.run([sys.executable, "-c", dying, str(tmp_path)], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert len(list(target.parent.glob(".new-*/new/artd_schema/worker.py"))) == 1
+    assert len(list(target.parent.glob(".new-*/new/artd_schema/wire/worker.py"))) == 1
     assert install_code(tmp_path) == target
     assert list(target.parent.iterdir()) == [target]
 
@@ -165,7 +165,7 @@ def test_a_copy_that_another_process_makes_is_not_a_leftover(tmp_path: Path, mon
         second = pool.submit(install_code, tmp_path)
         with pytest.raises(TimeoutError):
             second.result(0.2)
-        assert len(list(tmp_path.glob("code/.new-*/new/artd_schema/worker.py"))) == 1
+        assert len(list(tmp_path.glob("code/.new-*/new/artd_schema/wire/worker.py"))) == 1
         whole.set()
         assert first.result(20) == second.result(20)
 

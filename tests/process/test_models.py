@@ -21,8 +21,8 @@ from artd.models.fetcher import Fetcher
 from artd.models.hub import _mark
 from artd.runs.lifecycle import Runs
 from artd.supervise import procfs
-from artd_schema import client_api as api
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 from tests.awake import SOON_S, until
 from tests.fakes.rows import EVERY_STEP, one, open_store
 from tests.hub import COMMIT, Hub

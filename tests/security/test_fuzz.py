@@ -23,11 +23,11 @@ from artd.net import keys
 from artd.rollouts.ingest import Ingest
 from artd.store.blobs import Blobs
 from artd.training import commit
-from artd_schema import client_api as api
 from artd_schema import paths
-from artd_schema import worker as w
 from artd_schema.codec import MAGIC, Codec, WireError, digest, to_json
-from artd_schema.manifest import Canary, CheckpointManifest, FileEntry, WeightTable
+from artd_schema.data.manifest import Canary, CheckpointManifest, FileEntry, WeightTable
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from artd_workers.engines import checkpoint
 from artd_workers.engines.adapter import EngineError
 from artd_workers.gateway.engine import npy

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import get_args
 
-from artd_schema.spec import Mode
+from artd_schema.run.spec import Mode
 from tests.daemon.rig import SPEC, rig
 
 from . import driver, real, table

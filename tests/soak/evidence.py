@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from artd_schema.codec import digest
-from artd_schema.manifest import BatchManifest, CheckpointManifest
+from artd_schema.data.manifest import BatchManifest, CheckpointManifest
 from tests.fakes.script import Script
 
 from . import history, journal

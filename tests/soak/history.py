@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from artd_schema.manifest import BatchManifest, CheckpointManifest
+from artd_schema.data.manifest import BatchManifest, CheckpointManifest
 
 from .journal import Acked, Broken, Line, Meant, Replied
 

@@ -18,7 +18,7 @@ import msgspec
 from artd_client import ArtdError, Conflict, Invalid, NotFound, turn
 from artd_client.run import Run
 from artd_schema.codec import digest
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
 
 from .journal import Acked, Broken, Journal, Meant, Replied, read
 

@@ -18,7 +18,7 @@ import msgspec
 from artd.cli import read
 from artd.cli.replay_job import inputs
 from artd.runtimes import registry
-from artd_schema.replay_job import ReplayRequest
+from artd_schema.wire.replay_job import ReplayRequest
 from tests.daemon.rig import FOLDERS, Rig
 from tests.e2e.rig import make_toy
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from artd_schema.manifest import BatchManifest, Canary, CheckpointManifest, PackedTrajectory
+from artd_schema.data.manifest import BatchManifest, Canary, CheckpointManifest, PackedTrajectory
 from tests.soak.history import SIGNED, Evidence, judge
 from tests.soak.journal import Acked, Broken, Journal, Meant, Replied, read
 

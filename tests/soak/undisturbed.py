@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from artd_schema.replay_job import ReplayRequest
-from artd_schema.worker import CheckpointRef
+from artd_schema.wire.replay_job import ReplayRequest
+from artd_schema.wire.worker import CheckpointRef
 
 TOLERANCE = 2e-4  # nats: fp32 of engine and trainer
 
@@ -96,7 +96,7 @@ def _apart(trainer: Any, probe: Probe) -> float:
     """The largest difference between engine and trainer in nats."""
     import torch
 
-    from artd_schema.score import LIVE
+    from artd_schema.wire.score import LIVE
     from artd_workers.trainer.tools.score import Piece, score
 
     tokens = torch.tensor([*probe.prompt, *probe.tokens])

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from artd.runtimes import lockfile, registry
-from tests.teeth.bugs import BUGS, Bug
+from tests.teeth.bugs.all_bugs import BUGS
+from tests.teeth.bugs.bug import Bug
 
 ROOT = Path(__file__).parents[2]
 TREE = ("artd", "schema", "client", "workers", "tests", "tools", "examples", "docs", "pyproject.toml", "Makefile")
@@ -47,7 +48,7 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="bugs of tests/teeth/bugs.py; none = all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="bugs of tests/teeth/bugs; none = all")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     if unknown := set(args.names) - {bug.name for bug in BUGS}:

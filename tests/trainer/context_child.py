@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from artd_schema.spec import LossSpec
+from artd_schema.run.spec import LossSpec
 from artd_workers.trainer.batch.row_schedule import cut_trained
 from artd_workers.trainer.parallel import context, ranks
 from artd_workers.trainer.parallel.layout import Parallel

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from artd_schema import worker as w
-from artd_schema.base import BaseModel
 from artd_schema.codec import Codec, digest
-from artd_schema.manifest import CheckpointManifest
-from artd_schema.spec import RunSpec
+from artd_schema.data.base import BaseModel
+from artd_schema.data.manifest import CheckpointManifest
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import TrainerConfig
 
 from .rig import WrittenBatch
 
@@ -63,7 +64,7 @@ class FakeDaemon:
             )
         hello = self.expect(w.Hello)
         assert hello.spawn == self._spawn and "megatron-core" in hello.versions
-        config = w.TrainerConfig(run="r", spec=self.spec, base_digest="base", base=self.base)
+        config = TrainerConfig(run="r", spec=self.spec, base_digest="base", base=self.base)
         self.send(w.Welcome(worker="trainer", heartbeat_s=0.2, max_message=1 << 26, trainer=config))
         if ready:
             self.expect(w.Ready)

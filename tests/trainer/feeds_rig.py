@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artd_schema.direct import Feed, Offer, Run, Segment, Unit
 from artd_schema.paths import process_ticks
+from artd_schema.wire.direct import Feed, Offer, Run, Segment, Unit
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate
 from artd_workers.engines.pull.session import Session

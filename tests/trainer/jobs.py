@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from artd_schema import worker as w
 from artd_schema.codec import digest
-from artd_schema.manifest import CheckpointManifest, WeightTable
-from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_schema.data.manifest import CheckpointManifest, WeightTable
+from artd_schema.run.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_schema.wire import worker as w
 from artd_workers.transfer import gloo
 
 from . import rig

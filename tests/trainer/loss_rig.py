@@ -13,7 +13,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from artd_schema.spec import LossSpec
+from artd_schema.run.spec import LossSpec
 from artd_workers.trainer.batch.row_schedule import TRAINED
 from artd_workers.trainer.batch.rows import Batch, PackedRow
 from artd_workers.trainer.parallel import context

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.models.base import Plan
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.batch.rows import PackedRow

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
 from artd_workers.trainer import placement, trainer
 from artd_workers.trainer.model import logits as head
 from artd_workers.trainer.parallel import ranks

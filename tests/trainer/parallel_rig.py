@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from artd_schema import worker as w
 from artd_schema.codec import digest
-from artd_schema.manifest import CheckpointManifest
-from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_schema.data.manifest import CheckpointManifest
+from artd_schema.run.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.trainer.checkpoint import canary, merge_loss
 from artd_workers.trainer.parallel.ranks import Ranks
 from artd_workers.trainer.trainer import Order, Trainer
@@ -58,7 +59,7 @@ class Jobs:
         self.given, self.out = given, given / name
         self.out.mkdir(exist_ok=True)
         self.trainer = Trainer(
-            w.TrainerConfig(run="r", spec=spec_of(given / "base", **changes), base_digest="base"), {}, ranks
+            TrainerConfig(run="r", spec=spec_of(given / "base", **changes), base_digest="base"), {}, ranks
         )
 
     def straight(self) -> list[dict[str, float]]:

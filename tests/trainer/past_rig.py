@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from artd_schema import worker as w
-from artd_schema.replay_job import ReplayRequest
-from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.replay_job import ReplayRequest
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.models import random_moe
 from artd_workers.trainer.tools import replay_job
 from artd_workers.trainer.trainer import Trainer
@@ -36,7 +37,7 @@ class Past:
     """A run `r` of three committed steps. refs: by step; orders: the jobs that made them; root: where all lies."""
 
     root: Path
-    config: w.TrainerConfig
+    config: TrainerConfig
     refs: list[w.CheckpointRef]
     orders: list[w.Run]
 
@@ -48,7 +49,7 @@ class Past:
 def make_past(root: Path, spec: RunSpec, batch: Callable[[Path, int], Files]) -> Past:
     """Three jobs by one trainer process, as the daemon orders them: from its memory, not from the parent's files; on "all
     cores" of a machine that has one. batch(folder, step): what a step is trained on."""
-    past = Past(root, w.TrainerConfig(run="r", spec=spec, base_digest="base"), [], [])
+    past = Past(root, TrainerConfig(run="r", spec=spec, base_digest="base"), [], [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: {0})
         trainer = Trainer(past.config, replay_job.versions())

@@ -19,8 +19,8 @@ import msgspec
 import torch
 from megatron.core import parallel_state
 
-from artd_schema import worker as w
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import worker as w
 from artd_workers.trainer import placement
 from artd_workers.trainer.parallel import ranks
 from artd_workers.trainer.parallel.channel import Channel

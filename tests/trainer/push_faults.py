@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd_schema.direct import Feed, Run
+from artd_schema.wire.direct import Feed, Run
 from artd_workers.trainer.push import rank_shards, serving
 from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.trainer.push.direct.layout import WHOLE

@@ -14,9 +14,9 @@ from torch import Tensor
 from artd.packing.batch import PackSpec, Source, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest, PackedTrajectory, TensorInfo
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import Sampling, Turn
+from artd_schema.data.manifest import BatchManifest, PackedTrajectory, TensorInfo
+from artd_schema.data.trajectory import Sampling, Turn
+from artd_schema.run.spec import RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.batch.rows import DTYPES, Batch, PackedRow, make_batch
 from artd_workers.trainer.model.lora import Lora, shapes_of

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest, ReplayManifest, TensorInfo
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import BatchManifest, ReplayManifest, TensorInfo
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.trainer.batch.replay_bundle import ReplayFiles
 from artd_workers.trainer.batch.rows import Batch, read_batch
 

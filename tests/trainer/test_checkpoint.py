@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, Canary
-from artd_schema.worker import CheckpointRef
+from artd_schema.data.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, Canary
+from artd_schema.wire.worker import CheckpointRef
 from artd_workers.trainer.checkpoint import folder as checkpoint
 from artd_workers.trainer.checkpoint import tensor_file, writer
 from artd_workers.trainer.checkpoint.folder import STATE, CheckpointError, Staging, State

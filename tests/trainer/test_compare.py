@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save
 
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import FileEntry, WeightTable
-from artd_schema.replay_job import EnvironmentRow, ReplayRow
+from artd_schema.data.manifest import FileEntry, WeightTable
+from artd_schema.wire.replay_job import EnvironmentRow, ReplayRow
 from artd_workers.trainer.tools import compare
 
 from .past_rig import Past, make_dense

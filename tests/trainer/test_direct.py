@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.direct import EngineTable, EngineTensor, Obstacle, Run, Segment
+from artd_schema.wire.direct import EngineTable, EngineTensor, Obstacle, Run, Segment
 from artd_workers.deadline import Deadline
 from artd_workers.engines.gate import FenceError
 from artd_workers.engines.pull.pull import _join_copies

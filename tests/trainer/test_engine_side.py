@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from artd_schema.direct import Offer
 from artd_schema.paths import process_ticks
+from artd_schema.wire.direct import Offer
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import FenceError, Gate
 from artd_workers.engines.pull.session import MARGIN_BYTES

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from artd_schema.codec import to_json
-from artd_schema.families import SEEDED
-from artd_schema.manifest import WeightEntry, WeightTable
+from artd_schema.data.manifest import WeightEntry, WeightTable
+from artd_schema.run.families import SEEDED
 from artd_workers.models import seeded
 from artd_workers.trainer.checkpoint.folder import entry_of
 from artd_workers.trainer.tools.export import ExportError, export

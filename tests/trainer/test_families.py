@@ -40,7 +40,7 @@ def test_a_file_and_a_line_make_a_family(tmp_path: Path) -> None:
     for folder in ("schema/artd_schema", "workers/artd_workers"):
         shutil.copytree(ROOT / folder, tmp_path / Path(folder).name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "artd_workers/models/striped.py").write_text(FAMILY)
-    table = tmp_path / "artd_schema/families.py"
+    table = tmp_path / "artd_schema/run/families.py"
     head, rest = table.read_text().split('    "LlamaForCausalLM"')
     table.write_text(f'{head}{LINE}    "LlamaForCausalLM"{rest}')
     config = toys.config("llama", num_hidden_layers=4) | {"architectures": ["StripedForCausalLM"]}

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from artd_schema.direct import Run
+from artd_schema.wire.direct import Run
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import FenceError
 from artd_workers.engines.pull.pull import _grids, _join_copies

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from artd_schema import worker as w
-from artd_schema.manifest import MODEL_FILE, CheckpointManifest
-from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
+from artd_schema.data.manifest import MODEL_FILE, CheckpointManifest
+from artd_schema.run.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.trainer.checkpoint.folder import CheckpointError
 from artd_workers.trainer.parameters.trained import AdapterState, FullState, open_model
 from artd_workers.trainer.step.objective import Objective, shares
@@ -213,7 +214,7 @@ class Jobs:
 
     def __init__(self, root: Path, spec: RunSpec) -> None:
         self.root, self.spec = root, spec
-        self.trainer = Trainer(w.TrainerConfig(run="r", spec=spec, base_digest="base"), {})
+        self.trainer = Trainer(TrainerConfig(run="r", spec=spec, base_digest="base"), {})
 
     def do(self, step: int, parent: w.CheckpointRef | None) -> w.CheckpointRef:
         files = {}

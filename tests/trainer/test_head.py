@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.model import logits
 from artd_workers.trainer.model.model import Policy
 from artd_workers.trainer.step.step import Optimizer, train_step

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from artd_schema.manifest import ADAPTER_FILE
-from artd_schema.spec import EngineSpec, LoraSpec
+from artd_schema.data.manifest import ADAPTER_FILE
+from artd_schema.run.spec import EngineSpec, LoraSpec
 from artd_workers.trainer.checkpoint import held
 from artd_workers.transfer.checksum import sum_of, sums_of_stacked
 

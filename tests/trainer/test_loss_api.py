@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema import losses as names
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run import losses as names
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import read_batch
 from artd_workers.trainer.step import losses
 from artd_workers.trainer.step.loss_api import LossInputs, LossOutput, Mean

@@ -11,8 +11,8 @@ import pytest
 import torch
 from msgspec.structs import replace as replaced
 
-from artd_schema.losses import OWN
-from artd_schema.spec import CorrectionSpec, KlSpec, LossSpec
+from artd_schema.run.losses import OWN
+from artd_schema.run.spec import CorrectionSpec, KlSpec, LossSpec
 from artd_workers.trainer.step.objective import Objective, shares
 
 from . import loss_rig

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.losses import OWN
-from artd_schema.spec import CorrectionSpec, KlSpec, LossSpec, OptimizerSpec
+from artd_schema.run.losses import OWN
+from artd_schema.run.spec import CorrectionSpec, KlSpec, LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.parameters.trained import FullState
 from artd_workers.trainer.step.objective import LossError

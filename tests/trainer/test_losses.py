@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.step import losses
 from artd_workers.trainer.step.objective import Objective, shares

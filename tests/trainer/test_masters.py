@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from artd_schema.manifest import MODEL_FILE
-from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
+from artd_schema.data.manifest import MODEL_FILE
+from artd_schema.run.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer import placement
 from artd_workers.trainer.batch.rows import Batch

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from artd_schema import crashpoint
-from artd_schema import worker as w
-from artd_schema.manifest import CheckpointManifest
-from artd_schema.spec import EngineSpec, RunSpec
+from artd_schema.data.manifest import CheckpointManifest
+from artd_schema.run.spec import EngineSpec, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.trainer import trainer
 from artd_workers.trainer.checkpoint import canary
 from artd_workers.trainer.checkpoint.folder import Staging
@@ -42,7 +43,7 @@ class Desk:
 
     def __init__(self, root: Path, spec: RunSpec, port: Port | None = None, ranks: Ranks | None = None) -> None:
         self.root = root
-        self.trainer = Trainer(w.TrainerConfig(run="r", spec=spec, base_digest="base"), {}, ranks, port)
+        self.trainer = Trainer(TrainerConfig(run="r", spec=spec, base_digest="base"), {}, ranks, port)
         self._orders = 0
 
     def order(self, step: int, parent: w.CheckpointRef | None) -> w.Run:

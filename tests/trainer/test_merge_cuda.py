@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.direct import Piece
+from artd_schema.wire.direct import Piece
 from artd_workers.models.codec import peft_names
 from artd_workers.trainer.push.direct.merge_cpu import PlainFiller
 from artd_workers.trainer.push.direct.merge_cuda import CudaFiller, Tile

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import CheckpointManifest
-from artd_schema.spec import EngineSpec, RunSpec
+from artd_schema.data.manifest import CheckpointManifest
+from artd_schema.run.spec import EngineSpec, RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.checkpoint import canary, merge_loss
 from artd_workers.trainer.model.lora import Lora, shapes_of

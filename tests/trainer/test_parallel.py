@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from artd_schema.spec import RunSpec, TrainerSpec
+from artd_schema.run.spec import RunSpec, TrainerSpec
 from artd_workers.models.base import UnsupportedModel
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.parallel.context import pad_row

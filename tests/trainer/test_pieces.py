@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from artd_schema.spec import EngineSpec, RunSpec
+from artd_schema.run.spec import EngineSpec, RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.model.experts import chunks
 from artd_workers.trainer.model.lora import Lora, shapes_of

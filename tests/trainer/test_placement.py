@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from artd_schema.spec import OptimizerSpec, RunSpec, TrainerSpec
+from artd_schema.run.spec import OptimizerSpec, RunSpec, TrainerSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer import placement, tree_mask
 from artd_workers.trainer.batch.rows import subtree_ends

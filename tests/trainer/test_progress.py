@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from artd_schema import worker as w
-from artd_schema.manifest import MANIFEST_FILE
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.data.manifest import MANIFEST_FILE
+from artd_schema.run.spec import LossSpec, OptimizerSpec
+from artd_schema.wire import worker as w
 from artd_workers.trainer.checkpoint import writer
 from artd_workers.trainer.checkpoint.writer import Files
 from artd_workers.trainer.step.step import Optimizer, train_step

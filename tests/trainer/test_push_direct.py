@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from artd_schema import worker as w
-from artd_schema.direct import EngineTable, Obstacle, Offer
-from artd_schema.spec import EngineSpec, RunSpec, TrainerSpec
+from artd_schema.run.spec import EngineSpec, RunSpec, TrainerSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.direct import EngineTable, Obstacle, Offer
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate

@@ -20,9 +20,9 @@ import msgspec
 import pytest
 import torch
 
-from artd_schema import worker as w
-from artd_schema.direct import Offer
-from artd_schema.spec import EngineSpec, TrainerSpec
+from artd_schema.run.spec import EngineSpec, TrainerSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.direct import Offer
 from artd_workers.transfer import checksum
 from artd_workers.transfer.contracts import DeviceError, PullError
 from tests import toys

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines.pull.nccl_feed import Receiver
 from artd_workers.trainer.push.direct.sender import Sender
 from artd_workers.transfer.contracts import PullError
-from artd_workers.transfer.nccl import Library, NcclError
-from artd_workers.transfer.nccl_connection import Nccl
+from artd_workers.transfer.nccl.communicator import Library, NcclError
+from artd_workers.transfer.nccl.connection import Nccl
 from tests.awake import wait_until
 from tests.compiled import library
 from tests.direct_rig import MemoryPort

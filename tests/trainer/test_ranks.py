@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from artd.supervise import procfs
-from artd_schema import worker as w
-from artd_schema.spec import RunSpec, TrainerSpec
+from artd_schema.run.spec import RunSpec, TrainerSpec
+from artd_schema.wire import worker as w
 from artd_workers.trainer.parallel import launch
 from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.parallel.ranks import Ranks

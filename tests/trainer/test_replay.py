@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor, nn
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.trainer.model.experts.router_replay import ALLOWED, Replay, ReplayError
 from artd_workers.trainer.model.model import Policy
 from artd_workers.trainer.parallel.context import routes_of_rank

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import ReplayManifest
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import ReplayManifest
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.trainer.batch.rows import BatchError, read_batch
 
 from . import rig, routes_rig

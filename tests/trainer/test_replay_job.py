@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from artd_schema import worker as w
-from artd_schema.manifest import ReplayManifest
-from artd_schema.replay_job import ReplayReport, ReplayRow
-from artd_schema.spec import OptimizerSpec
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import ReplayManifest
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import OptimizerSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.replay_job import ReplayReport, ReplayRow
 from artd_workers.trainer.tools import compare, replay_job
 
 from . import rig, routes_rig

@@ -13,10 +13,11 @@ from torch import Tensor
 from artd.packing.batch import pack
 from artd.packing.inputs import PackSpec, Source
 from artd.packing.tensors import serialise
-from artd_schema import worker as w
 from artd_schema.codec import digest, to_json
-from artd_schema.spec import LossSpec, OptimizerSpec, RunSpec
-from artd_schema.trajectory import Sampling, Turn
+from artd_schema.data.trajectory import Sampling, Turn
+from artd_schema.run.spec import LossSpec, OptimizerSpec, RunSpec
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.trainer.batch.replay_bundle import ReplayFiles
 from artd_workers.trainer.batch.rows import Batch, BatchError, PackedRow, read_batch
 from artd_workers.trainer.model.gradients import gradient_norm
@@ -200,7 +201,7 @@ def run(
 
 def trainer_of(model: Path, **changes: object) -> Trainer:
     spec = RunSpec(model=str(model), parameters="full", threads=1, row_length=128, **changes)
-    return Trainer(w.TrainerConfig(run="r", spec=spec, base_digest="base"), {})
+    return Trainer(TrainerConfig(run="r", spec=spec, base_digest="base"), {})
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from artd_schema.codec import to_json
-from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, MODEL_FILE, OPTIMIZER_FILE, Canary
-from artd_schema.score import REQUEST, SCORES, SEQUENCES, ScoreRequest
-from artd_schema.spec import LoraSpec, RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import CheckpointRef
+from artd_schema.data.manifest import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    Canary,
+)
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import LoraSpec, RunSpec
+from artd_schema.wire.score import REQUEST, SCORES, SEQUENCES, ScoreRequest
+from artd_schema.wire.worker import CheckpointRef
 from artd_workers.models import random_moe
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.checkpoint import folder as checkpoint

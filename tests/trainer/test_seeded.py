@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from artd_schema.families import SEEDED
-from artd_schema.spec import RunSpec
+from artd_schema.run.families import SEEDED
+from artd_schema.run.spec import RunSpec
 from artd_workers.models import seeded
 from artd_workers.models.seeded import Draw, SeededWeights, draw_matrix, make
 from artd_workers.trainer.parameters.trained import open_model

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import WeightTable
-from artd_schema.spec import EngineSpec, OptimizerSpec, Parameters
-from artd_schema.worker import CheckpointRef
+from artd_schema.data.manifest import WeightTable
+from artd_schema.run.spec import EngineSpec, OptimizerSpec, Parameters
+from artd_schema.wire.worker import CheckpointRef
 from artd_workers.engines.vllm.weights.disk import served_tensors
 
 from .test_full import make_jobs

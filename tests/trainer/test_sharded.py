@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from artd_schema.manifest import MODEL_FILE, OPTIMIZER_FILE
+from artd_schema.data.manifest import MODEL_FILE, OPTIMIZER_FILE
 from artd_workers.trainer.placement import Placement
 
 from . import parallel_rig, rig

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
+from artd_schema.run.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer import placement
 from artd_workers.trainer.model.model import ALONE, Policy, build

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from artd_schema.direct import EngineTable, Plan
+from artd_schema.wire.direct import EngineTable, Plan
 from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.models.codec import Codec
 from artd_workers.models.registry import plan_for

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from artd_schema.losses import OWN
-from artd_schema.spec import LossSpec
+from artd_schema.run.losses import OWN
+from artd_schema.run.spec import LossSpec
 from artd_workers.models import gguf
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.model.model import Policy, build

@@ -23,15 +23,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from artd_schema import worker as w
-from artd_schema.manifest import WeightEntry
+from artd_schema.data.manifest import WeightEntry
+from artd_schema.wire import worker as w
 from artd_workers.engines.vllm.weights import stock_calls
 from artd_workers.trainer.push import stock
 from artd_workers.trainer.push.pusher import Pusher
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.transfer import checksum, sums
-from artd_workers.transfer import stock as wire
-from artd_workers.transfer.nccl import Library, NcclError
+from artd_workers.transfer.nccl import stock as wire
+from artd_workers.transfer.nccl.communicator import Library, NcclError
 from tests.awake import Awake
 from tests.compiled import library
 from tests.listening import listening

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from artd_schema.direct import Feed
+from artd_schema.wire.direct import Feed
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.direct import member, team
 from artd_workers.trainer.push.direct import pair as pair_module

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from artd_schema.spec import EngineSpec, RunSpec
+from artd_schema.run.spec import EngineSpec, RunSpec
 from artd_workers.models.seeded import SeededWeights, make
 from artd_workers.trainer.push import serving
 from artd_workers.transfer.merge import BaseWeights, open_base

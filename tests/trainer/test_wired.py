@@ -18,15 +18,15 @@ import msgspec
 import pytest
 import torch
 
-from artd_schema.direct import Feed, Offer
 from artd_schema.paths import process_ticks
+from artd_schema.wire.direct import Feed, Offer
 from artd_workers.deadline import Deadline
 from artd_workers.engines.pull.nccl_feed import NcclFeed
 from artd_workers.engines.pull.open_offer import WrongWeights
 from artd_workers.engines.vllm.direct.survey import parameters
 from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.transfer.contracts import PullError
-from artd_workers.transfer.nccl import NcclError
+from artd_workers.transfer.nccl.communicator import NcclError
 from artd_workers.transfer.ring import slot_bytes
 from tests.awake import wait_until
 from tests.direct_rig import MemoryPort, Pair, feeding

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from artd.models.base_model import pin
 from artd_schema import crashpoint
-from artd_schema import worker as w
-from artd_schema.manifest import ADAPTER_FILE, MODEL_FILE
-from artd_schema.spec import EngineSpec
+from artd_schema.data.manifest import ADAPTER_FILE, MODEL_FILE
+from artd_schema.run.spec import EngineSpec
+from artd_schema.wire import worker as w
 from artd_workers.transfer import gloo
 from artd_workers.transfer.merge import BaseWeights, merged_tensors
 from tests import toys

@@ -14,9 +14,9 @@ from typing import Any
 import zmq
 
 from artd_schema import PROTOCOL, paths
-from artd_schema import client_api as api
 from artd_schema.codec import Codec
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 from tests import awake
 
 RUN = api.RunInfo(

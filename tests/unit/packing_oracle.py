@@ -9,8 +9,8 @@ import numpy as np
 
 from artd.packing.batch import Bundle, Source
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest
-from artd_schema.trajectory import RouteShape, Sampling, Turn
+from artd_schema.data.manifest import BatchManifest
+from artd_schema.data.trajectory import RouteShape, Sampling, Turn
 
 
 def turn(prompt, sampled, *, temperature=1.0, epochs=(), seed=0, **more) -> Turn:

@@ -12,9 +12,9 @@ from artd.core.groups import group_outcome, trains_equal
 from artd.packing.batch import PackSpec, pack
 from artd.packing.inputs import Source
 from artd_schema.codec import digest
-from artd_schema.manifest import BatchManifest
-from artd_schema.spec import AdvantageSpec, LengthSpec, RunSpec
-from artd_schema.trajectory import Turn
+from artd_schema.data.manifest import BatchManifest
+from artd_schema.data.trajectory import Turn
+from artd_schema.run.spec import AdvantageSpec, LengthSpec, RunSpec
 from tests.fakes.rows import add_run, data_dir, make_ingest, one, open_store, submit
 
 SIZES = {1: [5, 9, 14, 3], 2: [8, 8, 2], 3: [20, 1, 6, 11, 4]}

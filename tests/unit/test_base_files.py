@@ -8,8 +8,8 @@ import pytest
 
 from artd.errors import Conflict
 from artd.models.base_model import PinnedBase
-from artd_schema.base import BaseFile, BaseModel
 from artd_schema.codec import digest
+from artd_schema.data.base import BaseFile, BaseModel
 from artd_workers.base_files import BaseChanged, BaseFiles
 
 

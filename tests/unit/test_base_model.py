@@ -13,7 +13,7 @@ from artd.errors import Conflict, Invalid
 from artd.models import base_model
 from artd.models.base_model import check_family, check_pinned, pin
 from artd.supervise.packages import NO_PACKAGES
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 99}
 

@@ -17,7 +17,7 @@ from artd.check.run import INVARIANTS, check
 from artd.recover import identify
 from artd.runs.rollback import rollback
 from artd.store.migrate import SchemaMismatch
-from artd_schema.client_api import Rollback
+from artd_schema.wire.client_api import Rollback
 from tests.fakes.rows import BASE, data_dir, open_store
 from tests.fakes.world import World, copy, template
 

@@ -17,9 +17,9 @@ import pytest
 import artd_client
 from artd_client import Client, ExchangeRef, RunSpec, Sampling, SyncClient, turn
 from artd_client.connection import Connection
-from artd_schema import client_api as api
 from artd_schema.codec import digest, to_json
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire import client_api as api
 from tests.unit.fake_daemon import RUN, usual
 
 ONE = turn([1, 2], [3], [-0.5])

@@ -11,7 +11,7 @@ import pytest
 import artd_client
 from artd_client import Client, SyncClient, turn
 from artd_client.blocking import Loop
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.awake import until
 from tests.unit.fake_daemon import usual
 

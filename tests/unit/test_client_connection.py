@@ -17,9 +17,9 @@ from artd_client import Client, turn
 from artd_client import connection as connection_module
 from artd_client.link import Link
 from artd_schema import PROTOCOL
-from artd_schema import client_api as api
 from artd_schema.codec import Codec
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire import client_api as api
 from tests.unit.fake_daemon import RUN, FakeDaemon, until, usual
 
 ONE = turn([1, 2], [3], [-0.5])

@@ -9,7 +9,7 @@ import pytest
 import artd_client
 from artd_client import Client, turn
 from artd_client import connection as connection_module
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.unit.fake_daemon import until, usual
 
 ONE = turn([1, 2], [3], [-0.5])

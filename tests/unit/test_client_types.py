@@ -9,7 +9,7 @@ from typing import Any, assert_type
 import pytest
 
 from artd_client import Client, Run, SyncClient, SyncRun, turn
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.unit.fake_daemon import RUN, FakeDaemon, usual
 
 Row = dict[str, Any]

@@ -11,8 +11,8 @@ import pytest
 from artd.runs.lifecycle import set_run_state
 from artd.training import commit as result
 from artd.training.commit import BadResult, Stale
-from artd_schema import worker as w
-from artd_schema.worker_names import trainer_name
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import trainer_name
 from tests.fakes.rows import (
     TRAINER,
     FakeClock,

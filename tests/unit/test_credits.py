@@ -15,10 +15,10 @@ from artd.packing.inputs import Source
 from artd_client.errors import Invalid as Refused
 from artd_client.turns import Given as Numbers
 from artd_client.turns import make_credits
-from artd_schema import client_api as api
 from artd_schema.codec import digest
-from artd_schema.spec import AdvantageSpec, LossSpec
-from artd_schema.trajectory import Credit, Given, Turn
+from artd_schema.data.trajectory import Credit, Given, Turn
+from artd_schema.run.spec import AdvantageSpec, LossSpec
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import (
     WHOLE,
     add_run,

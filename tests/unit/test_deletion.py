@@ -16,7 +16,7 @@ from artd.retention.collector import Collector
 from artd.retention.deletion import Deleter, mark
 from artd.runs.lifecycle import Runs, set_run_state
 from artd.store.blobs import Blobs
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.awake import until
 from tests.fakes.rows import EVERY_STEP, add_run, count, data_dir, make_ingest, one, open_store, settle, submit
 from tests.fakes.steps import commit_next

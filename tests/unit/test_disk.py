@@ -20,7 +20,7 @@ from artd.store import writer as writer_module
 from artd.store.blobs import Blobs
 from artd.store.fs import is_full
 from artd.store.store import set_meta
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.awake import SOON_S, until
 from tests.fakes.rows import (
     TRAINER,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from artd_schema.engines import ENGINES
+from artd_schema.run.engines import ENGINES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("artd", "schema/artd_schema", "workers/artd_workers", "client/artd_client")
-ENTRY = "schema/artd_schema/engines.py"
+ENTRY = "schema/artd_schema/run/engines.py"
 
 
 def test_no_file_outside_its_folder_names_an_engine() -> None:

@@ -9,8 +9,8 @@ from artd.runs.lifecycle import Runs
 from artd_client import run as client_run
 from artd_client.errors import Invalid as ClientInvalid
 from artd_client.specs import make_spec
-from artd_schema import client_api as api
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 from artd_workers.gateway.errors import ApiError
 from artd_workers.gateway.request.sense import refuse_senseless
 from tests.fakes.rows import EVERY_STEP, add_run, data_dir, make_ingest, open_store, submit, turn

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
-from artd_schema.spec import RunSpec
-from artd_schema.spec_defaults import spec_value
+from artd_schema.data.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
+from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec_defaults import spec_value
 
 ROOT = Path(__file__).parents[2]
-NAMES = "schema/artd_schema/manifest.py"
+NAMES = "schema/artd_schema/data/manifest.py"
 PEFT = "workers/artd_workers/models/codec.py"
 BATCH = "artd/packing/child.py"
 """A batch's manifest in the packer's folder, until it is a blob: no file of a checkpoint."""

@@ -16,9 +16,9 @@ from artd.serving.pusher import _engines as pusher_engines
 from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
 from artd.store.pages import Page, read
-from artd_schema import client_api as api
-from artd_schema import worker as w
-from artd_schema.worker_names import engine_name, trainer_name
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import engine_name, trainer_name
 from tests.awake import SOON_S
 from tests.fakes.rows import (
     FakeWire,

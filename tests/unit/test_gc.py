@@ -19,8 +19,8 @@ from artd.retention.collector import EXPIRIES, REFERENCES, Collector
 from artd.rollouts.insert import insert_many
 from artd.store.blobs import GRACE_S, TRASH, Blobs, add_row
 from artd.store.store import emit
-from artd_schema import client_api as api
-from artd_schema.trajectory import ExchangeRef
+from artd_schema.data.trajectory import ExchangeRef
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import FakeClock, add_run, body, count, data_dir, make_ingest, one, open_store, submit, turn
 from tests.fakes.world import World, copy
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from artd.cli.status.problems import _spec_errors
-from artd_schema.spec import RunSpec, TrainerSpec
-from artd_schema.worker import TrainerConfig, Welcome
+from artd_schema.run.spec import RunSpec, TrainerSpec
+from artd_schema.wire.worker import Welcome
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers import gpus
 from artd_workers.trainer import __main__ as trainer
 from tests.compiled import library

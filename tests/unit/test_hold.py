@@ -12,8 +12,8 @@ from artd.datadir.layout import DataDir
 from artd.serving.pusher import HELD_S, Pusher
 from artd.serving.routing_table import Router, load_table
 from artd.store.store import WAKE_S, Store
-from artd_schema import worker as w
-from artd_schema.worker_names import GATEWAY
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import GATEWAY
 from tests.fakes.rows import ENGINE, TRAINER, FakeWire, add_run, add_worker, data_dir, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, train_next
 

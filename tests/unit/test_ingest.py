@@ -11,9 +11,9 @@ import pytest
 from artd.errors import Conflict, Invalid, NotFound
 from artd.rollouts import ingest as ingest_module
 from artd.runs.lifecycle import set_run_state
-from artd_schema import client_api as api
 from artd_schema.codec import digest
-from artd_schema.trajectory import Sampling
+from artd_schema.data.trajectory import Sampling
+from artd_schema.wire import client_api as api
 from tests.awake import until
 from tests.fakes.rows import (
     VOCAB,

@@ -10,11 +10,11 @@ import pytest
 from artd.errors import Conflict, Invalid
 from artd.rollouts import ingest as ingest_module
 from artd_client import turn as client_turn
-from artd_schema import client_api as api
-from artd_schema import worker as w
-from artd_schema.base import BaseModel
 from artd_schema.codec import digest
-from artd_schema.trajectory import ExchangeRef, Sampling, Turn
+from artd_schema.data.base import BaseModel
+from artd_schema.data.trajectory import ExchangeRef, Sampling, Turn
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.fakes.routes import SHAPE, layer_rows, put, rows_of
 from tests.fakes.rows import (
     VOCAB,

@@ -13,9 +13,9 @@ from artd.check.run import check
 from artd.errors import Invalid
 from artd.retention.collector import Collector, Retention
 from artd.store.blobs import GRACE_S, Blobs
-from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
-from artd_schema.trajectory import ExchangeRef, Sampling, Turn, untrainable
+from artd_schema.data.trajectory import ExchangeRef, Sampling, Turn, untrainable
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import FakeClock, add_run, body, count, data_dir, make_ingest, one, open_store, submit, turn
 
 pytestmark = pytest.mark.asyncio

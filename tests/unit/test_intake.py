@@ -15,7 +15,7 @@ from artd.rollouts import insert
 from artd.rollouts.insert import Intake, Parcel, RunFacts, insert_many
 from artd.store.store import set_meta
 from artd.store.writer import StoreFull
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import FakeClock, add_run, body, count, open_store, spec, turn
 
 pytestmark = pytest.mark.asyncio

@@ -14,7 +14,7 @@ from artd.api.job_orders import end_job, retry
 from artd.errors import Conflict, NotFound
 from artd.runs.lifecycle import Runs, set_run_state
 from artd.store.store import Store
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.fakes.rows import EVERY_STEP, TRAINER, FakeWire, add_run, add_worker, count, one, open_store, stage
 from tests.fakes.steps import make_dispatch, packed_run, staged, train_next
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
-from artd_schema import worker as w
 from artd_schema.codec import Codec
+from artd_schema.wire import worker as w
 from artd_workers.daemon_link import Identity, Link
 from tests.awake import SOON_S
 

@@ -13,8 +13,8 @@ from artd.api.texts import choose_samples
 from artd.errors import Invalid, NotFound
 from artd.store import pages
 from artd.store.pages import QUERIES
-from artd_schema import client_api as api
 from artd_schema.codec import Codec, WireError
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import add_run, data_dir, make_ingest, open_store, submit
 from tests.fakes.steps import commit_next, serve, train_next
 

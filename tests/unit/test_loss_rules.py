@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from artd_schema.loss_rules import loss_finding
-from artd_schema.losses import OWN
-from artd_schema.spec import LossSpec, RunSpec, first_difference
+from artd_schema.run.loss_rules import loss_finding
+from artd_schema.run.losses import OWN
+from artd_schema.run.spec import LossSpec, RunSpec, first_difference
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (

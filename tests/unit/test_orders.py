@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.fakes.rows import ENGINE, TRAINER, FakeWire, add_run, add_worker, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_dispatch, make_pusher
 

@@ -17,7 +17,7 @@ from artd.packing import child, failures, forest, process, service
 from artd.packing.service import Packer
 from artd.runs.lifecycle import Runs
 from artd.store.blobs import Blobs
-from artd_schema import client_api as api
+from artd_schema.wire import client_api as api
 from tests.awake import Awake
 from tests.fakes.rows import EVERY_STEP, add_run, count, data_dir, make_ingest, one, open_store, submit
 from tests.fakes.steps import commit_next, room

@@ -15,9 +15,9 @@ from artd.packing.process import run_child
 from artd.packing.service import Packer
 from artd.runs.lifecycle import set_run_state
 from artd.store.blobs import Blobs
-from artd_schema import client_api as api
 from artd_schema.codec import digest
-from artd_schema.manifest import BatchManifest, ReplayManifest
+from artd_schema.data.manifest import BatchManifest, ReplayManifest
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import (
     MIXTURE,
     ROUTES,

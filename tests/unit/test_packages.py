@@ -19,11 +19,11 @@ from artd.models.base_model import check_family
 from artd.retention.code_copies import delete_copies
 from artd.runs.lifecycle import Runs
 from artd.supervise.packages import LOSS, NO_PACKAGES, Offers, Packages, install_packages, installed_files
-from artd_schema import client_api as api
 from artd_schema.codec import to_json
-from artd_schema.manifest import CheckpointManifest
+from artd_schema.data.manifest import CheckpointManifest
 from artd_schema.packages import RunCode, digest_files, read_tree
-from artd_schema.spec import LossSpec, RunSpec, first_difference
+from artd_schema.run.spec import LossSpec, RunSpec, first_difference
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import EVERY_STEP, count, open_store
 
 MANIFEST = {

@@ -18,7 +18,7 @@ from artd.packing import tree
 from artd.packing.batch import PackError, PackSpec, fill, pack
 from artd.packing.tensors import PADDING, serialise
 from artd_schema.codec import digest, to_json
-from artd_schema.trajectory import Sampling
+from artd_schema.data.trajectory import Sampling
 from tests.unit.packing_oracle import check_batch, plain_sequences, source, turn
 
 SPEC = PackSpec(run="r", step=3, seed=7, row_length=320, scale_rewards=True, base_digest="b")

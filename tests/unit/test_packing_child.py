@@ -19,8 +19,8 @@ from artd.packing.advantages import group_statistics
 from artd.packing.batch import Bundle, PackError
 from artd.packing.child import PackFailure, PackRequest, run
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest, ReplayManifest
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import BatchManifest, ReplayManifest
+from artd_schema.data.trajectory import RouteShape
 from tests.unit.packing_oracle import check_batch, encode_routes, plain_sequences, source, turn
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from artd.packing import forest, replay, routes, tree
 from artd.packing.batch import PackError, PackSpec, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from tests.unit.packing_oracle import check_batch, encode_routes, plain_sequences, shared_tokens, source, turn
 
 NARROW = RouteShape(layers=3, topk=2, experts=7)

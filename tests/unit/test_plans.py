@@ -26,8 +26,8 @@ from artd.serving.routing_table import load_table
 from artd.store import pages, samples
 from artd.store.blobs import Blobs
 from artd.store.migrate import migrate
-from artd_schema import client_api as api
-from artd_schema import worker as w
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.cli.rows import busy
 from tests.fakes.rows import (
     ENGINE,

@@ -7,8 +7,8 @@ import pytest
 from artd.runs.lifecycle import set_run_state
 from artd.serving.push_ends import MAX_ATTEMPTS
 from artd.serving.pusher import DEADLINE_S, GONE_S
-from artd_schema import worker as w
-from artd_schema.worker_names import engine_name
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_names import engine_name
 from tests.fakes.rows import ENGINE, TRAINER, FakeClock, FakeWire, add_run, add_worker, count, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, serve, train_next
 

@@ -13,7 +13,7 @@ from artd.recover import identify, recover
 from artd.runs.lifecycle import set_run_state
 from artd.store import fs
 from artd.training import commit as result
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.fakes.rows import ENGINE, FakeWire, add_run, add_worker, count, data_dir, one, open_store, stage
 from tests.fakes.steps import claim, commit_next, make_pusher, packed_run, serve
 

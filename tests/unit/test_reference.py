@@ -51,6 +51,6 @@ def test_a_type_of_another_module_is_followed() -> None:
     assert lines == ["def f(a: Table, b: Submitted) -> AsyncGenerator[Row, None]"]
     assert {name: found.module for name, found in writer.mentioned.items()} == {
         "Table": "artd_client.rows",
-        "Submitted": "artd_schema.client_api",
+        "Submitted": "artd_schema.wire.client_api",
         "Row": "artd_client.rows",
     }

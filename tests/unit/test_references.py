@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from artd.errors import Conflict, Invalid, NotFound, RequestError
-from artd_schema import worker as w
 from artd_schema.codec import digest
-from artd_schema.trajectory import Turn
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire import worker as w
 from tests.fakes.rows import (
     WHOLE,
     add_run,

@@ -20,8 +20,8 @@ from artd.net.keys import Keys
 from artd.net.remote import ClientWire
 from artd.net.router import Local, NotAllowed
 from artd_schema import PROTOCOL
-from artd_schema import client_api as api
 from artd_schema.codec import Codec
+from artd_schema.wire import client_api as api
 from tests.awake import until
 from tests.fakes.rows import settle
 

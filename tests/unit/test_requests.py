@@ -15,11 +15,11 @@ from artd.core.states import IllegalTransition
 from artd.runs.lifecycle import Runs
 from artd.store.writer import StoreFull
 from artd_schema import PROTOCOL
-from artd_schema import client_api as api
-from artd_schema import worker as w
 from artd_schema.codec import Codec, WireError
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import ExchangeRef
+from artd_schema.data.trajectory import ExchangeRef
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.awake import SOON_S, until
 from tests.fakes.rows import (
     EVERY_STEP,

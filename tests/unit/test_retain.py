@@ -6,7 +6,7 @@ import pytest
 
 from artd.retention.checkpoints import CheckpointRetention, find_leftovers
 from artd.runs.lifecycle import set_run_state
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.fakes.rows import ENGINE, FakeWire, add_run, add_worker, data_dir, one, open_store
 from tests.fakes.steps import commit_next, make_pusher, train_next
 

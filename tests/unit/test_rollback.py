@@ -13,8 +13,8 @@ from artd.runs.lifecycle import Runs, set_run_state
 from artd.runs.rollback import rollback
 from artd.serving.routing_table import load_table
 from artd.store.blobs import Blobs
-from artd_schema import client_api as api
-from artd_schema import worker as w
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.fakes.rows import (
     ENGINE,
     EVERY_STEP,

@@ -8,7 +8,7 @@ import pytest
 
 from artd.runs.lifecycle import set_run_state
 from artd.serving.routing_table import Router, load_table
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.awake import SOON_S, until
 from tests.fakes.rows import BASE, ENGINE, MIXTURE, ROUTES, FakeWire, add_run, add_worker, data_dir, open_store, settle
 from tests.fakes.steps import commit_next, make_pusher, train_next

@@ -9,10 +9,10 @@ import pytest
 
 from artd.core.fields import InvalidField
 from artd.core.validate import check_turns
-from artd_schema import routes
-from artd_schema.route_rules import trim_routes
-from artd_schema.routes import BadRoutes, check_routes
-from artd_schema.trajectory import RouteShape, Turn
+from artd_schema.data import routes
+from artd_schema.data.route_rules import trim_routes
+from artd_schema.data.routes import BadRoutes, check_routes
+from artd_schema.data.trajectory import RouteShape, Turn
 from tests.fakes.routes import SHAPE, WIDE, layer_rows, put, rows_of
 from tests.fakes.rows import VOCAB, floats, ids
 

@@ -13,8 +13,8 @@ from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.packing.advantages import group_statistics
 from artd.runs.lifecycle import Runs, set_run_state
 from artd.tables import once
-from artd_schema import client_api as api
-from artd_schema.spec import EngineSpec, LoraSpec, LossSpec, RunSpec, TrainerSpec
+from artd_schema.run.spec import EngineSpec, LoraSpec, LossSpec, RunSpec, TrainerSpec
+from artd_schema.wire import client_api as api
 from tests.awake import SOON_S
 from tests.fakes.rows import (
     EVERY_STEP,

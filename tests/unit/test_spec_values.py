@@ -19,10 +19,10 @@ from artd.serving.routing_table import load_table
 from artd.store.migrate import SchemaMismatch, migrate
 from artd.store.views import active_run, active_runs
 from artd.store.writer import connect
-from artd_schema import client_api as api
-from artd_schema import stored
 from artd_schema.codec import Codec, WireError
-from artd_schema.spec import RunSpec
+from artd_schema.data import stored
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import EVERY_STEP, add_run, count, data_dir, make_ingest, one, open_store, stage, submit
 from tests.fakes.steps import claim, commit_next, packed_run, serve
 

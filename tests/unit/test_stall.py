@@ -21,7 +21,7 @@ from artd.services import Services
 from artd.store.store import Store
 from artd.training import commit as result
 from artd.workforce import Boot
-from artd_schema import worker as w
+from artd_schema.wire import worker as w
 from tests.fakes.rows import TRAINER, FakeClock, add_worker, data_dir, one, open_store, stage
 from tests.fakes.steps import INSTANCE, packed_run, staged
 

@@ -12,8 +12,8 @@ import pytest
 from artd.api.listing import read_rows
 from artd.packing.batch import PackSpec, pack
 from artd.packing.measures import CLIENT_NAMES, client
-from artd_schema import client_api as api
-from artd_schema.manifest import Drop
+from artd_schema.data.manifest import Drop
+from artd_schema.wire import client_api as api
 from tests.fakes.rows import add_run, data_dir, floats, ids, make_ingest, one, open_store, submit, turn
 from tests.fakes.steps import commit_next
 from tests.fakes.steps import pack as pack_next

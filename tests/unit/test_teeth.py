@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.teeth.bugs import BUGS, Bug
+from tests.teeth.bugs.all_bugs import BUGS
+from tests.teeth.bugs.bug import Bug
 
 ROOT = Path(__file__).parents[2]
 

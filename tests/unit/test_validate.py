@@ -8,8 +8,8 @@ from artd.core.fields import InvalidField
 from artd.core.validate import check_turns
 from artd.packing.routes import AssemblyError
 from artd.packing.sequences import assemble
-from artd_schema.rules import epoch_range
-from artd_schema.trajectory import Sampling
+from artd_schema.data.rules import epoch_range
+from artd_schema.data.trajectory import Sampling
 from artd_workers.engines.vllm.dialect import DIALECT
 from artd_workers.gateway.errors import ApiError, EngineFailure
 from artd_workers.gateway.request.turns import build_turn, refuse_untrainable

@@ -13,9 +13,9 @@ import zmq
 
 from artd.net.router import Local, OverLimit, Router, WorkerWire
 from artd.net.under_way import UnderWay
-from artd_schema import client_api as api
-from artd_schema import worker as w
 from artd_schema.codec import MAGIC, Codec, WireError
+from artd_schema.wire import client_api as api
+from artd_schema.wire import worker as w
 from tests.awake import until
 from tests.fakes.rows import settle
 

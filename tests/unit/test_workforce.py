@@ -24,10 +24,10 @@ from artd.supervise.spec import Info
 from artd.training.run_code import tell_changes
 from artd.workforce import Boot, Workforce
 from artd_schema import PROTOCOL
-from artd_schema import worker as w
-from artd_schema.engines import ENGINES
 from artd_schema.packages import PackageCode, RunCode
-from artd_schema.spec import LossSpec
+from artd_schema.run.engines import ENGINES
+from artd_schema.run.spec import LossSpec
+from artd_schema.wire import worker as w
 from tests.fakes.rows import BASE, ENGINE, FIRST, TRAINER, add_run, count, data_dir, one, open_store, settle
 
 pytestmark = pytest.mark.asyncio

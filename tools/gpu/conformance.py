@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from artd.supervise import procfs
-from artd_schema.direct import TABLE
-from artd_schema.spec import EngineSpec, LoraSpec, Mode, RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import Push, Transfer
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import EngineSpec, LoraSpec, Mode, RunSpec
+from artd_schema.wire.direct import TABLE
+from artd_schema.wire.worker import Push, Transfer
 from tests.conformance import methods, pushes
 from tests.conformance.bench import Bench
 from tests.conformance.real import STEPS, Sender, Vllm, made_as

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from artd_schema.direct import EngineTable
+from artd_schema.wire.direct import EngineTable
 from artd_workers.models.codec import peft_names
 from artd_workers.trainer.push.direct.feeder import write_offer
 from artd_workers.transfer.device import Cuda

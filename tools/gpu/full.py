@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from artd_schema.manifest import MODEL_FILE, OPTIMIZER_FILE
+from artd_schema.data.manifest import MODEL_FILE, OPTIMIZER_FILE
 from tools.gpu import lines  # first: it sets the environment
 
 import torch  # isort: skip
@@ -25,8 +25,8 @@ import msgspec
 import torch.nn.functional as F
 from torch import Tensor
 
-from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
-from artd_schema.worker import CheckpointRef
+from artd_schema.run.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
+from artd_schema.wire.worker import CheckpointRef
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.checkpoint import folder as checkpoint

@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from artd_schema.manifest import ADAPTER_FILE, OPTIMIZER_FILE, WeightEntry, WeightTable
-from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
-from artd_schema.worker import CheckpointRef, Run, TrainerConfig
+from artd_schema.data.manifest import ADAPTER_FILE, OPTIMIZER_FILE, WeightEntry, WeightTable
+from artd_schema.run.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
+from artd_schema.wire.worker import CheckpointRef, Run
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.deadline import Deadline
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.checkpoint import folder as checkpoint

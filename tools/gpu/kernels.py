@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from artd_schema.direct import Piece
+from artd_schema.wire.direct import Piece
 from artd_workers.models.codec import peft_names
 from artd_workers.trainer.model.experts import routed
 from artd_workers.trainer.model.experts.routed import Order, PlainAdapted

@@ -17,7 +17,7 @@ import megatron.core.tensor_parallel.random as megatron_random
 import torch
 from torch import Tensor
 
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.model import logits as head
 from artd_workers.trainer.model.experts import chunks

@@ -19,7 +19,7 @@ from tools.gpu import lines  # first: it sets the environment
 
 import torch  # isort: skip
 
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.checkpoint import canary, merge_loss
 from artd_workers.trainer.checkpoint.canary import Row

@@ -27,9 +27,10 @@ from artd.packing.batch import pack
 from artd.packing.inputs import PackSpec, Source
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
-from artd_schema.spec import LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
-from artd_schema.trajectory import RouteShape, Sampling, Turn
-from artd_schema.worker import CheckpointRef, Run, TrainerConfig
+from artd_schema.data.trajectory import RouteShape, Sampling, Turn
+from artd_schema.run.spec import LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
+from artd_schema.wire.worker import CheckpointRef, Run
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.models import seeded
 from tools.gpu import shape
 from tools.gpu.jobs import stored

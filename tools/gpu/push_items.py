@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from artd_schema.direct import EngineTable
-from artd_schema.manifest import WeightTable
+from artd_schema.data.manifest import WeightTable
+from artd_schema.wire.direct import EngineTable
 from artd_workers.engines.vllm.adapter import rows
 from artd_workers.models.codec import peft_names
 from artd_workers.transfer.merge import merge

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from artd_schema.direct import Offer, Run, Unit
+from artd_schema.wire.direct import Offer, Run, Unit
 
 from .push_rig import TIMEOUT_S, Line, Rig
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artd_schema.direct import Offer
+from artd_schema.wire.direct import Offer
 from artd_workers.trainer.push.direct.feeder import write_offer
 from artd_workers.transfer.contracts import Port
 

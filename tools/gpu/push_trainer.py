@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from artd_schema.codec import to_json
-from artd_schema.direct import EngineTable
-from artd_schema.manifest import WeightTable
+from artd_schema.data.manifest import WeightTable
+from artd_schema.wire.direct import EngineTable
 from artd_workers.deadline import Deadline
 from artd_workers.models.codec import peft_names
 from artd_workers.models.registry import plan_for

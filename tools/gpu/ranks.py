@@ -29,10 +29,11 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from artd_schema.direct import OFFER, TABLE, EngineTable, Offer
-from artd_schema.manifest import WeightTable
-from artd_schema.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
-from artd_schema.worker import CheckpointRef, Push, Run, TrainerConfig
+from artd_schema.data.manifest import WeightTable
+from artd_schema.run.spec import EngineSpec, LoraSpec, OptimizerSpec, RunSpec, TrainerSpec
+from artd_schema.wire.direct import OFFER, TABLE, EngineTable, Offer
+from artd_schema.wire.worker import CheckpointRef, Push, Run
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.trainer import placement
 from artd_workers.trainer.parallel import launch
 from artd_workers.trainer.push.direct.feeder import write_offer

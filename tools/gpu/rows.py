@@ -16,8 +16,8 @@ from torch import Tensor
 from artd.packing.batch import PackSpec, Source, pack
 from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import BatchManifest
-from artd_schema.trajectory import Sampling, Turn
+from artd_schema.data.manifest import BatchManifest
+from artd_schema.data.trajectory import Sampling, Turn
 from artd_workers.trainer.batch.rows import Batch, PackedRow, make_batch
 from artd_workers.trainer.model.model import Policy
 

@@ -23,7 +23,7 @@ from tools.gpu import lines  # first: it sets the environment
 import torch  # isort: skip
 import torch.distributed as dist
 
-from artd_schema.spec import RunSpec, TrainerSpec
+from artd_schema.run.spec import RunSpec, TrainerSpec
 from artd_workers.trainer import placement
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.parallel import ranks

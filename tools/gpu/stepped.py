@@ -25,7 +25,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from torch import Tensor
 
-from artd_schema.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
+from artd_schema.run.spec import EngineSpec, LossSpec, OptimizerSpec, RunSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.model.model import Policy
 from artd_workers.trainer.parameters.full_sharded import ShardedState

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from artd_schema.manifest import WeightEntry
-from artd_schema.spec import EngineSpec, RunSpec
-from artd_schema.worker import EngineConfig
+from artd_schema.data.manifest import WeightEntry
+from artd_schema.run.spec import EngineSpec, RunSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.vllm import command, guard

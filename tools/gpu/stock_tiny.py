@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from artd_schema.manifest import WeightEntry
+from artd_schema.data.manifest import WeightEntry
 from artd_workers.deadline import Deadline
 from artd_workers.engines.vllm.adapter import rows
 from artd_workers.engines.vllm.weights.hashing import entries
-from artd_workers.transfer.nccl import Library
-from artd_workers.transfer.stock import await_id, chunks, size_of
+from artd_workers.transfer.nccl.communicator import Library
+from artd_workers.transfer.nccl.stock import await_id, chunks, size_of
 from tests.compiled import library
 
 FAKE = Path(__file__).parents[2] / "tests/fakes" / "nccl.c"

@@ -19,12 +19,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import WeightEntry
+from artd_schema.data.manifest import WeightEntry
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from artd_workers.models.registry import plan_for
 from artd_workers.trainer.push.stock import Sender
-from artd_workers.transfer.nccl import NcclError
+from artd_workers.transfer.nccl.communicator import NcclError
 from tools.gpu import shape
 from tools.gpu.stock_rig import Engine, Line, engines, gpu_mib, meet, push
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.model.model import Policy
 from artd_workers.trainer.step.step import Optimizer, train_step

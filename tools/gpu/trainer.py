@@ -24,7 +24,7 @@ from tools.gpu import lines  # first: it sets the environment
 
 import torch  # isort: skip
 
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.placement import CPU
 from artd_workers.trainer.step.step import Optimizer, train_step

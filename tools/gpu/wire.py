@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from artd_workers.transfer.stock import ENVIRONMENT
+from artd_workers.transfer.nccl.stock import ENVIRONMENT
 
 os.environ |= ENVIRONMENT  # of both processes, before either has NCCL
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from artd_schema.direct import EngineTable
+from artd_schema.wire.direct import EngineTable
 from artd_workers.trainer.push.direct.feeder import write_offer
 from artd_workers.transfer.contracts import Port
 from artd_workers.transfer.device import Cuda

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from artd_schema.direct import EngineTable
+from artd_schema.wire.direct import EngineTable
 from tools.gpu.push_refusals import error_of
 from tools.gpu.push_rig import TIMEOUT_S, Line, over
 from tools.gpu.wire_rig import WireRig

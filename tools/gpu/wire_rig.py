@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artd_schema.direct import EngineTable, Offer
+from artd_schema.wire.direct import EngineTable, Offer
 from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.transfer.contracts import Port, Wire
-from artd_workers.transfer.nccl import NcclError
-from artd_workers.transfer.stock import TRAINER
+from artd_workers.transfer.nccl.communicator import NcclError
+from artd_workers.transfer.nccl.stock import TRAINER
 from tools.gpu.push_rig import TIMEOUT_S, Line, Rig
 from tools.gpu.push_trainer import Trainer
 

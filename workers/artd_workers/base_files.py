@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from artd_schema.base import BaseFile, BaseModel
+from artd_schema.data.base import BaseFile, BaseModel
 
 THREADS = 8
 Stamp = tuple[int, int, int]

@@ -17,8 +17,8 @@ import zmq
 from msgspec.structs import replace
 
 from artd_schema import PROTOCOL
-from artd_schema import worker as w
 from artd_schema.codec import Codec
+from artd_schema.wire import worker as w
 
 Message = tuple[w.ToWorker, list[bytes]]
 RESEND_S = 1.0

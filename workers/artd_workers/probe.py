@@ -14,7 +14,7 @@ import platform
 import sys
 from typing import Any
 
-from artd_schema.engines import DEFAULT, ENGINES, EngineKind, engine_kind
+from artd_schema.run.engines import DEFAULT, ENGINES, EngineKind, engine_kind
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "trainer": ("torch", "megatron.core", "numpy", "safetensors", "msgspec", "zmq"),

@@ -19,8 +19,8 @@ from typing import Any
 from artd.cli import daemon_probe, read
 from artd.cli.outcome import CONFLICT, FAILED, NOT_FOUND, OK, USAGE, CliError, shared_options
 from artd_schema.codec import digest
-from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
-from artd_schema.spec_defaults import spec_value
+from artd_schema.data.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
+from artd_schema.run.spec_defaults import spec_value
 
 ADAPTER = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
 TRAINED = {"lora": ADAPTER, "full": (MODEL_FILE,)}

@@ -17,7 +17,7 @@ from artd.cli.show import Row
 from artd.cli.status import problems
 from artd.cli.status.snapshot import JOB_STATES, _alive
 from artd.store import pages
-from artd_schema.spec_defaults import spec_value
+from artd_schema.run.spec_defaults import spec_value
 
 VERBS = ("runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "workers", "pushes")
 

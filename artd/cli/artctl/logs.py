@@ -19,7 +19,7 @@ from artd.cli.log_times import parse_since, times_of
 from artd.cli.outcome import NOT_FOUND, OK, CliError, at_least, near, shared_options
 from artd_schema.paths import DATABASE, LOGS
 from artd_schema.text.plain import plain
-from artd_schema.worker_names import parse_worker
+from artd_schema.wire.worker_names import parse_worker
 
 SERVER = "-server"
 """The end of the name of the log of an engine's server, after the engine's own name."""

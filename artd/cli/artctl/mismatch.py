@@ -18,12 +18,12 @@ from artd.cli import daemon_probe, read, show
 from artd.cli.outcome import FAILED, OK, USAGE, CliError, shared_options
 from artd.cli.package_code import committed_code, copy_code
 from artd_schema.codec import UNREADABLE, digest
-from artd_schema.engines import engine_kind
-from artd_schema.manifest import MANIFEST_FILE, CheckpointManifest
-from artd_schema.score import ScoreRequest
-from artd_schema.spec import RunSpec
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import CheckpointRef
+from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.engines import engine_kind
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.score import ScoreRequest
+from artd_schema.wire.worker import CheckpointRef
 
 from . import export
 

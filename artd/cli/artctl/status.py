@@ -15,7 +15,7 @@ from artd.cli.show import paint
 from artd.cli.status.problems import advice
 from artd.cli.status.snapshot import Snapshot, content, doing, take
 from artd.cli.watch import cut_lines, watch
-from artd_schema.spec_defaults import spec_value
+from artd_schema.run.spec_defaults import spec_value
 
 _CODES = {"ok": OK, "degraded": DEGRADED, "down": NOT_RUNNING}
 _DOTS = {"ok": ("●", "green"), "degraded": ("●", "yellow"), "down": ("○", "red")}

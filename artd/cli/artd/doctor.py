@@ -12,7 +12,7 @@ from artd.cli.outcome import shared_options
 from artd.config import Settings
 from artd.runtimes import doctor
 from artd.runtimes.own import Own
-from artd_schema.engines import DEFAULT, ENGINES
+from artd_schema.run.engines import DEFAULT, ENGINES
 
 from .start import load
 

@@ -28,7 +28,7 @@ from artd.cli.replay_job import inputs
 from artd.cli.replay_job import report as replay_report
 from artd_schema.codec import UNREADABLE
 from artd_schema.packages import RunCode
-from artd_schema.replay_job import ReplayReport, ReplayRequest
+from artd_schema.wire.replay_job import ReplayReport, ReplayRequest
 
 TAIL_LINES = 20
 

@@ -12,7 +12,7 @@ from types import FrameType
 
 from artd.cli.outcome import shared_options
 from artd.runtimes import install, lockfile, prune, registry
-from artd_schema.engines import ENGINES
+from artd_schema.run.engines import ENGINES
 
 from .start import load
 

@@ -1,4 +1,4 @@
-"""Writes and reads the files between `artctl mismatch` and the scoring process (`artd_schema.score`).
+"""Writes and reads the files between `artctl mismatch` and the scoring process (`artd_schema.wire.score`).
 
 Columns are little-endian, in the order of the samples. The scores must be of exactly the tokens that were sent.
 """
@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from artd_schema.codec import to_json
-from artd_schema.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, ScoreRequest
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.wire.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, ScoreRequest
 
 from .metrics import Array, Engine, Mismatch, Trainer, compare
 from .probe import Sample

@@ -20,7 +20,7 @@ import numpy as np
 
 from artd.cli.outcome import CONFLICT, FAILED, CliError
 from artd_schema.codec import UNREADABLE
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 
 from .metrics import Array
 

@@ -17,11 +17,12 @@ from artd.cli.package_code import committed_code
 from artd.datadir.layout import DataDir
 from artd.errors import Conflict
 from artd.models.base_model import check_pinned
-from artd_schema.base import BaseModel
-from artd_schema.manifest import MANIFEST_FILE
-from artd_schema.replay_job import ReplayRequest
-from artd_schema.spec import RunSpec
-from artd_schema.worker import CheckpointRef, Run, TrainerConfig
+from artd_schema.data.base import BaseModel
+from artd_schema.data.manifest import MANIFEST_FILE
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.replay_job import ReplayRequest
+from artd_schema.wire.worker import CheckpointRef, Run
+from artd_schema.wire.worker_config import TrainerConfig
 
 Row = read.Row
 _NAMED = 5

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from artd.cli import show
-from artd_schema.replay_job import ReplayReport, ReplayRow
+from artd_schema.wire.replay_job import ReplayReport, ReplayRow
 
 SHOWN_PARTS = ("metrics", "batch", "replay", "canary", "state.json", "files")
 """Parts of which every row is shown. Of other parts (tensors, settings), rows that differ are shown, up to SHOWN."""

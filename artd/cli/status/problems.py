@@ -108,7 +108,7 @@ def _spec_errors() -> re.Pattern[str]:
     """Match errors for which the run's spec is responsible: they name a field of the spec, or a missing GPU."""
     from msgspec.structs import fields  # imported here, because most calls of `status` do not need it
 
-    from artd_schema.spec import EngineSpec, TrainerSpec
+    from artd_schema.run.spec import EngineSpec, TrainerSpec
 
     kinds = (("trainer", TrainerSpec), ("engine", EngineSpec))
     asked = [re.escape(f"{of}.{field.name}") for of, kind in kinds for field in fields(kind)]

@@ -16,8 +16,8 @@ from artd.cli.health import find_problem
 from artd.cli.show import Row, iso, span, stamp_times
 from artd.store.version import BUG, REMEDY, wal_reset_bug
 from artd_schema.paths import boot_id, process_ticks
-from artd_schema.spec_defaults import spec_value
-from artd_schema.worker_names import label, parse_worker
+from artd_schema.run.spec_defaults import spec_value
+from artd_schema.wire.worker_names import label, parse_worker
 
 from .problems import Problem, advice, find_problems
 

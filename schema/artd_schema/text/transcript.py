@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct, field
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.route_rules import goes_on
-from artd_schema.trajectory import Turn
+from artd_schema.data.route_rules import goes_on
+from artd_schema.data.trajectory import Turn
 
 from . import chat
 from .tokenizer import Tokenizer, texts

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from artd_schema.trajectory import Sampling
+from artd_schema.data.trajectory import Sampling
 from artd_workers.gateway.dialect import Client, Dialect, Json, Origin, Piece, Scored, Span, Taken
 from artd_workers.gateway.engine.npy import Ids
 from artd_workers.gateway.errors import EngineFailure

@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
-from artd_schema.direct import EngineTable
-from artd_schema.manifest import WeightEntry
-from artd_schema.spec import EngineSpec, InFlight
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import EngineConfig, Transfer
+from artd_schema.data.manifest import WeightEntry
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import EngineSpec, InFlight
+from artd_schema.wire.direct import EngineTable
+from artd_schema.wire.worker import Transfer
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import (
     Capabilities,
@@ -29,7 +30,7 @@ from artd_workers.engines.http import call
 from artd_workers.engines.process.progress import Work
 from artd_workers.engines.process.server import ServerProcess
 from artd_workers.engines.registry import Device, Engine
-from artd_workers.transfer.stock import await_id
+from artd_workers.transfer.nccl.stock import await_id
 
 VERSIONS = (
     Capabilities("7.1", weight_version=True, abort_route=True, scale_out_flag=False, routes="hooks", own_transfer=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from artd_schema.engines import ENGINES, EngineKind
+from artd_schema.run.engines import ENGINES, EngineKind
 
 ABACUS = EngineKind(
     name="abacus",

@@ -6,7 +6,7 @@ import platform
 import sys
 from importlib import metadata
 
-from artd_schema.engines import ENGINES
+from artd_schema.run.engines import ENGINES
 from artd_workers.daemon_link import Link, LinkClosed, Rejected
 
 from .worker import EngineWorker, remove_folder

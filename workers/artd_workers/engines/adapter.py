@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from artd_schema.direct import EngineTable
-from artd_schema.manifest import WeightEntry
-from artd_schema.spec import InFlight
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import EngineConfig, Transfer
+from artd_schema.data.manifest import WeightEntry
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import InFlight
+from artd_schema.wire.direct import EngineTable
+from artd_schema.wire.worker import Transfer
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 
 Routes = Literal["hooks", "field"]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from artd_schema.manifest import Canary
+from artd_schema.data.manifest import Canary
 
 from .adapter import EngineError
 

@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import (
+from artd_schema.data.manifest import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     MANIFEST_FILE,
@@ -27,7 +27,7 @@ from artd_schema.manifest import (
     WeightEntry,
     WeightTable,
 )
-from artd_schema.worker import CheckpointRef
+from artd_schema.wire.worker import CheckpointRef
 
 from .adapter import EngineError
 

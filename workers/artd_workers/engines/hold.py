@@ -9,7 +9,7 @@ import queue
 from collections.abc import Callable
 
 from artd_schema.crashpoint import reach
-from artd_schema.worker import FromWorker, Pausing, Proceed, Push
+from artd_schema.wire.worker import FromWorker, Pausing, Proceed, Push
 from artd_workers.deadline import Deadline
 
 from .adapter import EngineError

@@ -25,12 +25,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from artd_schema.crashpoint import reach
-from artd_schema.direct import OFFER
-from artd_schema.manifest import WEIGHTS_FILE
-from artd_schema.spec import RunSpec
-from artd_schema.worker import Live, Push, Transfer
+from artd_schema.data.manifest import WEIGHTS_FILE
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.direct import OFFER
+from artd_schema.wire.worker import Live, Push, Transfer
 from artd_workers.deadline import Deadline, Patient
-from artd_workers.transfer.stock import size_of
+from artd_workers.transfer.nccl.stock import size_of
 
 from . import canary, checkpoint
 from .adapter import Adapter, DiskLoad, EngineError, Fence

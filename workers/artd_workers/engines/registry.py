@@ -1,6 +1,6 @@
 """The contract of an engine beside its adapter, and the engine of a kind.
 
-The harness names no engine. `ENGINES` of `artd_schema.engines` names the module of each, which is imported on demand.
+The harness names no engine. `ENGINES` of `artd_schema.run.engines` names the module of each, which is imported on demand.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 from typing import Literal, Protocol
 
-from artd_schema.engines import engine_kind
-from artd_schema.spec import EngineSpec
-from artd_schema.worker import EngineConfig
+from artd_schema.run.engines import engine_kind
+from artd_schema.run.spec import EngineSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.process.progress import Work
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from artd_schema.direct import TABLE, EngineTable
-from artd_schema.spec import RunSpec
-from artd_schema.worker import Transfer
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.direct import TABLE, EngineTable
+from artd_schema.wire.worker import Transfer
 from artd_workers.deadline import Deadline
 from artd_workers.transfer.atomic_file import write_whole
 

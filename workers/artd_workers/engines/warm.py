@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from artd_schema.direct import EngineTable
+from artd_schema.wire.direct import EngineTable
 from artd_workers.deadline import Deadline
 
 from .adapter import Adapter

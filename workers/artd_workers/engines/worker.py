@@ -17,9 +17,10 @@ import threading
 import time
 from pathlib import Path
 
-from artd_schema import worker as w
 from artd_schema.crashpoint import reach
-from artd_schema.engines import engine_kind
+from artd_schema.run.engines import engine_kind
+from artd_schema.wire import worker as w
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.base_files import BaseChanged, BaseFiles
 from artd_workers.daemon_link import Link, LinkClosed
 from artd_workers.deadline import Deadline
@@ -43,7 +44,7 @@ _TOLD_S = 2.0
 class EngineWorker:
     """One spawn. `run` returns the exit code: 0 after Exit, 1 when the server could not start, died, or was ended."""
 
-    def __init__(self, link: Link, config: w.EngineConfig) -> None:
+    def __init__(self, link: Link, config: EngineConfig) -> None:
         self._link = link
         self._config = config
         self._kind = engine_kind(config.spec.engine.kind)
@@ -266,6 +267,6 @@ def log(text: str) -> None:
     print(f"engine worker: {text}", file=sys.stderr, flush=True)
 
 
-def remove_folder(config: w.EngineConfig) -> None:
+def remove_folder(config: EngineConfig) -> None:
     """Remove what is left of this spawn's folder; the log is elsewhere."""
     shutil.rmtree(Path(config.dir), ignore_errors=True)

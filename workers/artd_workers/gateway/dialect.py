@@ -1,7 +1,7 @@
 """What the gateway asks of an engine, and the dialect of a kind.
 
 Purpose: a request is rendered to tokens, generated, derendered to text, and asked for its experts and for who sampled it; how an engine
-says these things is one class in that engine's folder, named by its entry in `artd_schema.engines`.
+says these things is one class in that engine's folder, named by its entry in `artd_schema.run.engines`.
 Invariants: a dialect imports neither torch nor its engine, for it runs in the daemon's interpreter; a request to generate is a JSON object
 with `token_ids`, `sampling_params` and, once made by `to_generate`, `request_id`; a reply has `choices`, each with `index`, `token_ids` and
 `finish_reason`. What else is in them only the dialect reads.
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from artd_schema.engines import engine_kind
-from artd_schema.trajectory import Sampling
+from artd_schema.data.trajectory import Sampling
+from artd_schema.run.engines import engine_kind
 from artd_workers.gateway.engine.npy import Ids
 from artd_workers.gateway.request.kinds import Kind
 

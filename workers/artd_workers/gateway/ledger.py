@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from artd_schema.codec import MAGIC
-from artd_schema.trajectory import RouteShape, Turn
-from artd_schema.worker import Exchange, ExchangeAck, FromWorker
+from artd_schema.data.trajectory import RouteShape, Turn
+from artd_schema.wire.worker import Exchange, ExchangeAck, FromWorker
 
 from .errors import ApiError
 from .limits import Limits

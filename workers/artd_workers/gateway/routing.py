@@ -11,7 +11,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from artd_schema.worker import EngineRoute, Route, Served
+from artd_schema.wire.worker import EngineRoute, Route, Served
 
 from .errors import ApiError
 from .limits import Limits

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 
-from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_schema.wire import worker as w
 from artd_workers.daemon_link import Link, LinkClosed, Rejected
 from artd_workers.gateway.engine.client import Engines
 from artd_workers.gateway.http.app import make_app

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 
 from .codec import Codec, Heads, Row
 

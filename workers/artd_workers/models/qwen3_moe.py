@@ -7,8 +7,8 @@ loss of pre-training (`router_aux_loss_coef`) is not part of a policy loss and i
 
 from __future__ import annotations
 
-from artd_schema.families import sparse_layers
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.families import sparse_layers
 
 from .base import GATED, HfConfig, Layer, Mlp, Plan, UnsupportedModel, attention, decoder_plan, dense_layers
 from .codec import Row

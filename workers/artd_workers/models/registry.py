@@ -1,6 +1,6 @@
 """From a checkpoint folder to its family's plan.
 
-The families are those of `artd_schema.families`, which names the module of each here; it is imported when a model needs it. `adopt` adds a
+The families are those of `artd_schema.run.families`, which names the module of each here; it is imported when a model needs it. `adopt` adds a
 package's.
 """
 
@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from artd_schema.families import FAMILIES
 from artd_schema.packages import PackageCode
+from artd_schema.run.families import FAMILIES
 from artd_workers.packages import load
 
 from .base import HfConfig, Plan, UnsupportedModel

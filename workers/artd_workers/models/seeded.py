@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artd_schema.families import SEEDED
+from artd_schema.run.families import SEEDED
 
 from .folder import create_folder, write_json
 from .registry import plan_for, read_config

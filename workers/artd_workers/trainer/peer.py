@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from artd_schema.worker import TrainerConfig
+from artd_schema.wire.worker_config import TrainerConfig
 
 _REPORT_S = 10.0
 """How long rank 0 gets to report what went wrong on several ranks. It ends all of them then."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from artd_schema.spec import RunSpec
-from artd_workers.transfer import stock
+from artd_schema.run.spec import RunSpec
+from artd_workers.transfer.nccl import stock
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from artd_schema.codec import digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import OPTIMIZER_FILE, Canary
-from artd_schema.worker import CheckpointRef, Run, TrainerConfig, Transfer
+from artd_schema.data.manifest import OPTIMIZER_FILE, Canary
+from artd_schema.wire.worker import CheckpointRef, Run, Transfer
+from artd_schema.wire.worker_config import TrainerConfig
 from artd_workers.base_files import BaseFiles
 from artd_workers.models import registry
 from artd_workers.trainer.batch.replay_bundle import ReplayFiles

@@ -17,8 +17,8 @@ import time
 import traceback
 from pathlib import Path
 
-from artd_schema import worker as w
 from artd_schema.crashpoint import reach
+from artd_schema.wire import worker as w
 from artd_workers.base_files import BaseChanged
 from artd_workers.daemon_link import Link
 from artd_workers.models.base import UnsupportedModel

@@ -75,7 +75,7 @@ class Cuda:
             return Table(Blocks.cut(spans, self.device))
 
     def wire(self) -> Wire:
-        from .nccl_connection import Nccl
+        from artd_workers.transfer.nccl.connection import Nccl
 
         return Nccl(self.device)
 

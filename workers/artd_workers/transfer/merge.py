@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from artd_schema.families import SEEDED
+from artd_schema.run.families import SEEDED
 from artd_workers.models import seeded
 from artd_workers.models.codec import PEFT_A, PEFT_B, PEFT_PREFIX
 from artd_workers.models.experts import Slice, parts

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from artd_schema.direct import Feed
+from artd_schema.wire.direct import Feed
 from artd_workers.deadline import Deadline
 
 from .contracts import PullError

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from artd_schema.scratch import SCRATCH
+from artd_schema.run.scratch import SCRATCH
 
 SHM = Path("/dev/shm")
 _POLL_S = 0.02

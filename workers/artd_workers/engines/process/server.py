@@ -20,9 +20,9 @@ import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from artd_schema import scratch
-from artd_schema.engines import engine_kind
-from artd_schema.worker import EngineConfig
+from artd_schema.run import scratch
+from artd_schema.run.engines import engine_kind
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from artd_workers.gpus import refusal

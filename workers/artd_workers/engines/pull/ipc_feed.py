@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from artd_schema.direct import Feed
+from artd_schema.wire.direct import Feed
 from artd_workers.deadline import Deadline
 from artd_workers.transfer.contracts import Port, PullError
 from artd_workers.transfer.process_watch import ProcessWatch

@@ -19,14 +19,14 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 from torch import Tensor
 
-from artd_schema.direct import Feed
 from artd_schema.paths import process_ticks
+from artd_schema.wire.direct import Feed
 from artd_workers.deadline import Deadline
 from artd_workers.transfer.contracts import HEADER_BYTES, Mark, Port, PullError, Wire
-from artd_workers.transfer.nccl import NcclError
+from artd_workers.transfer.nccl.communicator import NcclError
+from artd_workers.transfer.nccl.stock import ENGINE
 from artd_workers.transfer.process_watch import ProcessWatch
 from artd_workers.transfer.ring import Intake, slot_bytes
-from artd_workers.transfer.stock import ENGINE
 
 
 class Receiver:

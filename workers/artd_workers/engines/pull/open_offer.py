@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from artd_schema.direct import Feed, Offer
+from artd_schema.wire.direct import Feed, Offer
 from artd_workers.deadline import Deadline
 from artd_workers.transfer import checksum, coverage
 from artd_workers.transfer.contracts import Port

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from artd_schema.direct import Feed, Run
+from artd_schema.wire.direct import Feed, Run
 from artd_workers.deadline import Deadline
 from artd_workers.transfer.checksum import WORD, Span
 from artd_workers.transfer.contracts import Mark, Port, PullError

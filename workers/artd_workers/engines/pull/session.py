@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from artd_schema.direct import Offer
+from artd_schema.wire.direct import Offer
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate

@@ -17,16 +17,16 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from artd_schema.direct import EngineTable
-from artd_schema.manifest import WeightEntry
-from artd_schema.spec import InFlight
-from artd_schema.trajectory import RouteShape
-from artd_schema.worker import Transfer
+from artd_schema.data.manifest import WeightEntry
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.run.spec import InFlight
+from artd_schema.wire.direct import EngineTable
+from artd_schema.wire.worker import Transfer
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import DiskLoad, EngineError, EngineTimeout, Fence, capabilities
 from artd_workers.engines.http import call
 from artd_workers.engines.vllm.weights import stock_calls
-from artd_workers.transfer.stock import await_id
+from artd_workers.transfer.nccl.stock import await_id
 
 from . import guard
 from .versions import VERSIONS

@@ -16,15 +16,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from artd_schema.engines import VLLM
-from artd_schema.families import SEEDED
 from artd_schema.paths import process_ticks
-from artd_schema.spec import EngineSpec
-from artd_schema.worker import EngineConfig
+from artd_schema.run.engines import VLLM
+from artd_schema.run.families import SEEDED
+from artd_schema.run.spec import EngineSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.engines.adapter import EngineError, Routes, model_name
 from artd_workers.engines.registry import Device
 from artd_workers.engines.vllm.text.middleware import MIDDLEWARE as TEXT
-from artd_workers.transfer.stock import ENVIRONMENT
+from artd_workers.transfer.nccl.stock import ENVIRONMENT
 
 from .guard import MIDDLEWARE
 from .parsers import TEMPLATE, Parsers

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.engines import VLLM
-from artd_schema.trajectory import Sampling
+from artd_schema.data.trajectory import Sampling
+from artd_schema.run.engines import VLLM
 from artd_workers.gateway.dialect import Client, Dialect, Json, Origin, Piece, Scored, Span, Taken
 from artd_workers.gateway.engine import npy
 from artd_workers.gateway.errors import ApiError, EngineFailure, invalid

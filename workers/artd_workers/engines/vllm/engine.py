@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from artd_schema.spec import EngineSpec
-from artd_schema.worker import EngineConfig
+from artd_schema.run.spec import EngineSpec
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Capabilities
 from artd_workers.engines.process.progress import Work

@@ -25,9 +25,9 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from artd_schema.data.trajectory import RouteShape
 from artd_schema.paths import process_ticks
-from artd_schema.scratch import remove
-from artd_schema.trajectory import RouteShape
+from artd_schema.run.scratch import remove
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import FenceError, own_gate
 from artd_workers.engines.process import process_group

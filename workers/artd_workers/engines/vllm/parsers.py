@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artd_schema.engines import AUTO, NONE, VLLM
-from artd_schema.spec import EngineSpec
+from artd_schema.run.engines import AUTO, NONE, VLLM
+from artd_schema.run.spec import EngineSpec
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.http import StatusError, call

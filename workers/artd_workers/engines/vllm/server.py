@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from artd_schema.worker import EngineConfig
+from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import model_name
 from artd_workers.engines.http import call

@@ -1,13 +1,13 @@
 """What each version of vLLM can do, as rows of a table; no other code compares versions.
 
-The series are those of the engine's entry in `artd_schema.engines`, which a test compares.
+The series are those of the engine's entry in `artd_schema.run.engines`, which a test compares.
 """
 
 from __future__ import annotations
 
 from importlib import metadata
 
-from artd_schema import engines
+from artd_schema.run import engines
 from artd_workers.engines.adapter import Capabilities, capabilities
 
 VERSIONS: tuple[Capabilities, ...] = (

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from artd_schema.route_rules import place_fault
-from artd_schema.routes import BadRoutes, check_routes
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.route_rules import place_fault
+from artd_schema.data.routes import BadRoutes, check_routes
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.gateway.dialect import Dialect, Taken
 from artd_workers.gateway.errors import EngineFailure
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.gateway.dialect import Taken
 from artd_workers.gateway.errors import ApiError, EngineFailure
 from artd_workers.gateway.limits import Limits

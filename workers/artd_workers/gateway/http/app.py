@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from artd_schema.trajectory import Split
+from artd_schema.data.trajectory import Split
 from artd_workers.gateway.apis.base import Api
 from artd_workers.gateway.apis.generate import GenerateApi
 from artd_workers.gateway.apis.messages import MessagesApi

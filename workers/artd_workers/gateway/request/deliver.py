@@ -12,8 +12,8 @@ from functools import partial
 import msgspec
 
 from artd_schema.crashpoint import reach
-from artd_schema.trajectory import Turn
-from artd_schema.worker import Exchange, Served
+from artd_schema.data.trajectory import Turn
+from artd_schema.wire.worker import Exchange, Served
 from artd_workers.gateway.dialect import Labels, Origin
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import IN_THREAD

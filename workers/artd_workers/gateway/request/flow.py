@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from artd_schema.trajectory import Split
+from artd_schema.data.trajectory import Split
 from artd_workers.gateway.dialect import Origin
 from artd_workers.gateway.engine import origins
 from artd_workers.gateway.engine.capture import Capture

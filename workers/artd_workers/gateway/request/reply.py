@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.gateway.dialect import Dialect, Scored
 from artd_workers.gateway.engine import npy
 from artd_workers.gateway.engine.capture import Capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from artd_schema.trajectory import Split
+from artd_schema.data.trajectory import Split
 from artd_workers.gateway.dialect import Dialect, Origin
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import EngineClient

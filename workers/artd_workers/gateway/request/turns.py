@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from artd_schema.rules import columns_finding
-from artd_schema.trajectory import Sampling, Turn, untrainable
+from artd_schema.data.rules import columns_finding
+from artd_schema.data.trajectory import Sampling, Turn, untrainable
 from artd_workers.gateway.dialect import Dialect, Span
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.errors import ApiError, EngineFailure, invalid

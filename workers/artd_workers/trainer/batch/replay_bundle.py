@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import BatchManifest, ReplayManifest
-from artd_schema.routes import FEW, NOTHING, id_outside, ids_equal
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import BatchManifest, ReplayManifest
+from artd_schema.data.routes import FEW, NOTHING, id_outside, ids_equal
+from artd_schema.data.trajectory import RouteShape
 
 
 class BatchError(ValueError):

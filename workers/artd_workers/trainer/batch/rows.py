@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import BatchManifest
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.manifest import BatchManifest
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.trainer.placement import ahead
 from artd_workers.trainer.tree_mask import hidden
 

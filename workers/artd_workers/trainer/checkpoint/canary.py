@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from artd_schema.manifest import Canary
+from artd_schema.data.manifest import Canary
 from artd_workers.models.base import Plan
 from artd_workers.trainer.model.layers import narrowest_choices
 from artd_workers.trainer.model.lora import without_adapter

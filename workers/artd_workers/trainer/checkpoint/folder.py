@@ -21,7 +21,7 @@ from msgspec import UNSET, Struct, UnsetType
 from torch import Tensor
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.manifest import (
+from artd_schema.data.manifest import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     MANIFEST_FILE,
@@ -29,7 +29,7 @@ from artd_schema.manifest import (
     CheckpointManifest,
     WeightEntry,
 )
-from artd_schema.worker import CheckpointRef
+from artd_schema.wire.worker import CheckpointRef
 from artd_workers.transfer.checksum import sum_of
 
 from . import tensor_file

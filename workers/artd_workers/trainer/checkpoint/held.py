@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import WeightEntry
+from artd_schema.data.manifest import WeightEntry
 from artd_workers.models.codec import PEFT_B
 from artd_workers.transfer.checksum import sums_of_stacked
 

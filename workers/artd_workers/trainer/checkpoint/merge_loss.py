@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
 from artd_workers.trainer.model.model import Policy
 from artd_workers.transfer.merge import explain_rounding
 

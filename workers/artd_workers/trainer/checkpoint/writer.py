@@ -18,7 +18,14 @@ from typing import Any, Self
 
 from artd_schema.codec import digest, to_json
 from artd_schema.crashpoint import reach
-from artd_schema.manifest import MANIFEST_FILE, WEIGHTS_FILE, CheckpointManifest, FileEntry, WeightEntry, WeightTable
+from artd_schema.data.manifest import (
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    CheckpointManifest,
+    FileEntry,
+    WeightEntry,
+    WeightTable,
+)
 
 CHUNK = 32 << 20
 """Bytes of a large file that are hashed and written at a time."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from artd_schema.spec import RunSpec
+from artd_schema.run.spec import RunSpec
 from artd_workers.trainer import placement
 
 from .layout import Parallel

@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from artd_schema.spec import RunSpec, layout_error
+from artd_schema.run.spec import RunSpec, layout_error
 from artd_workers.models.base import Plan, UnsupportedModel
 from artd_workers.models.codec import Codec
 

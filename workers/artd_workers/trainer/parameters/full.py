@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from artd_schema.manifest import MODEL_FILE, WeightEntry
-from artd_schema.spec import Parameters, RunSpec
+from artd_schema.data.manifest import MODEL_FILE, WeightEntry
+from artd_schema.run.spec import Parameters, RunSpec
 from artd_workers.trainer.checkpoint.folder import Staging
 from artd_workers.trainer.model.experts.grouped import EXPERT, apart
 from artd_workers.trainer.model.gradients import gradient_norm

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WeightEntry
-from artd_schema.spec import Parameters, RunSpec
+from artd_schema.data.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WeightEntry
+from artd_schema.run.spec import Parameters, RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer import placement
 from artd_workers.trainer.checkpoint import held

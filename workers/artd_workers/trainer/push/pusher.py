@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from artd_schema.worker import Push, Refused, Transfer
+from artd_schema.wire.worker import Push, Refused, Transfer
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.direct.weight_lock import Stale
 

@@ -17,8 +17,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from artd_schema.spec import RunSpec
-from artd_schema.worker import Transfer
+from artd_schema.run.spec import RunSpec
+from artd_schema.wire.worker import Transfer
 from artd_workers.models.codec import Codec
 from artd_workers.trainer import placement
 from artd_workers.trainer.checkpoint import folder

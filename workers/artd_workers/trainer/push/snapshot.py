@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from artd_schema.manifest import WeightEntry
+from artd_schema.data.manifest import WeightEntry
 from artd_workers.deadline import Deadline
 
 if TYPE_CHECKING:

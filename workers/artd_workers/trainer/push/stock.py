@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from artd_schema.manifest import WeightEntry
-from artd_workers.transfer.cuda_stream import Stream
-from artd_workers.transfer.nccl import Communicator, Library
-from artd_workers.transfer.stock import WORLD, chunks, leave_id, size_of
-from artd_workers.transfer.watchdog import Watchdog
+from artd_schema.data.manifest import WeightEntry
+from artd_workers.transfer.nccl.communicator import Communicator, Library
+from artd_workers.transfer.nccl.stock import WORLD, chunks, leave_id, size_of
+from artd_workers.transfer.nccl.stream import Stream
+from artd_workers.transfer.nccl.watchdog import Watchdog
 
 _POLL_S = 0.0002
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from artd_schema.worker import Push, Transfer
+from artd_schema.wire.worker import Push, Transfer
 from artd_workers.deadline import Deadline
 from artd_workers.transfer import gloo
 
@@ -100,7 +100,7 @@ class Stock:
             raise Unable(
                 f"the trainer's weights lie on {snapshot.device}, and there is no GPU that NCCL could send from"
             )
-        from artd_workers.transfer.nccl import NcclError
+        from artd_workers.transfer.nccl.communicator import NcclError
 
         from .stock import Sender
 

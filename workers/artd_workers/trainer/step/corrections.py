@@ -13,7 +13,7 @@ import torch
 from msgspec import UNSET
 from torch import Tensor
 
-from artd_schema.spec import CorrectionSpec, LossSpec
+from artd_schema.run.spec import CorrectionSpec, LossSpec
 
 from .loss_api import LossInputs, Mean
 from .losses import exp_bounded

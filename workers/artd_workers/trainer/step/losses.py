@@ -112,4 +112,4 @@ LOSSES: dict[str, Callable[..., LossOutput]] = {
     "reinforce": reinforce,
     "sft": sft,
 }
-"""Loss by `loss.kind`. The daemon knows these names from `artd_schema.losses`; `objective.adopt` adds a package's."""
+"""Loss by `loss.kind`. The daemon knows these names from `artd_schema.run.losses`; `objective.adopt` adds a package's."""

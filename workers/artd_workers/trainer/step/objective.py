@@ -11,7 +11,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from artd_schema.packages import PackageCode
-from artd_schema.spec import LossSpec
+from artd_schema.run.spec import LossSpec
 from artd_workers.packages import load
 from artd_workers.trainer.batch.row_schedule import sum_over_ranks
 from artd_workers.trainer.batch.rows import Batch, PackedRow

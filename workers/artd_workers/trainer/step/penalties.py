@@ -8,7 +8,7 @@ from dataclasses import replace
 from msgspec import UNSET
 from torch import Tensor
 
-from artd_schema.spec import LossSpec
+from artd_schema.run.spec import LossSpec
 
 from .loss_api import LossInputs, Mean
 from .losses import exp_bounded

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from artd_schema.losses import EXAMPLES
-from artd_schema.spec import LossSpec, OptimizerSpec
+from artd_schema.run.losses import EXAMPLES
+from artd_schema.run.spec import LossSpec, OptimizerSpec
 from artd_workers.trainer.batch.row_schedule import ScheduledRow, schedule_rows, sum_over_ranks
 from artd_workers.trainer.batch.rows import Batch
 from artd_workers.trainer.model.lora import without_adapter

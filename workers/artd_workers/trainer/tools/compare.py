@@ -20,8 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from artd_schema.codec import digest, to_json
-from artd_schema.manifest import MANIFEST_FILE, WEIGHTS_FILE, Canary, CheckpointManifest, WeightTable
-from artd_schema.replay_job import EnvironmentRow, ReplayRow
+from artd_schema.data.manifest import MANIFEST_FILE, WEIGHTS_FILE, Canary, CheckpointManifest, WeightTable
+from artd_schema.wire.replay_job import EnvironmentRow, ReplayRow
 
 CLOCKS = frozenset({"tokens_per_s"})
 """Metrics that depend on measured time, which no run repeats."""

@@ -20,8 +20,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from artd_schema.families import SEEDED
-from artd_schema.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, MODEL_FILE, WEIGHTS_FILE, WeightEntry, WeightTable
+from artd_schema.data.manifest import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MODEL_FILE,
+    WEIGHTS_FILE,
+    WeightEntry,
+    WeightTable,
+)
+from artd_schema.run.families import SEEDED
 from artd_workers.trainer.checkpoint.folder import is_listed
 from artd_workers.transfer.merge import Stored, merged_tensors, open_base
 

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from artd_schema.codec import digest
-from artd_schema.manifest import MANIFEST_FILE, BatchManifest, CheckpointManifest, ReplayManifest, TensorInfo
-from artd_schema.replay_job import ReplayReport, ReplayRequest, ReplayRow
-from artd_schema.worker import CheckpointRef, Run
+from artd_schema.data.manifest import MANIFEST_FILE, BatchManifest, CheckpointManifest, ReplayManifest, TensorInfo
+from artd_schema.wire.replay_job import ReplayReport, ReplayRequest, ReplayRow
+from artd_schema.wire.worker import CheckpointRef, Run
 from artd_workers.trainer.__main__ import versions
 
 

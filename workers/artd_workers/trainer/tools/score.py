@@ -1,7 +1,7 @@
 """`python -m artd_workers.trainer.tools.score FOLDER`: scores sequences with a committed checkpoint, with router replay and
 without.
 
-It is the trainer's side of `artctl mismatch`, in the layout of `artd_schema.score`. It writes only `scores.safetensors` to the
+It is the trainer's side of `artctl mismatch`, in the layout of `artd_schema.wire.score`. It writes only `scores.safetensors` to the
 folder, after everything is scored. The weights are the fp32 masters that training starts from (base and adapter unmerged, or
 every parameter), whatever the engine serves. Both passes run in one process with the same threads.
 """
@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, Pass, ScoreRequest
+from artd_schema.wire.score import LIVE, REPLAY, REQUEST, SCORES, SEQUENCES, Pass, ScoreRequest
 from artd_workers.models import registry
 from artd_workers.trainer.model.logits import chunks
 from artd_workers.trainer.tree_mask import chain
@@ -100,7 +100,7 @@ def _cut(
 
 @torch.no_grad()
 def score(policy: Policy, pieces: list[Piece], way: Pass) -> dict[str, Tensor]:
-    """Score all pieces in one pass. Returns the columns of `artd_schema.score`, without the pass's name."""
+    """Score all pieces in one pass. Returns the columns of `artd_schema.wire.score`, without the pass's name."""
     found: dict[str, list[Tensor]] = {"logprobs": [], "candidates": [], "top_ids": [], "top_logprobs": []}
     for piece in pieces:
         size, targets = len(piece.tokens) - 1, piece.tokens[piece.prompt :, None]
@@ -150,7 +150,7 @@ def answer(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Score the sequences of a folder (artd_schema/score.py).")
+    parser = argparse.ArgumentParser(description="Score the sequences of a folder (artd_schema/wire/score.py).")
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     try:

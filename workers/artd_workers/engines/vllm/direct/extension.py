@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from artd_schema.direct import EngineTable, Offer
-from artd_schema.manifest import WeightTable
+from artd_schema.data.manifest import WeightTable
+from artd_schema.wire.direct import EngineTable, Offer
 from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import FenceError, own_gate
 from artd_workers.engines.pull.session import OPEN_S, Session

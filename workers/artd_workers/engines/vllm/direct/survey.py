@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from artd_schema.direct import EngineTable, EngineTensor, Obstacle
+from artd_schema.wire.direct import EngineTable, EngineTensor, Obstacle
 
 from .fusions import parts_of
 

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 
 from .row_book import RouteBook, Rows
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 
 Rows = npt.NDArray[Any]
 HELD_S = 3600.0

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from artd_schema.manifest import ADAPTER_FILE, MODEL_FILE
+from artd_schema.data.manifest import ADAPTER_FILE, MODEL_FILE
 from artd_workers.transfer.merge import Stored, merged_tensors, open_base
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from artd_schema.manifest import WeightEntry
-from artd_workers.transfer.stock import CHUNK_BYTES, ENGINE, WORLD
+from artd_schema.data.manifest import WeightEntry
+from artd_workers.transfer.nccl.stock import CHUNK_BYTES, ENGINE, WORLD
 
 LOOPBACK = "127.0.0.1"
 _KEY = "broadcast_from/0/0"

@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from artd_schema.trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
 from artd_workers.trainer.placement import ahead, behind
 
 

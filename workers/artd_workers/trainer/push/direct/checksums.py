@@ -17,8 +17,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from artd_schema.direct import EngineTable, EngineTensor, Piece, Plan
-from artd_schema.manifest import WeightEntry
+from artd_schema.data.manifest import WeightEntry
+from artd_schema.wire.direct import EngineTable, EngineTensor, Piece, Plan
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.transfer.coverage import CoverError
 

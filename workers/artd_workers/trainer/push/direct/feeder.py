@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
-from artd_schema.direct import Feed, Offer, Piece, Plan, Run, Segment, Unit
 from artd_schema.paths import process_ticks
+from artd_schema.wire.direct import Feed, Offer, Piece, Plan, Run, Segment, Unit
 from artd_workers.deadline import Deadline
 from artd_workers.transfer.atomic_file import write_whole
 from artd_workers.transfer.contracts import Mark, Port, Wire

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from artd_schema.direct import EngineTensor
+from artd_schema.wire.direct import EngineTensor
 
 if TYPE_CHECKING:
     from artd_workers.models.codec import Heads, Row

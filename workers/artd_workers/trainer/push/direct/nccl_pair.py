@@ -13,13 +13,13 @@ import threading
 import time
 from pathlib import Path
 
-from artd_schema.direct import OFFER, Plan
-from artd_schema.worker import Push
+from artd_schema.wire.direct import OFFER, Plan
+from artd_schema.wire.worker import Push
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.trainer.push.ways import Broken, Unable
 from artd_workers.transfer.contracts import Wire
-from artd_workers.transfer.nccl import NcclError
+from artd_workers.transfer.nccl.communicator import NcclError
 
 from .feeder import Feeder, write_offer
 from .pair import make_engine_plan

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from artd_schema.codec import UNREADABLE
-from artd_schema.direct import OFFER, TABLE, EngineTable, Feed, Offer, Plan
-from artd_schema.worker import Push
+from artd_schema.wire.direct import OFFER, TABLE, EngineTable, Feed, Offer, Plan
+from artd_schema.wire.worker import Push
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.snapshot import Snapshot
 from artd_workers.trainer.push.ways import Unable

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from artd_schema.direct import EngineTable, Piece, Plan, Run
+from artd_schema.wire.direct import EngineTable, Piece, Plan, Run
 from artd_workers.transfer import coverage
 
 from .layout import WHOLE, Interval, Shard, Sharding, in_engine, in_megatron, whole_shapes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from artd_schema.direct import Piece, Plan
+from artd_schema.wire.direct import Piece, Plan
 
 
 @dataclass(frozen=True)

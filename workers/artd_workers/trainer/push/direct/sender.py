@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from artd_workers.transfer.contracts import HEADER_BYTES, Mark, Wire
-from artd_workers.transfer.stock import TRAINER
+from artd_workers.transfer.nccl.stock import TRAINER
 
 
 class Sender:

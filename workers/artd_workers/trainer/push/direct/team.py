@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
-from artd_schema.direct import Feed
+from artd_schema.wire.direct import Feed
 from artd_workers.deadline import Deadline
 from artd_workers.trainer.push.ways import Unable
 

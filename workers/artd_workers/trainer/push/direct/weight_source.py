@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from artd_schema.direct import EngineTable, Piece, Plan
+from artd_schema.wire.direct import EngineTable, Piece, Plan
 from artd_workers.models.codec import Codec, peft_names
 from artd_workers.transfer.checksum import WORD, Span
 from artd_workers.transfer.contracts import Port

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from .nccl import NcclError
+from .communicator import NcclError
 
 _ABORT_S = 5.0
 

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
-from .codec import prepare
+from artd_schema.codec import prepare
+
 from .engines import AUTO, DEFAULT
 from .losses import EXAMPLES, Normalise, defaults_of
 from .spec_defaults import (
@@ -39,7 +40,7 @@ ParamValue = Annotated[float, Meta(ge=-1e9, le=1e9)]
 Params = Annotated[dict[ParamName, ParamValue], Meta(min_length=1, max_length=64)]
 Mode = Literal["merged", "lora"]
 EngineName = Annotated[str, Meta(min_length=1, max_length=64)]
-"""A key of `artd_schema.engines.ENGINES`."""
+"""A key of `artd_schema.run.engines.ENGINES`."""
 Parameters = Literal["lora", "full"]
 InFlight = Literal["drain", "keep", "recompute"]
 
@@ -97,7 +98,7 @@ class KlSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Policy loss: docs/losses.md has each formula, its source and its defaults.
 
-    kind: a loss of artd (`artd_schema.losses`), or of a package that the daemon's owner installed; the daemon refuses others. clip_low,
+    kind: a loss of artd (`artd_schema.run.losses`), or of a package that the daemon's owner installed; the daemon refuses others. clip_low,
     clip_high: bounds of the importance ratio, as the loss defines them; unset for a loss without them. normalise: the losses of
     trained tokens are added up and divided by their number in the whole batch (`token`); or added up for each trajectory, divided by
     the trajectory's trained tokens (`sequence`) or by `divisor` (`constant`), and averaged over trajectories. params: numbers by name
@@ -165,7 +166,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine's own calls, on a CPU. Such a response has several policy epochs.
     tool_parser, reasoning_parser: find tool calls and reasoning in what the model says: a name of the engine's, `none`, or `auto`, by the
     model's family and chat template; the engine's start proves them. chat_template: Jinja text in place of the model's own.
-    args: flags of the engine's server, without dashes, of those that `artd_schema.engines` allows.
+    args: flags of the engine's server, without dashes, of those that `artd_schema.run.engines` allows.
     grammar: what becomes of a grammar that a request for training brings (a required or named tool, a response format, strict tools): `drop`
     samples freely and says so in the reply, `refuse` answers 400.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from .codec import prepare
+from artd_schema.codec import prepare
+
 from .trajectory import RouteShape
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from artd_schema.codec import digest
+from artd_schema.run.spec import RunSpec
+
 from .base import BaseModel
-from .codec import digest
 from .manifest import BatchManifest, CheckpointManifest, ReplayManifest, WeightTable
-from .spec import RunSpec
 from .trajectory import RouteShape, Turn
 
 STORED = (RunSpec, BaseModel, RouteShape, Turn, BatchManifest, ReplayManifest, CheckpointManifest, WeightTable)

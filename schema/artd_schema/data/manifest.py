@@ -11,9 +11,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
-from .codec import prepare
-from .packages import PackageCode, RunCode
-from .spec import AdvantageSpec, Parameters
+from artd_schema.codec import prepare
+from artd_schema.packages import PackageCode, RunCode
+from artd_schema.run.spec import AdvantageSpec, Parameters
+
 from .trajectory import RouteShape
 
 # The files of a checkpoint's folder. Moments above a file's limit are in numbered files, whose names begin with the stem of OPTIMIZER_FILE.

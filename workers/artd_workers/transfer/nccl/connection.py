@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from .cuda_stream import Moment, Stream
-from .nccl import Communicator, Library
+from .communicator import Communicator, Library
 from .stock import ENGINE, TRAINER, WORLD
+from .stream import Moment, Stream
 from .watchdog import Watchdog
 
 _POLL_S = 0.0002

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from .worker import CheckpointRef, Run, TrainerConfig
+from .worker import CheckpointRef, Run
+from .worker_config import TrainerConfig
 
 
 class ReplayRequest(Struct, frozen=True, kw_only=True):

@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from artd_schema.manifest import WeightEntry
-
-from .atomic_file import write_whole
+from artd_schema.data.manifest import WeightEntry
+from artd_workers.transfer.atomic_file import write_whole
 
 CHUNK_BYTES = 256 << 20
 """A chunk ends with the first tensor that makes it larger than this. This is the engine's rule, with the size that it is

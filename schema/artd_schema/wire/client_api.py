@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from .spec import RunSpec, Seconds
-from .trajectory import Credit, ExchangeRef, Pick, Split
+from artd_schema.data.trajectory import Credit, ExchangeRef, Pick, Split
+from artd_schema.run.spec import RunSpec, Seconds
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """An integer that an SQLite column can store."""

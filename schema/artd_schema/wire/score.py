@@ -18,9 +18,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from .packages import PackageCode
-from .spec import RunSpec
-from .trajectory import RouteShape
+from artd_schema.data.trajectory import RouteShape
+from artd_schema.packages import PackageCode
+from artd_schema.run.spec import RunSpec
+
 from .worker import CheckpointRef
 
 REQUEST, SEQUENCES, SCORES = "request.json", "sequences.safetensors", "scores.safetensors"

@@ -1,0 +1,1 @@
+"""What artd keeps: trajectories, manifests, and the rules that they obey."""

@@ -1,0 +1,1 @@
+"""Messages between processes, and the files that take their place."""

@@ -1,0 +1,95 @@
+"""Bugs of the gateway."""
+
+from __future__ import annotations
+
+from .bug import Bug
+
+BUGS = (
+    Bug(
+        "no-salt-in-lora-mode", "workers/artd_workers/gateway/request/flow.py",
+        'str(place.served.epoch)', 'str(place.served.epoch) if place.engine.mode == "merged" else ""',
+        "tests/gateway/test_ledger.py::test_in_lora_mode_the_epoch_is_the_adapters", "an adapter of another lineage may come",
+    ),
+    Bug(
+        "one-dialect-for-all", "workers/artd_workers/gateway/engine/client.py",
+        "dialect_of(kind)", 'dialect_of("vllm")',
+        "tests/conformance/test_gateway.py::test_a_dialect[abacus-a_chat_is_rendered_generated_and_derendered]",
+        "KeyError: 'choices'",
+    ),
+    Bug(
+        "a-burst-is-dropped", "workers/artd_workers/gateway/http/patience.py",
+        "            if now - self._waiting[oldest] < GRACE_S:\n", "            if now - self._waiting[oldest] < 0:\n",
+        "tests/gateway/test_patience.py::test_connections_that_came_in_one_turn_of_the_loop_are_not_dropped_for_each_other",
+        "assert not True",
+    ),
+    Bug(
+        "each-gateway-listens-for-itself", "workers/artd_workers/gateway/worker.py",
+        "    listener = socket.socket(fileno=int(number))\n", "    listener = socket.create_server((\"127.0.0.1\", 0))\n",
+        "tests/attack/test_health.py::test_the_gateway_keeps_its_address_and_what_comes_meanwhile_waits",
+        "ConnectError",
+    ),
+    Bug(
+        "answered-before-the-ledger", "workers/artd_workers/gateway/request/deliver.py",
+        "    await ledger.record(entry.exchange, entry.columns)\n",
+        "    asyncio.ensure_future(ledger.record(entry.exchange, entry.columns))\n",
+        "tests/gateway/test_ledger.py::test_the_response_waits_for_the_acknowledgement",
+        "assert not True",
+    ),
+    Bug(
+        "a-stream-closes-before-the-ledger", "workers/artd_workers/gateway/request/flow.py",
+        "        await asyncio.shield(asyncio.ensure_future(", "        asyncio.ensure_future(asyncio.ensure_future(",
+        "tests/gateway/test_stream.py::test_nothing_that_closes_the_stream_comes_before_the_acknowledgement", "DONE",
+    ),
+    Bug(
+        "a-broken-stream-is-trained", "workers/artd_workers/gateway/request/parts.py",
+        'replace(made, job=replace(made.job, split="eval"))', "made",
+        "tests/gateway/test_stream.py::test_a_client_that_goes_frees_its_engine_and_leaves_what_it_saw", "'train'",
+    ),
+    Bug(
+        "a-grammar-is-trained", "workers/artd_workers/gateway/request/sense.py",
+        '        del request["sampling_params"][name]\n', "        pass\n",
+        "tests/gateway/test_tools.py::test_a_grammar_is_dropped_for_training_and_the_reply_says_so", "untrainable_sampling|dropped",
+    ),
+    Bug(
+        "an-unknown-field-is-ignored", "workers/artd_workers/gateway/request/fields.py",
+        "            raise refusal(name)\n    if", "            continue\n    if",
+        "tests/gateway/test_tools.py::test_a_field_that_nobody_would_read_is_refused_by_name", "KeyError|200",
+    ),
+    Bug(
+        "an-answer-in-two-messages", "workers/artd_workers/gateway/apis/responses.py",
+        'new or last.get("role") != "assistant"', 'new or field or last.get("role") != "assistant"',
+        "tests/gateway/test_responses.py::test_items_become_one_message_an_answer", "assert",
+    ),
+    Bug(
+        "a-thread-is-ignored", "workers/artd_workers/gateway/apis/messages.py",
+        '        if body.get("thread"):\n', '        if body.get("thread") == "never":\n',
+        "tests/gateway/test_messages.py::test_a_thread_is_refused_so_that_the_tool_runner_goes_on_without", "KeyError",
+    ),
+    Bug(
+        "who-does-not-read-keeps-its-place", "workers/artd_workers/gateway/http/streamed.py",
+        "            async with asyncio.timeout(self._read_s):\n", "            async with asyncio.timeout(None):\n",
+        "tests/gateway/test_stream.py::test_a_client_that_does_not_read_loses_its_place", "AssertionError|Timeout",
+    ),
+    Bug(
+        "a-ledger-refuses-late", "workers/artd_workers/gateway/request/flow.py",
+        "        refuse_too_large(job.body, requests, shape, place.engine.max_model_len, self._limits)\n", "",
+        "tests/gateway/test_experts.py::test_what_cannot_fit_the_ledger_is_refused_before_it_is_sampled",
+        "the response's ledger entry has",
+    ),
+    Bug(
+        "a-task-group-that-fails", "workers/artd_workers/gateway/request/flow.py",
+        "            return await asyncio.gather(*calls)\n",
+        "            async with asyncio.TaskGroup() as group:\n"
+        "                same = [group.create_task(asyncio.wait_for(call, None)) for call in calls]\n"
+        "            return [call.result() for call in same]\n"
+        "        except BaseExceptionGroup as errors:\n"
+        "            raise errors.exceptions[0] from None\n",
+        "tests/gateway/test_errors.py::test_a_failed_generation_ends_the_others_and_leaves_no_cancel_request",
+        "assert 1 == 0",
+    ),
+    Bug(
+        "truncated-samples-are-paid-for", "workers/artd_workers/gateway/request/turns.py",
+        "(bad := untrainable(sampling))", "(bad := untrainable(Sampling()))", "tests/gateway/test_ledger.py",
+        "KeyError: 'error'",
+    ),
+)  # fmt: skip
