@@ -134,7 +134,7 @@ class Daemon:
         await store.open()
         store.on_full(lambda: give_up(self._data.root))
         try:
-            self._heart.watch(lambda: store.submit(lambda c: None))
+            self._heart.watch(lambda: store.submit(lambda c: None), lambda: store.commits[0])
             instance, boot = await store.write(lambda c: identify(c, self._data, self._clock.now_ms()))
             leftovers = await self._reap(store, instance, boot, previous)  # first: an older gateway may hold the port
             with await self._listen(store) as listener:

@@ -98,16 +98,19 @@ class Disk:
 
     async def tend(self, store: Store) -> None:
         """Look once; remove the reserve or make it again; record a change in a row."""
-        await anyio.to_thread.run_sync(self._look, PERIOD_S)  # in a thread, because the file system may hang
-        why = self.why()
-        await anyio.to_thread.run_sync(fs.remove_left)
-        if self._raw < self._reserve // 4:
-            give_up(self._root)
-        elif not why and not self._has_reserve():
-            await anyio.to_thread.run_sync(self._make_reserve)
+        await anyio.to_thread.run_sync(self._tend_files)  # in a thread, because the file system may hang
+        why = self._why
         if why != self._recorded:
             await store.write(lambda c: _record(c, self._clock.now_ms(), why))
             self._recorded = why
+
+    def _tend_files(self) -> None:
+        self._look(PERIOD_S)
+        fs.remove_left()
+        if self._raw < self._reserve // 4:
+            give_up(self._root)
+        elif not self._why and not self._has_reserve():
+            self._make_reserve()
 
     def _look(self, age_s: float | None = None) -> None:
         """Read the disk, unless the last reading is younger than `age_s`."""

@@ -1,7 +1,7 @@
 """Proves once a second that the event loop and the writer live, for `pulse` and a service manager.
 
-Owner of: the time of the writer's last sign of life. Invariants: that time moves only after the writer has ended a transaction of
-the heart, and at most one of these waits.
+The writer's last sign of life moves only after the writer has ended a transaction: anybody's, or an empty one of the heart.
+At most one of the heart's waits.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class Heart:
         self._mend = mend
         self._alive = alive
         self._submit: Callable[[], asyncio.Future[object]] | None = None
+        self._commits: Callable[[], int] = lambda: 0
+        self._seen = 0
         self._asking = False
         self._wrote = time.monotonic_ns()
         self._failed = ""
 
-    def watch(self, submit: Callable[[], asyncio.Future[object]]) -> None:
-        """Watch the writer too, from now on. `submit` gives it an empty transaction."""
-        self._submit = submit
+    def watch(self, submit: Callable[[], asyncio.Future[object]], commits: Callable[[], int]) -> None:
+        """Watch the writer too, from now on. `submit` gives it an empty transaction; `commits` counts those that it ended."""
+        self._submit, self._commits = submit, commits
 
     async def run(self) -> None:
         """Beat until cancelled."""
@@ -65,11 +67,11 @@ class Heart:
         self._alive()
 
     def _ask_writer(self, now: int) -> None:
-        """Give the writer an empty transaction, unless one waits already."""
-        if self._submit is None:
+        """Give the writer an empty transaction, unless it ended one since the last beat, or one waits already."""
+        seen, self._seen = self._seen, self._commits()
+        if self._submit is None or self._seen != seen:
             self._wrote = now
-            return
-        if not self._asking:
+        elif not self._asking:
             self._asking = True
             self._submit().add_done_callback(self._note_answer)
 

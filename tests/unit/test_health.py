@@ -87,7 +87,7 @@ def test_a_stopped_process_is_told_from_one_that_hangs(folder: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_writer_lives_only_when_a_transaction_of_its_own_ended(folder: Path, monkeypatch) -> None:
+async def test_the_writer_lives_only_when_a_transaction_ended(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(heart, "PERIOD_S", 0.01)
     asked: list[asyncio.Future[object]] = []
 
@@ -97,7 +97,8 @@ async def test_the_writer_lives_only_when_a_transaction_of_its_own_ended(folder:
 
     alive: list[int] = []
     made = heart.Heart(DataDir(folder, folder), alive=lambda: alive.append(1))
-    made.watch(submit)
+    commits = [0]
+    made.watch(submit, lambda: commits[0])
     task = asyncio.create_task(made.run())
     try:
         await until(lambda: len(alive) > 3)
@@ -109,6 +110,10 @@ async def test_the_writer_lives_only_when_a_transaction_of_its_own_ended(folder:
         asked[0].set_exception(OSError("full"))  # an answer all the same
         await until(lambda: len(asked) == 2)
         assert (found := pulse.read(folder)) and found.writer < 0.1
+        await asyncio.sleep(0.1)
+        commits[0] += 1  # somebody else's transaction proves as much
+        await asyncio.sleep(0.03)
+        assert (found := pulse.read(folder)) and found.writer < 0.1 and len(asked) == 2
     finally:
         task.cancel()
     made.close()

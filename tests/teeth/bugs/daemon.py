@@ -14,7 +14,7 @@ BUGS = (
     Bug(
         "the-writer-is-not-waited-for", "artd/health/heart.py",
         "        if self._submit is None:\n", "        if self._submit is None or self._asking:\n",
-        "tests/unit/test_health.py::test_the_writer_lives_only_when_a_transaction_of_its_own_ended",
+        "tests/unit/test_health.py::test_the_writer_lives_only_when_a_transaction_ended",
         "assert ",
     ),
     Bug(
