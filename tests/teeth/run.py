@@ -97,7 +97,7 @@ def plant(tree: Path, bug: Bug) -> None:
     text = path.read_text()
     if (count := text.count(bug.good)) != 1:
         raise SystemExit(
-            f"bug {bug.name}: its place is {count} times in {bug.file}, not once: mend tests/teeth/bugs.py"
+            f"bug {bug.name}: its place is {count} times in {bug.file}, not once: mend it in tests/teeth/bugs"
         )
     path.write_text(text.replace(bug.good, bug.bad))
 

@@ -13,7 +13,7 @@ BUGS = (
     ),
     Bug(
         "the-writer-is-not-waited-for", "artd/health/heart.py",
-        "        if self._submit is None:\n", "        if self._submit is None or self._asking:\n",
+        "if self._submit is None or self._seen != seen:", "if self._submit is None or self._asking or self._seen != seen:",
         "tests/unit/test_health.py::test_the_writer_lives_only_when_a_transaction_ended",
         "assert ",
     ),
