@@ -1,29 +1,29 @@
-"""Stored deadlines under a wall clock that jumps: how much time is left, whatever the clock did.
+"""Computes how much time is left until a stored deadline, even if the wall clock jumps.
 
-Owner of: nothing; pure. Times are milliseconds. Invariants: what is left is never more than the longest time that the
-deadline can have been given, and a jump neither ends a wait early nor prolongs it.
+Pure functions; times are milliseconds. The time left never exceeds the longest wait that the deadline can have been
+given. A jump of the clock neither ends a wait early nor prolongs it.
 """
 
 from __future__ import annotations
 
 JUMP_MS = 5_000
-"""A wall clock that moved this much more or less than the monotonic one was set, or the machine slept."""
+"""The wall clock jumped (it was set, or the machine slept) if it moved this much more or less than the monotonic clock."""
 DRIFT_MS = 250
-"""Stored deadlines follow a wall clock that has drifted this far from the monotonic one, however slowly."""
+"""Stored deadlines are corrected once the wall clock has drifted this far from the monotonic clock, however slowly."""
 LARGE_MS = 3_600_000
-"""Nothing is deleted by its age after a jump of more than this until somebody has looked."""
+"""After a jump of more than this nothing is deleted by its age until an operator has looked."""
 DOWN_MS = 7 * 86_400_000
-"""A daemon that was down for longer cannot tell its absence from a jump."""
+"""A daemon that was down for longer than this cannot tell its absence from a jump of the clock."""
 SLACK_MS = 60_000
-"""A running daemon never leaves a deadline unmet for so long."""
+"""A running daemon handles every deadline within this time after it has passed."""
 
 
 def time_left(due: int, before: int, now: int, longest: int, otherwise: int) -> int:
-    """Of a deadline `due`, what is left now.
+    """Return the time left until the deadline `due`.
 
-    before: what the clock would say now without its jump, or what it said when the daemon was last seen. A deadline that makes
-    no sense by that time was stored after the jump, so it is read by `now`; one that makes no sense by either has
-    `otherwise` left.
+    `before` is the time without the jump: what the clock would show now, or what it showed when the daemon was last
+    seen. A deadline that is implausible by `before` was stored after the jump, so it is compared with `now`. If it is
+    implausible by both, `otherwise` is left.
     """
     for clock in (before, now):
         if -SLACK_MS <= due - clock <= longest:
@@ -32,7 +32,7 @@ def time_left(due: int, before: int, now: int, longest: int, otherwise: int) -> 
 
 
 def distrust(seen: int, now: int) -> str:
-    """Why ages cannot be trusted at a boot whose newest row is from `seen`; "" when they can."""
+    """Return why ages cannot be trusted at a boot whose newest row is from `seen`, or "" if they can."""
     gap = now - seen
     if gap < -LARGE_MS:
         return f"the clock is {days(-gap)} behind the newest row"

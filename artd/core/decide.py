@@ -1,7 +1,7 @@
-"""What happens next, decided from committed rows and the time alone.
+"""Decides what happens next, from committed rows and the time alone.
 
-Owner of: nothing; pure: no clock, no I/O. The services read rows, ask here, and carry the answer out; a crash at any
-moment loses nothing, because the same rows give the same answer again (docs/adr/0001).
+Pure functions: no clock, no I/O. The services read rows, ask here, and carry the answer out. A crash at any moment
+loses nothing, because the same rows give the same answer again (docs/adr/0001).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 MAX_ATTEMPTS = 5
 MAX_DEATHS = 2
 FULL_MS = 30_000
-"""Until a job whose result found no space is tried again: what it had staged is gone by then, and looks like space."""
+"""The delay before a job whose result did not fit on the disk runs again. The result's staged files are removed first,
+which makes the disk look as if it had room."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A sealed train group whose trajectories are trainable, oldest first in any list of them."""
+    """A sealed train group whose trajectories can be trained. Lists of groups are ordered oldest first."""
 
     id: int
     size: int
@@ -25,8 +26,8 @@ class Group:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as its rows tell it. job: kind of its unfinished job, or "" for none; sealed: the oldest
-    trainable groups that wait, a batch of them at most."""
+    """A run as its rows describe it. `job` is the kind of its unfinished job, "" for none. `sealed` holds the oldest
+    trainable groups that wait, at most one batch of them."""
 
     state: str
     step: int
@@ -38,7 +39,8 @@ class RunView:
 
 
 def batch_to_pack(run: RunView) -> tuple[Group, ...]:
-    """Groups of the next batch, or () when none is due: one train job at a time, full batches unless flushed."""
+    """Return the groups of the next batch, or () when none is due. A run has one train job at a time, and a batch is
+    full unless the run is flushed."""
     if run.state != "active" or run.job or run.step < 0:
         return ()
     if len(run.sealed) >= run.groups_per_step:
@@ -47,7 +49,7 @@ def batch_to_pack(run: RunView) -> tuple[Group, ...]:
 
 
 def is_stalled(run: RunView, step: int) -> bool:
-    """Whether `step` can never come without further submissions: no rollout is open and too few groups are
+    """Return whether `step` cannot be reached without further submissions: no group is open and too few groups are
     trainable."""
     waiting = run.state == "active" and 0 <= run.step < step
     return waiting and not run.job and not run.open_groups and not batch_to_pack(run)
@@ -63,7 +65,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class WorkerView:
-    """spawn: which process; state: of the `process` row."""
+    """A worker as its row describes it. `spawn` numbers its process; `state` is the state of its `process` row."""
 
     name: str
     state: str
@@ -73,7 +75,8 @@ class WorkerView:
 def job_to_claim(
     jobs: Sequence[JobView], trainer: WorkerView | None, run_state: str, pushing_live: bool, now: int
 ) -> JobView | None:
-    """The oldest job that the trainer can take now. While it feeds a live push its weights must not move."""
+    """Return the oldest job that the trainer can take now, None when there is none. A trainer takes no job while it
+    feeds a live push, because its weights must not change then."""
     if trainer is None or trainer.state != "ready" or pushing_live:
         return None
     for job in jobs:
@@ -84,7 +87,8 @@ def job_to_claim(
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job leaves `running`: its next state, whether the attempt and the death count, and the delay in ms."""
+    """How a job leaves `running`: its next state, its new counts of attempts and deaths, the delay before it runs
+    again, and whether its run pauses."""
 
     state: str
     attempts: int
@@ -94,12 +98,15 @@ class Ending:
 
 
 def after_failure(failure: str, attempts: int, deaths: int) -> Ending:
-    """failure: transient, permanent, rejected (the daemon refused its result), interrupted, full (no space for its
-    result), died (nobody ordered it) or killed (ordered, but for want of progress: that is transient).
+    """Return how a job leaves `running` after a failure.
 
-    permanent, rejected, the second death or the fifth attempt quarantine the job and pause the run; an interruption
-    or a full disk costs nothing. Back-off 2^n s up to 300 s; a death has none: the supervisor already waits before it starts another
-    process.
+    `failure` is one of: transient; permanent; rejected (the daemon refused its result); interrupted; full (the disk had
+    no room for its result); died (nobody ordered the trainer's end); killed (the daemon ordered it, but not for lack of
+    progress, which is transient).
+
+    The job is quarantined and its run paused after a permanent or rejected failure, the second death or the fifth
+    attempt. An interruption, an ordered end and a full disk do not count as attempts. The back-off is 2^n s up to 300
+    s. A death adds none, because the supervisor already waits before it starts the next process.
     """
     if failure in ("interrupted", "killed", "full"):
         return Ending("queued", attempts, deaths, FULL_MS if failure == "full" else 0, False)
@@ -121,8 +128,8 @@ class PushView:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """supersede: prepared pushes that no longer matter; create: checkpoint that needs a push row; send: push to
-    start."""
+    """What to do about an engine's pushes: `supersede` prepared pushes that no longer matter, `create` a push row for
+    this checkpoint, `send` this push."""
 
     supersede: tuple[int, ...] = ()
     create: int | None = None
@@ -130,9 +137,10 @@ class PushPlan:
 
 
 def plan_push(engine: WorkerView | None, newest: int | None, pushes: Sequence[PushView], now: int) -> PushPlan:
-    """Only the newest committed checkpoint matters, and at most one push is under way per engine.
+    """Decide what to do about an engine's pushes. Only the newest committed checkpoint matters, and each engine has at
+    most one push under way.
 
-    pushes: those of the engine in prepared, sending or live.
+    `newest` is that checkpoint. `pushes` holds the engine's pushes that are prepared, sending or live.
     """
     if newest is None:
         return PushPlan()

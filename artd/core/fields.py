@@ -1,10 +1,10 @@
-"""The error of a field that a rule refuses. Owner of: nothing."""
+"""The error for a field that breaks a rule."""
 
 from __future__ import annotations
 
 
 class InvalidField(Exception):
-    """field: path such as `turns[1].logprobs`; message: what is wrong with it."""
+    """A field breaks a rule. `field` is its path, such as `turns[1].logprobs`; `message` says what is wrong with it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

@@ -1,7 +1,7 @@
-"""Rewards of a group: can it be trained, and if not, why.
+"""Decides from a group's rewards whether it can be trained, and if not, why.
 
-Owner of: no state. Invariants: pure; the ingest service at the seal and the packer use this one rule, so a group that
-was sealed as trainable has advantages when it is packed.
+Pure functions. Ingest (when it seals a group) and the packer use this one rule, so a group that was sealed as trainable
+has advantages when it is packed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Outcome = Literal["trainable", "empty", "single_trajectory", "zero_variance"]
 
 
 class _Spec(Struct):
-    """What of a stored spec a group's fate hangs on."""
+    """The part of a stored spec that decides a group's outcome."""
 
     advantages: AdvantageSpec | UnsetType = UNSET
 
 
 def trains_equal(spec: bytes) -> bool:
-    """Whether the run of this stored spec may learn from equal rewards; False where the spec cannot be read."""
+    """Return whether the run of this stored spec may learn from equal rewards. A spec that cannot be read gives False."""
     try:
         how = msgspec.json.decode(spec, type=_Spec).advantages
     except UNREADABLE:
@@ -37,8 +37,8 @@ def trains_equal(spec: bytes) -> bool:
 
 
 def group_outcome(rewards: Sequence[float], equal: bool = False) -> Outcome:
-    """Return `trainable`, or the reason for which the group is discarded at its seal. Rewards must be finite. equal: rewards that do not
-    differ can be trained on, too."""
+    """Return `trainable`, or why the group is discarded when it is sealed. Rewards must be finite. `equal` says that
+    equal rewards can be trained on, too."""
     if not rewards:
         return "empty"
     if equal:

@@ -1,7 +1,7 @@
-"""The rules for what is submitted beside the turns: reward, names, metrics, metadata.
+"""Checks what a client submits beside the turns: reward, names, metrics, metadata.
 
-Owner of: nothing; pure. Invariants: whatever passes is stored as it was sent: no number becomes null in JSON, and none is too
-large for the arithmetic of a group's advantages.
+Pure functions. Whatever passes is stored as it was sent: no number becomes null in JSON, and none is too large for the
+arithmetic of a group's advantages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from artd_schema.wire.client_api import Submit
 from .fields import InvalidField
 
 MOST_REWARD = 1e30
-"""Its square is far from what a float64 holds, and an advantage made of it from what a float32 holds."""
+"""Its square fits a float64 with a wide margin, and an advantage computed from it fits a float32."""
 MOST_METRICS = 256
 NAME = 256
 
 
 def check_header(op: Submit) -> bytes:
-    """Check what a trajectory bears; its metadata as JSON. Errors: InvalidField."""
+    """Check the reward, the names, the metrics and the metadata of a trajectory. Returns the metadata as JSON. Raises
+    InvalidField."""
     if not (math.isfinite(op.reward) and abs(op.reward) <= MOST_REWARD):
         raise InvalidField("reward", f"{op.reward} is not a finite number from {-MOST_REWARD} to {MOST_REWARD}")
     if not 1 <= len(op.group) <= NAME:
@@ -44,12 +45,12 @@ def _check_metrics(metrics: dict[str, float]) -> None:
 
 
 def _metadata(metadata: dict[str, Any]) -> bytes:
-    """JSON of what can be written as it is. Errors: InvalidField."""
+    """Return `metadata` as JSON. Raises InvalidField if a value cannot be written unchanged."""
     try:
         written = to_json(metadata)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField("metadata", f"cannot be written as JSON: {error}") from None
-    if b"null" in written:  # where JSON has no word for a number, msgspec writes null
+    if b"null" in written:  # msgspec writes null for NaN and infinity, which JSON cannot express
         for path, value in _numbers("metadata", metadata):
             if not math.isfinite(value):
                 raise InvalidField(path, f"{value} cannot be written as JSON; leave it out, or send a text")
@@ -57,7 +58,7 @@ def _metadata(metadata: dict[str, Any]) -> bytes:
 
 
 def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every float in a document, with its path."""
+    """Yield every float in a document, with its path."""
     if isinstance(value, float):
         yield path, value
     elif isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Transition tables: which state may follow which, for every entity that has states.
 
-Owner of: nothing; pure. Invariants: a pair that is not in its table is an error, wherever it is tried; the CHECKs of
-the schema list the same states.
+Pure data and functions. A transition that is not in its table raises, wherever it is tried. The CHECKs of the SQL
+schema list the same states.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ TRANSITIONS: dict[str, frozenset[tuple[str, str]]] = {
 
 
 class IllegalTransition(Exception):
-    """A state change that the tables do not allow, or whose row was not in the state it must be in."""
+    """A state change that the tables do not allow, or of a row that is not in the expected state."""
 
 
 def sources(entity: str, target: str) -> tuple[str, ...]:
-    """States from which `entity` may move to `target`. Errors: IllegalTransition when there is none."""
+    """Return the states from which `entity` may move to `target`. Raises IllegalTransition when there is none."""
     found = tuple(sorted(start for start, end in TRANSITIONS[entity] if end == target))
     if not found:
         raise IllegalTransition(f"{entity}: no state may move to {target!r}")
@@ -86,6 +86,6 @@ def sources(entity: str, target: str) -> tuple[str, ...]:
 
 
 def check(entity: str, start: str, end: str) -> None:
-    """Errors: IllegalTransition when `entity` may not move from `start` to `end`."""
+    """Raise IllegalTransition if `entity` may not move from `start` to `end`."""
     if (start, end) not in TRANSITIONS[entity]:
         raise IllegalTransition(f"{entity}: {start!r} may not become {end!r}")

@@ -1,4 +1,4 @@
-"""The rule book (`artd_schema.data.rules`) as ingest asks it: a finding becomes an `InvalidField`. Pure."""
+"""Applies the rule book (`artd_schema.rules`) for ingest: a finding becomes an `InvalidField`. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ def check_turns(
     next_epoch: int | None = None,
     routes: RouteShape | None = None,
 ) -> int:
-    """Check a trajectory's turns and count its sampled tokens. next_epoch: epochs at or above it are unknown (None: not
-    checked, for engines that artd does not run). routes: what the run's routes look like (None: it replays no experts).
-    Raises InvalidField."""
+    """Check a trajectory's turns and return the number of its sampled tokens.
+
+    `next_epoch` is the first unknown policy epoch; None skips that check, for engines that artd does not run. `routes`
+    is the shape of the run's routes, None if it replays no experts. Raises InvalidField.
+    """
     found = trajectory_finding(turns, trained, routes, vocab_size, next_epoch, SCAN)
     if found:
         raise InvalidField(found.where, found.what)
