@@ -1,7 +1,7 @@
-"""Runs: created, attached to, paused, resumed, finished; and what a client waits for.
+"""Creates, attaches to, pauses, resumes and finishes runs, and answers clients that wait for a step.
 
-Invariants: a spec never changes; `core.fleet` says whether a run may be created beside others; creating a run
-queues its init job in the same transaction, and finishing it gives up what it has not done.
+A run's spec never changes. Creating a run queues its init job in the same transaction; finishing it cancels its
+unfinished work.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ WORKERS = """
 SELECT kind, replica, error, since FROM process WHERE (run_id = :run OR run_id IS NULL)"""
 """The workers that a run needs: its own, and the gateway."""
 TOLD = 16
-"""Discarded groups of which `Stalled` tells."""
+"""`Stalled` explains at most this many of the newest discarded groups."""
 
 
 class Runs:
-    """What clients ask about runs. require_runtimes: raises RequestError when the trainer, or an engine of this kind, cannot run here; routed: names
-    (`RUN@STEP`) that the gateway confirmed to route; packages: what installed ones bring."""
+    """Answers the requests of clients about runs. `require_runtimes` raises RequestError when the trainer, or an engine
+    of this kind, cannot run here. `routed` returns the names (`RUN@STEP`) that the gateway confirmed to route.
+    `packages` says what installed packages offer."""
 
     def __init__(
         self, store: Store, require_runtimes: Callable[[str], None], routed: Callable[[], frozenset[str]],
@@ -68,7 +69,8 @@ class Runs:
         self._waits = Waits(store, lambda c, run, step: _progress(c, run, step, routed(), store.clock.now_ms()))
 
     async def create(self, op: api.CreateRun) -> api.RunInfo | api.Pending:
-        """Create a run or attach to it; Pending while its model is being fetched. Errors: Invalid, NotFound, Conflict."""
+        """Create a run or attach to it. Returns Pending while its model is being fetched. Raises Invalid, NotFound,
+        Conflict."""
         known = await self._store.read(f"SELECT name, spec FROM run WHERE name = ? AND {NOT_DELETED}", (op.name,))
         if known:
             if op.spec is not None:
@@ -93,7 +95,7 @@ class Runs:
         return await self.info(op.name, created)
 
     async def _model(self, spec: RunSpec) -> Fetched | str:
-        """A model's folder and manifest, or what is being done to have it here. Errors: Invalid, Conflict."""
+        """Return the model's folder and manifest, or what is being done to fetch it. Raises Invalid, Conflict."""
         model = spec.model
         if names.parse(model):
             self._require_runtimes(spec.engine.kind)
@@ -127,8 +129,8 @@ class Runs:
         return await self._store.ask(read)
 
     async def set_state(self, name: str, target: str, reason: str = "", request: str = "") -> api.Done:
-        """pause, resume, finish. Asking for the state that a run has is no error. request: one that is repeated under the
-        same id changes nothing again. Errors: NotFound, Conflict, Unreadable."""
+        """Pause, resume or finish a run; its present state is not an error. A repeated request of the same id `request`
+        changes nothing. Raises NotFound, Conflict, Unreadable."""
 
         def write(c: sqlite3.Connection) -> api.Done:
             row = c.execute("SELECT id, name, spec, state FROM run WHERE name = ?", (name,)).fetchone()
@@ -158,13 +160,13 @@ class Runs:
         return row is not None and slices.discard_waiting(c, self._store.clock.now_ms(), row["id"])
 
     async def wait(self, op: api.WaitStep) -> api.Answer:
-        """StepInfo when the step is committed and served, Stalled when it cannot come by itself, Pending at the
+        """Return StepInfo of a committed and served step, Stalled if the step needs more submissions, Pending at the
         time-out."""
         return await self._waits.wait(op)
 
 
 def _check_spec(spec: RunSpec) -> None:
-    """Errors: Invalid for fields that exclude each other, or with which nothing could ever be trained."""
+    """Raise Invalid if fields exclude each other, or if nothing could ever be trained with them."""
     if spec.parameters == "full" and spec.rollout_weights_mode == "lora":
         raise Invalid(
             "parameters='full' trains every weight, and there is no adapter to serve: use rollout_weights_mode='merged'",
@@ -196,7 +198,7 @@ def _check_spec(spec: RunSpec) -> None:
 
 
 def _check_loss(spec: LossSpec, losses: Offers) -> None:
-    """Errors: Invalid for a loss that neither artd nor an installed package has, or a parameter that artd's own has not."""
+    """Raise Invalid if neither artd nor an installed package has the loss, or if artd's own loss has no such parameter."""
     if unknown := losses.missing(spec.kind):
         raise Invalid(f"loss.kind={spec.kind!r}: {unknown}", field="spec.loss.kind")
     if spec.kind in LOSSES and (extra := sorted((spec.params or {}).keys() - set(LOSSES[spec.kind]))):
@@ -208,7 +210,8 @@ def _check_loss(spec: LossSpec, losses: Offers) -> None:
 
 
 def _check_base(spec: RunSpec, base: BaseModel) -> None:
-    """Errors: Invalid for a base model that the run's engine cannot start from, or that has no experts to compute again."""
+    """Raise Invalid if the run's engine cannot start from the base model, or if the spec asks for experts that the
+    model does not have."""
     if spec.trainer.recompute == "selective" and base.routes is None:
         raise Invalid(
             f"trainer.recompute='selective' computes experts again in the backward, and {spec.model} has none: use 'full', or 'none'",
@@ -238,7 +241,7 @@ def _check_same(name: str, stored: RunSpec, asked: RunSpec) -> None:
 
 
 def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: BaseModel) -> bool:
-    """Whether the run is new; False when another client made the same one meanwhile."""
+    """Insert the run. Returns False when another client created the same run meanwhile."""
     known = c.execute("SELECT name, spec FROM run WHERE name = ?", (name,)).fetchone()
     if known is not None:
         _check_same(name, stored_spec(known), spec)
@@ -254,7 +257,8 @@ def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: Bas
 
 
 def _stored(spec: RunSpec) -> bytes:
-    """The spec as its row holds it. Errors: Invalid for one that would be read back as another, or not at all."""
+    """Return the spec as its row stores it. Raises Invalid if the row would be read back as another spec, or not at
+    all."""
     stored = to_json(spec)
     try:
         same = msgspec.json.decode(stored, type=RunSpec) == spec
@@ -266,8 +270,8 @@ def _stored(spec: RunSpec) -> bytes:
 
 
 def pause_unreadable(c: sqlite3.Connection, now: int) -> list[str]:
-    """Pause every run whose spec cannot be read: no service does anything for it, and the rest goes on. Lifts that pause
-    where the spec can be read again. Returns what is wrong."""
+    """Pause every run whose spec cannot be read, and release it once its spec can be read again. No service does
+    anything for a paused run, and all other runs go on. Returns what is wrong with each spec."""
     told = []
     for row in c.execute(f"SELECT id, name, spec FROM run WHERE {UNFINISHED}").fetchall():
         if why := unreadable(row):
@@ -279,7 +283,7 @@ def pause_unreadable(c: sqlite3.Connection, now: int) -> list[str]:
 
 
 def set_run_state(c: sqlite3.Connection, now: int, run_id: int, target: str, reason: str) -> None:
-    """What an operator asks for: pause (beside other causes), resume (lifts every cause), finish."""
+    """Apply an operator's order: pause (adds one cause), resume (lifts every cause) or finish."""
     if target == "paused":
         pauses.hold(c, now, run_id, pauses.OPERATOR, reason)
     elif target == "active":
@@ -289,7 +293,7 @@ def set_run_state(c: sqlite3.Connection, now: int, run_id: int, target: str, rea
 
 
 def served_step(c: sqlite3.Connection, run_id: int) -> int:
-    """Newest live step of a run, -1 when none is served."""
+    """Return the newest live step of a run, -1 when none is served."""
     row = c.execute(
         "SELECT max(k.step) AS step FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
         " WHERE s.run_id = ? AND s.state = 'live'",
@@ -299,7 +303,7 @@ def served_step(c: sqlite3.Connection, run_id: int) -> int:
 
 
 def _discarded(c: sqlite3.Connection, run_id: int) -> dict[str, int]:
-    """Why the newest groups of a run were discarded."""
+    """Return why the newest groups of a run were discarded, with the number of groups for each reason."""
     rows = c.execute(
         "SELECT reason, count(*) AS groups FROM (SELECT reason FROM trajectory_group WHERE run_id = ? AND state = 'discarded'"
         " ORDER BY id DESC LIMIT ?) GROUP BY reason ORDER BY groups DESC, reason",
@@ -309,7 +313,7 @@ def _discarded(c: sqlite3.Connection, run_id: int) -> dict[str, int]:
 
 
 def _is_routed(c: sqlite3.Connection, run_id: int, name: str, routed: frozenset[str]) -> bool:
-    """Whether the gateway answers with this step, and with none any more that a rollback left."""
+    """Return whether the gateway routes to this step, and to no step that a rollback left."""
     left = c.execute("SELECT name FROM serving WHERE run_id = ? AND state = 'draining'", (run_id,))
     return name in routed and not any(row["name"] in routed for row in left)
 
@@ -345,7 +349,7 @@ def _progress(c: sqlite3.Connection, name: str, step: int, routed: frozenset[str
 
 
 def _doing(c: sqlite3.Connection, now: int, run_id: int, phase: str, step: int) -> str:
-    """What a wait waits for, for people: a worker that starts, else the phase."""
+    """Describe for people what a wait is waiting for: a worker that starts, otherwise the phase."""
     job = c.execute("SELECT started FROM job WHERE run_id = ? AND state = 'running'", (run_id,)).fetchone()
     since = f", {max(0, now - job['started']) // 1000} s" if job and job["started"] else ""
     row = c.execute(f"{WORKERS} AND state = 'starting' ORDER BY name LIMIT 1", {"run": run_id}).fetchone()
@@ -356,13 +360,13 @@ def _doing(c: sqlite3.Connection, now: int, run_id: int, phase: str, step: int) 
 
 
 def _broken(c: sqlite3.Connection, run_id: int) -> str:
-    """Return which worker that the run needs is not started any more, and why; "" when there is none."""
+    """Return which worker of the run the daemon no longer restarts, and why; "" when there is none."""
     row = c.execute(f"{WORKERS} AND state = 'broken' ORDER BY name LIMIT 1", {"run": run_id}).fetchone()
     return f"{label(row['kind'], row['replica'])} is broken: {telling(row['error'])}" if row else ""
 
 
 def _unpacked(c: sqlite3.Connection, run: int) -> str:
-    """Return why the run's next batch cannot be packed although the packer tries it again and again, "" when it can."""
+    """Return why the packer fails again and again on the run's next batch, "" when it does not."""
     told = failures.failing(c, run)
     if told is None or told["tries"] < 2:
         return ""
@@ -370,7 +374,8 @@ def _unpacked(c: sqlite3.Connection, run: int) -> str:
 
 
 def _hopeless(c: sqlite3.Connection, row: sqlite3.Row, run: RunView, step: int) -> str:
-    """What will not become of a step as long as the run is in its state; "" when it may be served still."""
+    """Return what cannot happen to a step while the run stays in its state ("come" or "be served"); "" when it can
+    still be served."""
     if run.state == "active":
         return ""
     if run.step < step:

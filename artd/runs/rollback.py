@@ -1,8 +1,8 @@
-"""`rollback RUN@STEP`: a run goes on from an older checkpoint, in a new lineage.
+"""Rolls a run back to an older checkpoint (`rollback RUN@STEP`): the run continues from it in a new lineage.
 
-Owner of: nothing; called in one transaction. Invariants: a lineage's number and a policy epoch are used once; what the
-left steps trained stays trained and is never trained again; their checkpoints are off the chain, so retention may take
-them; no request enters a left step any more, and the engine gets the older checkpoint by a push like any other.
+Runs inside the caller's transaction. A lineage number and a policy epoch are used only once. What the abandoned steps
+trained stays trained and is never trained again. Their checkpoints leave the chain, so retention may delete them. The
+gateway admits no request to an abandoned step, and the engine gets the older checkpoint by an ordinary push.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNFINISHED = "SELECT id, state FROM job WHERE run_id = ? AND state IN ('queued',
 
 
 def rollback(c: sqlite3.Connection, now: int, op: api.Rollback) -> None:
-    """Make `op.step` the newest step of its run. Asked again, it changes nothing. Errors: NotFound, Conflict."""
+    """Make `op.step` the newest step of its run. A repeated request changes nothing. Raises NotFound, Conflict."""
     run = c.execute("SELECT * FROM run WHERE name = ?", (op.run,)).fetchone()
     if run is None:
         raise NotFound(f"there is no run {op.run!r}; `artctl runs` lists them", field="run")
@@ -38,7 +38,7 @@ def rollback(c: sqlite3.Connection, now: int, op: api.Rollback) -> None:
 
 
 def _origin(c: sqlite3.Connection, run: sqlite3.Row) -> int:
-    """The step that the run's lineage began from."""
+    """Return the step from which the run's lineage began."""
     first = c.execute(
         "SELECT p.step FROM checkpoint k JOIN checkpoint p ON p.id = k.parent_id WHERE k.run_id = ? AND k.lineage = ?"
         " ORDER BY k.step LIMIT 1",
@@ -48,7 +48,7 @@ def _origin(c: sqlite3.Connection, run: sqlite3.Row) -> int:
 
 
 def _target(c: sqlite3.Connection, run: sqlite3.Row, op: api.Rollback) -> int:
-    """The checkpoint to go back to. Errors: NotFound, Conflict that says what to do first."""
+    """Return the id of the checkpoint to go back to. Raises NotFound, and Conflict that says what to do first."""
     name = f"{run['name']}@{op.step}"
     found = c.execute(
         "SELECT id, state FROM checkpoint WHERE run_id = ? AND step = ? AND abandoned = 0", (run["id"], op.step)

@@ -1,7 +1,8 @@
-"""Clients that wait for a step: one look at the rows for all who wait for the same, and none in the writer.
+"""Lets many clients wait for a step with one query for all who wait for the same step, outside the writer.
 
-Owner of: the waits under way. Invariants: a waiter is answered by a look that began after it asked, so it sees whatever it
-was told before; a change wakes one look for each (run, step) and not one for each waiter; when nobody waits, nobody looks.
+Owns the waits under way. A waiter is answered by a query that began after it asked, so the answer includes everything
+that was committed before. A change triggers one query for each (run, step), not one for each waiter. Without waiters
+there are no queries.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from artd_schema.wire import client_api as api
 
 LONGEST_S = 60.0
 PACE_S, SLOWEST_S = 0.002, 1.0
-"""Between two looks for one (run, step), for each that is waited for: whoever waits for a thousand steps waits a little longer."""
+"""The pause between two queries for one (run, step) is PACE_S for each (run, step) that clients wait for, at most
+SLOWEST_S."""
 
 Look = Callable[[sqlite3.Connection, str, int], api.Answer]
 Waiter = asyncio.Future[api.Answer]
 
 
 class _Watch:
-    """Everybody who waits for one step, in the order of asking. pending: the newest answer that ends no wait."""
+    """All clients that wait for one step, in the order in which they asked. `pending` is the newest answer that did not
+    end the wait."""
 
     def __init__(self) -> None:
         self.waiters: dict[Waiter, None] = {}
@@ -36,7 +39,8 @@ class _Watch:
 
 
 class Waits:
-    """look(connection, run, step): Pending, or what ends a wait. Errors: its own."""
+    """Answers waits. `look(connection, run, step)` returns Pending, or the answer that ends a wait; what it raises ends
+    the wait, too."""
 
     def __init__(self, store: Store, look: Look) -> None:
         self._store = store
@@ -44,7 +48,7 @@ class Waits:
         self._watches: dict[tuple[str, int], _Watch] = {}
 
     async def wait(self, op: api.WaitStep) -> api.Answer:
-        """What ends the wait, or Pending at its time-out."""
+        """Return the answer that ends the wait, or Pending at its time-out."""
         end = self._store.clock.monotonic() + min(op.timeout_s, LONGEST_S)
         key = (op.run, op.step)
         watch = self._watches.setdefault(key, _Watch())
@@ -70,7 +74,7 @@ class Waits:
                     watch.task.cancel()
 
     async def _follow(self, key: tuple[str, int], watch: _Watch, changed: asyncio.Event) -> None:
-        """Look after each change, and answer those who wait."""
+        """Query after each change, and answer the waiters that asked before the query."""
         while True:
             await changed.wait()
             changed = self._store.change()
@@ -80,7 +84,7 @@ class Waits:
             except TooSlow:
                 await anyio.sleep(SLOWEST_S)
                 changed = asyncio.Event()
-                changed.set()  # once more
+                changed.set()  # query again, although nothing changed
                 continue
             except Exception as error:
                 answer = error
@@ -91,12 +95,12 @@ class Waits:
             await anyio.sleep(min(PACE_S * len(self._watches), SLOWEST_S))
 
     async def _fresh(self, key: tuple[str, int], watch: _Watch) -> api.Answer:
-        """The answer of a look that begins from now on; shared by all who ask before it does."""
+        """Return the answer of a query that begins from now on. Everybody who asks before it begins shares it."""
         if watch.next is None:
             watch.next = asyncio.ensure_future(self._once(key, watch))
             watch.next.add_done_callback(
                 lambda done: done.cancelled() or done.exception()
-            )  # nobody may be left to hear it
+            )  # asyncio warns of an exception that nobody reads, and every waiter may be gone
         return await asyncio.shield(watch.next)
 
     async def _once(self, key: tuple[str, int], watch: _Watch) -> api.Answer:

@@ -1,8 +1,8 @@
-"""A step becomes real: the staged files are verified and published, then one transaction makes the checkpoint.
+"""Turns a trainer's result into a step: verifies and publishes the staged files, then commits the checkpoint in one
+transaction.
 
-Owner of: the folder `checkpoints`. Invariants: the worker's word is not enough: the
-daemon hashes and fsyncs every file itself; reported now or found at boot, a result goes through the same functions
-with the same guards.
+Owns the folder `checkpoints`. The daemon does not trust the worker: it hashes and fsyncs every file itself. A result
+that is reported now and one that is found at boot go through the same functions with the same guards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from artd_schema.wire.worker import CheckpointRef
 from .sampled import since_last_step
 
 _HASHERS = 8
-"""Files that are hashed beside each other: adapter and moments of a large model are gigabytes."""
+"""Threads that hash files in parallel: the adapter and the optimizer moments of a large model take gigabytes."""
 
 
 class BadResult(Exception):
@@ -41,11 +41,12 @@ class BadResult(Exception):
 
 
 class Stale(Exception):
-    """The job moved on: its fence is older, or it was cancelled, or its run or parent changed."""
+    """The result comes too late: its fence is older, or the job was cancelled, or its run or its parent has changed."""
 
 
 def verify(folder: Path) -> tuple[str, CheckpointManifest]:
-    """Hash every file of a staged or published folder against its manifest. Errors: BadResult."""
+    """Hash every file of a staged or published folder and compare with its manifest. Returns the manifest's digest and
+    the manifest. Raises BadResult."""
     try:
         raw = (folder / MANIFEST_FILE).read_bytes()
         manifest = msgspec.json.decode(raw, type=CheckpointManifest)
@@ -55,7 +56,7 @@ def verify(folder: Path) -> tuple[str, CheckpointManifest]:
     if extra := {path.name for path in folder.iterdir()} ^ listed:
         raise BadResult(f"{folder}: {', '.join(sorted(extra))} is not both in the folder and in its manifest")
     if odd := [entry.name for entry in manifest.files if not (folder / entry.name).is_file()]:
-        raise BadResult(f"{folder / odd[0]} is no file")
+        raise BadResult(f"{folder / odd[0]} is not a regular file")
     with ThreadPoolExecutor(_HASHERS) as pool:
         found = list(pool.map(lambda entry: hash_file(folder / entry.name), manifest.files))
     for entry, each in zip(manifest.files, found, strict=True):
@@ -65,8 +66,11 @@ def verify(folder: Path) -> tuple[str, CheckpointManifest]:
 
 
 def publish(data: DataDir, staged: Path, manifest: CheckpointManifest) -> str:
-    """fsync the staged folder and rename it to its final name; returns that name, relative to the data folder. One that has it
-    already was renamed by a daemon that may have died before the name was durable."""
+    """Fsync the staged folder and rename it to its final name. Returns that name, relative to the data folder.
+
+    If the folder already has its final name, an earlier daemon renamed it and may have died before the rename was
+    durable: only the parent folder is fsynced again.
+    """
     relative = data.checkpoint(manifest.run, manifest.lineage, manifest.step, manifest.job, manifest.fence)
     target = data.root / relative
     if staged != target:
@@ -83,8 +87,11 @@ def commit(
     c: sqlite3.Connection, now: int, data: DataDir, relative: str, sha: str, manifest: CheckpointManifest,
     seconds: dict[str, float],
 ) -> CheckpointRef:  # fmt: skip
-    """Checkpoint row, `run.step`, batch and trajectories trained, job succeeded, push prepared, event. Errors: Stale,
-    BadResult."""
+    """Commit the result of a job as the run's next step.
+
+    Inserts the checkpoint's row, advances the run, marks batch and trajectories as trained and the job as succeeded,
+    prepares the pushes and emits the event. Raises Stale, BadResult.
+    """
     job = c.execute("SELECT * FROM job WHERE id = ?", (manifest.job,)).fetchone()
     run = c.execute("SELECT * FROM run WHERE id = ?", (job["run_id"],)).fetchone() if job else None
     if job is None or run is None or (job["state"], job["fence"], job["cancel"]) != ("running", manifest.fence, 0):
@@ -100,7 +107,7 @@ def commit(
         mark_batch_trained(c, job["batch_id"])
         mark_groups_trained(c, job["batch_id"])
         mark_trained(c, job["batch_id"])
-        # Of the batch, of what else was sampled meanwhile, and the trainer's own.
+        # Metrics of the batch, of all samples since the last step, and of the trainer; a later one replaces an earlier one.
         metrics = msgspec.json.decode(job["metrics"]) | since_last_step(c, run["id"]) | metrics
     spent = msgspec.json.decode(job["seconds"]) | seconds
     succeed_job(c, now, job, msgspec.json.encode(metrics), msgspec.json.encode(spent))

@@ -1,8 +1,8 @@
-"""Train jobs: claimed, sent to the trainer, watched, reported, committed.
+"""Gives train jobs to trainers: claims and sends them, watches their progress, and commits their results.
 
-Invariants: fence + 1 at every claim, and every effect is conditional on it; a job goes
-back only when the death of its worker is proven (`lease` ends a silent one, and one whose job stands still); `Committed`
-leaves only after COMMIT; a process that is no longer the worker changes nothing, and the daemon removes what it staged.
+Every claim raises the job's fence, and every later effect is conditional on that fence. A job is taken back only when
+its worker is proven dead; `lease` kills a silent worker and one whose job stands still. `Committed` is sent only after
+COMMIT. A process that is no longer the worker changes nothing, and the daemon removes what it staged.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ LOST_RUN_S = 5.0
 class Claim:
     """The job that a trainer has now.
 
-    `sent` is the monotonic time of the last Run, `seen` whether the trainer knows of the job, `progress` what its last heartbeat
-    said (-1 before the first). `stalled` says that the job stood still for too long and the trainer is being ended.
+    `sent` is the monotonic time at which Run was last sent. `seen` says that the trainer knows of the job. `progress`
+    is the value in its last heartbeat, -1 before the first. `stalled` says that the job made no progress for too long,
+    so the daemon is ending the trainer.
     """
 
     run: w.Run
@@ -89,7 +90,8 @@ class Dispatch:
             return
         reach("job.claimed")
         if self._wire.spawn(name) != spawn:
-            return  # it died meanwhile, and `died` takes the job back: the order is not the next process's
+            # the process died meanwhile: `died` takes the job back, and the next process must not get this order
+            return
         self._claims[name] = Claim(order, name, spawn, self._store.clock.monotonic())
         self._wire.send(name, order)
 
@@ -117,7 +119,8 @@ class Dispatch:
         return self._order(c, run, job, fence)
 
     def _must_wait(self, c: sqlite3.Connection, now: int, run: str, job: sqlite3.Row) -> bool:
-        """Whether the disk lacks room for the result, staged beside the last one and not smaller; the job's row says why."""
+        """Return whether the disk lacks room for the job's result, and write the reason into the job's row. The result
+        is staged beside the last checkpoint and is assumed to be as large."""
         last = c.execute("SELECT bytes FROM checkpoint WHERE id = ?", (job["parent_id"],)).fetchone()
         why = self._lacks(2 * last["bytes"] if last else 0)
         if why != job["waiting"]:
@@ -153,7 +156,7 @@ class Dispatch:
                 claim.sent = now
                 self._wire.send(claim.trainer, claim.run)
 
-    # ---- what trainers say ----------------------------------------------------------------------------------------
+    # ---- messages of trainers -------------------------------------------------------------------------------------
 
     def beat(self, name: str, message: w.Beat) -> bool:
         """Return whether the job of the trainer `name` went on since its last heartbeat."""
@@ -164,7 +167,7 @@ class Dispatch:
         return message.progress != last
 
     def holders(self) -> list[Holder]:
-        """Return the trainers whose jobs must make progress. A job whose result the daemon has need not."""
+        """Return the trainers whose jobs must make progress. A job whose result the daemon is committing is left out."""
         return [
             Holder(claim.trainer, claim.spawn)
             for claim in self._claims.values()
@@ -172,7 +175,7 @@ class Dispatch:
         ]
 
     def stalled(self, name: str, seconds: float) -> str:
-        """Return why the trainer `name` is ended: its job made no progress for so long. It costs the job an attempt."""
+        """Mark the job of the trainer `name` as stalled, which costs it an attempt. Returns why the trainer is ended."""
         claim = self._claims[name]
         claim.stalled = True
         run = claim.run
@@ -184,15 +187,16 @@ class Dispatch:
             claim.seen = True
 
     async def staged(self, name: str, message: w.Staged) -> None:
-        """Verify, publish, commit, and only then say Committed; what is no step is removed. A report that comes again while this
-        runs is left alone."""
+        """Verify, publish and commit a result, and only then send Committed. A rejected result is removed. The same
+        report is ignored while its result is being committed."""
         identity = (message.job, message.fence)
         if identity in self._committing:
             return
         self._committing[identity] = anyio.Event()
         try:
             answer = await self._finish(name, message)
-            if not isinstance(answer, w.Committed):  # of many gigabytes this takes seconds, and the report comes again
+            # Before the entry in `_committing` goes: removing gigabytes takes seconds, and the report comes again meanwhile.
+            if not isinstance(answer, w.Committed):
                 await anyio.to_thread.run_sync(fs.remove_tree, self._data.staging(*identity))
         finally:
             self._committing.pop(identity).set()
@@ -243,26 +247,29 @@ class Dispatch:
         return w.Committed(job=message.job, fence=message.fence, checkpoint=reference)
 
     async def _drop(self, published: str) -> None:
-        """Remove a result that was published but not committed; its name carries (job, fence), so it is nobody
-        else's."""
+        """Remove a result that was published but not committed. Its name contains (job, fence), so no other result has
+        it."""
         if published:
             await anyio.to_thread.run_sync(fs.remove_tree, self._data.root / published)
 
     async def late(self, message: w.Staged | w.Failed | w.Beat) -> w.Committed | w.Fenced | None:
-        """What to answer a process that is no longer the trainer: one on another machine cannot be killed, only fenced
-        out. What it staged meanwhile is removed here: nobody else may, and it may have been told to be dead. None: it is
-        to ask again, for its end is still being taken."""
+        """Return the answer to a process that is no longer the trainer.
+
+        A process on another machine cannot be killed, only fenced. What it staged meanwhile is removed here: it may
+        have been told that it is dead, and nobody else may remove it. Returns None while the end of its job is still
+        being recorded: the process will ask again.
+        """
         answer = await self._store.write(lambda c: self._already(c, message))
         if isinstance(answer, w.Fenced) and not isinstance(message, w.Beat):
             staging = self._data.staging(message.job, message.fence)
             try:
                 await anyio.to_thread.run_sync(fs.remove_tree, staging)
-            except OSError as error:  # it writes there still, although it said that it had ended
+            except OSError as error:  # the process still writes there, although it reported its end
                 log.warning("%s stays until the next start: %s", staging, error)
         return answer
 
     def _already(self, c: sqlite3.Connection, message: w.Staged | w.Failed | w.Beat) -> w.Committed | w.Fenced | None:
-        """What to answer a message that is not of the running (job, fence); None when it is."""
+        """Return the answer to a message whose (job, fence) is no longer running, None when it is running."""
         job = c.execute("SELECT state, fence FROM job WHERE id = ?", (message.job,)).fetchone()
         if job is not None and (job["state"], job["fence"]) == ("running", message.fence):
             return None
@@ -285,8 +292,8 @@ class Dispatch:
         self._wire.send(name, answer(job=message.job, fence=message.fence))
 
     async def died(self, name: str, spawn: int, ordered: bool, error: str, tail: str = "") -> None:
-        """Take back what a trainer's process had, which is proven dead. A result that is being committed needs it no more. `tail`
-        holds the last lines of its log."""
+        """Take back the jobs of a trainer's process that is proven dead. A result that is being committed no longer
+        needs its process, so that commit ends first. `tail` holds the last lines of the process's log."""
         for committing in list(self._committing.values()):
             await committing.wait()
         claim = self._claims.get(name)

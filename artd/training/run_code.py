@@ -1,4 +1,4 @@
-"""Tells when a run goes on with other code of a package than that which trained its last step."""
+"""Reports when a run continues with other package code than the code that trained its last step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _LAST = (
 
 
 async def tell_changes(store: Store, data: Path, run: int, present: RunCode) -> None:
-    """Compare a run's code with its last checkpoint's. What differs is an event `run.code` and a warning; the run goes on."""
+    """Compare the run's code with that of its last checkpoint. A difference becomes an event `run.code` and a warning;
+    the run goes on."""
     for row in await store.read(_LAST, (run,)):
         try:
             before = await anyio.to_thread.run_sync(read_code, data / row["dir"])
         except (*UNREADABLE, OSError):
-            return  # the trainer says what is wrong with its parent
+            return  # the trainer reads the same checkpoint and reports what is wrong with it
         for what, old, new in (("loss", before.loss, present.loss), ("family", before.family, present.family)):
             if old != new:
                 await store.write(
@@ -44,5 +45,5 @@ def _tell(now: int, row: sqlite3.Row, what: str, before: str, present: str, c: s
 
 
 def describe(code: PackageCode | None) -> str:
-    """Return package, version and digest; a run without a package's code has none."""
+    """Return package, version and digest, or "no package's" for a run without package code."""
     return f"{code.distribution} {code.version} ({code.digest})" if code else "no package's"

@@ -1,7 +1,7 @@
-"""What was sampled since the last step, trained or not: numbers of the step that is committed now.
+"""Counts what was sampled since the last step, trained or not, for the metrics of the step that is committed now.
 
-Invariants: each sealed group and each evaluation is counted in one step's metrics, the
-first that is committed after it; called in that step's transaction, so a step that does not come to be counts nothing.
+Each sealed group and each evaluation is counted once, in the first step that is committed after it. The functions run
+in that step's transaction, so a step that is not committed counts nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHERE run_id = :run AND id > :told AND split = 'eval'"""
 
 
 def since_last_step(c: sqlite3.Connection, run_id: int) -> dict[str, float]:
-    """Metrics by name (docs/metrics.md); what was counted is not counted again."""
+    """Return the metrics by name (docs/metrics.md) and mark what was counted, so that no later step counts it again."""
     groups = c.execute(_GROUPS, {"run": run_id}).fetchall()
     found = {
         "groups_sealed": float(len(groups)),
