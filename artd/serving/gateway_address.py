@@ -1,7 +1,8 @@
-"""The gateway's listening socket: the daemon holds it for life, and each gateway process inherits it.
+"""Opens the gateway's listening socket. The daemon holds it for life, and each gateway process inherits it.
 
-Owner of: that socket. Invariants: the address outlives every gateway process, so clients in the field go on after its crash (what they
-send meanwhile waits in the socket's queue); of any free ports the one of the last boot is taken again where it can be had.
+Owns that socket. The address outlives every gateway process, so clients keep their address when a gateway crashes, and
+what they send meanwhile waits in the socket's queue. If the configuration allows any free port, the daemon takes that
+of the last boot again where it can.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ BACKLOG = 2048
 
 
 def listen(gateway: Gateway, before: int) -> socket.socket:
-    """before: the port of the last boot, 0: none. Errors: CannotListen. A port that is in use would be so at each of the gateway's
-    five starts."""
+    """Open the socket. `before` is the port of the last boot, 0 for none. Raises CannotListen: a port that is in use
+    now would fail at every start of a gateway, too."""
     try:
         family, _, _, _, address = socket.getaddrinfo(gateway.host, gateway.port, type=socket.SOCK_STREAM)[0]
         if not gateway.port and before:
@@ -28,10 +29,12 @@ def listen(gateway: Gateway, before: int) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                log.warning("port %d of the gateway has been taken meanwhile: it gets another", before)
+                log.warning(
+                    "port %d of the gateway is in use by another program now: the gateway gets another port", before
+                )
         return _listener(family, address[0], gateway.port)
     except OSError as error:
-        why = (error.strerror or str(error)).partition(" (while")[0]  # what create_server adds is said already
+        why = (error.strerror or str(error)).partition(" (while")[0]  # the rest is the address, which our text has
         raise CannotListen(
             f"the gateway cannot listen on {gateway.host} port {gateway.port}: {why}. "
             "Next: choose another gateway.host or gateway.port in artd.toml (port 0 takes any free one)"

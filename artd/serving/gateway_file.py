@@ -1,6 +1,7 @@
-"""DATA/gateway.json (0600): where rollout programs that are not clients find the gateway, and its bearer token.
+"""Writes DATA/gateway.json (mode 0600), from which rollout programs that are not clients learn the gateway's address
+and bearer token.
 
-Owner of: that file. Invariants: a disk that is full delays the file and nothing else: `artctl status` tells the address, too.
+Owns that file. A full disk delays only the file: `artctl status` shows the address, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from artd.store import fs
 
 
 def write_gateway_file(root: Path, url: str, token: str) -> None:
-    """Replace the file, unless it says the same already: a gateway keeps its port where it can."""
+    """Write the file unless its content is already right, which is usual, because a gateway keeps its port where it
+    can."""
     path, content = root / "gateway.json", json.dumps({"url": url, "token": token}).encode()
     if path.exists() and path.read_bytes() == content:
         return

@@ -1,4 +1,4 @@
-"""What becomes of the rows of an engine's pushes and of what it serves when a push ends or the engine is gone.
+"""Updates the rows of an engine's pushes, and of what it serves, when a push ends or the engine is gone.
 
 Each function writes in its caller's transaction.
 """
@@ -16,8 +16,8 @@ MAX_ATTEMPTS = 5
 
 
 def make_room(c: sqlite3.Connection, engine: str, name: str, keep: int) -> list[str]:
-    """End what an engine serves beyond the newest `keep` steps, with what a rollback left. Returns the names that the engine has to
-    forget; not `name`, which has just been put in its own old place."""
+    """End what an engine serves beyond the newest `keep` live steps, and everything that a rollback left. Returns the
+    names that the engine must unload. `name` is not one of them: the new step was loaded in its place."""
     served = c.execute(
         "SELECT id, name, state FROM serving WHERE engine = ? AND state <> 'gone' ORDER BY id DESC", (engine,)
     ).fetchall()
@@ -29,7 +29,7 @@ def make_room(c: sqlite3.Connection, engine: str, name: str, keep: int) -> list[
 
 
 def engines_with_pushes(c: sqlite3.Connection) -> list[str]:
-    """Return the engines that something is pushed to, or that serve something."""
+    """Return the engines that have a push under way or a live one, or that serve something."""
     rows = c.execute(
         "SELECT engine FROM push WHERE state IN ('sending', 'live') UNION SELECT engine FROM serving WHERE state IN ('live', 'draining')"
     )
@@ -37,8 +37,8 @@ def engines_with_pushes(c: sqlite3.Connection) -> list[str]:
 
 
 def forget_engine(c: sqlite3.Connection, now: int, engine: str, error: str, counted: bool = True) -> None:
-    """Forget what a process of an engine served that is gone, and put back what was pushed to it. `counted` says that this push failed;
-    it is False when the daemon itself went down under it."""
+    """Forget what a dead process of an engine served, and put its push back. `counted` says whether that push failed;
+    it is False when the daemon itself went down during the push."""
     for row in c.execute("SELECT * FROM push WHERE engine = ? AND state = 'sending'", (engine,)).fetchall():
         put_back(c, now, row, error, counted)
     for row in c.execute("SELECT id FROM push WHERE engine = ? AND state = 'live'", (engine,)).fetchall():
@@ -48,8 +48,9 @@ def forget_engine(c: sqlite3.Connection, now: int, engine: str, error: str, coun
 
 
 def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, counted: bool = True) -> None:
-    """A push under way ended badly: `prepared` again, or `failed` and the run paused after too many failures in a row: of this
-    push or of older ones, as a step that is committed meanwhile takes the place of the one that failed."""
+    """Return a failed push to `prepared`. After too many failures in a row the push becomes `failed` and its run
+    pauses. Failures of older pushes count, too, because a step that is committed meanwhile replaces the one whose push
+    failed."""
     attempts = row["attempts"] + counted
     failures = attempts + failures_before(c, row)
     run = c.execute("SELECT id, name FROM run WHERE id = ?", (row["run_id"],)).fetchone()
@@ -65,8 +66,8 @@ def put_back(c: sqlite3.Connection, now: int, row: sqlite3.Row, error: str, coun
 
 
 def failures_before(c: sqlite3.Connection, row: sqlite3.Row) -> int:
-    """Count the failures of older pushes to the same engine since one was live, or since the operator resumed the run after its last
-    failure."""
+    """Count the failures of older pushes to the same engine since one of them was live, or since the operator resumed
+    the run after its last failed push."""
     ended = "state = 'failed' OR (state IN ('live', 'superseded') AND source IS NOT NULL AND error = '')"
     found = c.execute(
         "SELECT coalesce(sum(attempts), 0) FROM push WHERE run_id = :run AND engine = :engine AND id < :id AND id >"

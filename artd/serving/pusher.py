@@ -1,9 +1,9 @@
 """Pushes committed checkpoints into engines: hold, update, verify, live.
 
-It owns the rows of pushes and of what is served, and `process.held`. The step that an engine serves changes only with a verified
-`Live`. An engine whose push did not end well is unknown: it is restarted, never verified back. Each engine has at most one push under
-way, and only the newest matters. The gateway holds from the engine's `Pausing` on, and the engine goes on only when nothing is
-admitted to it any more.
+Owns the rows of pushes and of what is served, and `process.held`. The step that an engine serves changes only with a
+verified `Live`. An engine whose push did not end well may have any weights: it is restarted, not repaired. Each engine
+has at most one push under way, and only the newest checkpoint matters. The gateway holds the engine's requests from
+`Pausing` on; the engine proceeds only when the gateway admits no more requests to it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 HELD_S = 10.0
 DEADLINE_S = 180.0
 SLOWEST = 10 << 20
-"""Bytes a second that a disk reads at least: a checkpoint is read in parts that give no sign of life meanwhile."""
+"""The slowest disk that artd allows for, in bytes per second. An engine sends no sign of progress while it reads one
+part of a checkpoint."""
 LOOK_S = 1.0
 GONE_S = 60.0
 KEEP_LIVE = 2
@@ -57,9 +58,9 @@ KEEP_LIVE = 2
 class Sending:
     """The push under way to an engine.
 
-    `end` is its deadline on the daemon's awake clock, which moves with each sign of progress; `progress` is the last sign. `pausing`
-    says that the engine wants to pause. `held` is there once the gateway was asked to hold, and set when it admits nothing to the
-    engine any more, or when nobody waits for that any more.
+    `end` is its deadline on the daemon's awake clock; each sign of progress postpones it, and `progress` is the last
+    sign. `pausing` says that the engine is ready to pause. `held` exists once the daemon has asked the gateway to hold.
+    It is set when the gateway admits no more requests to the engine, or when nobody waits for that any more.
     """
 
     message: w.Push
@@ -70,21 +71,23 @@ class Sending:
     held: anyio.Event | None = None
 
     def done(self) -> None:
-        """Let who waits for the hold go on."""
+        """Wake whoever waits for the hold."""
         if self.held is not None:
             self.held.set()
 
 
 @dataclass
 class Unknown:
-    """A process of an engine whose push ended badly. It gets nothing more, and has ended by itself at `gone_by`."""
+    """A process of an engine whose push ended badly, so that its weights are unknown. It gets no further push, and has
+    to end by itself until `gone_by`."""
 
     spawn: int | None
     gone_by: float
 
 
 class Pusher:
-    """Pushes to every engine. `kill(worker, reason)` ends a worker's process; an engine's death comes back through `engine_died`."""
+    """Pushes to every engine. `kill(worker, reason)` ends a worker's process; the engine's death then arrives through
+    `engine_died`."""
 
     def __init__(self, store: Store, wire: WorkerWire, data: DataDir, kill: Callable[[str, str], None]) -> None:
         self._store = store
@@ -97,7 +100,7 @@ class Pusher:
         self.transfers = Transfers()
 
     async def run(self) -> None:
-        """Send what is due and watch its deadline, until cancelled."""
+        """Send each push when it is due, and watch its deadline, until cancelled."""
         while True:
             changed = self._store.change()
             for engine in await self._store.write(_engines):
@@ -108,7 +111,7 @@ class Pusher:
                 await changed.wait()
 
     def _watch(self, now: float) -> None:
-        """End engines whose push takes too long, or that live on when their push has failed."""
+        """Kill engines whose push passed its deadline, and engines that did not end by themselves after a failed push."""
         for engine, sending in self._sending.items():
             if now > sending.end:
                 sending.end += sending.message.deadline_s
@@ -127,7 +130,7 @@ class Pusher:
             return
         reach("push.claimed")
         if self._wire.spawn(engine) != spawn:
-            return  # it died meanwhile, and `engine_died` puts the push back: it is not the next process's
+            return  # the engine died meanwhile: `engine_died` puts the push back, and the next process must not get it
         self._sending[engine] = Sending(message, engine, self._awake.now() + message.deadline_s + message.drain_s)
         if message.source == "live":
             self._wire.send(_trainer_for(engine), message)
@@ -179,12 +182,12 @@ class Pusher:
         )
 
     def _meeting(self, engine: WorkerView, trainer: int, transfer: w.Transfer) -> Path:
-        """Return the path at which a spawn of the trainer and one of the engine meet for this way."""
+        """Return the path at which a spawn of the trainer and one of the engine meet for this transfer."""
         return self._data.spawn_dir(engine.name, engine.spawn) / f"{transfer}-{trainer}"
 
     def _can_feed(self, c: sqlite3.Connection, checkpoint: sqlite3.Row, engine: WorkerView) -> bool:
-        """Return whether the trainer's last job made this checkpoint, so that it holds it still, and this process of the engine has
-        served before."""
+        """Return whether the trainer can feed this push from its memory: its last job made this checkpoint, so its
+        weights are still there, and this process of the engine has already served something."""
         trainer = _trainer_for(engine.name)
         last = c.execute(
             "SELECT job_id, spawn FROM attempt WHERE worker = ? ORDER BY job_id DESC, fence DESC LIMIT 1", (trainer,)
@@ -197,25 +200,27 @@ class Pusher:
     # ---- the hold -----------------------------------------------------------------------------------------------------
 
     async def pausing(self, message: w.Pausing) -> None:
-        """The engine has done all that it can beside running requests: it goes on when nothing more is admitted to it."""
+        """Hold the gateway's requests to an engine, then let the engine proceed. The engine has done everything that it
+        can do while requests run."""
         sending = self._under_way(message.push, message.fence)
         if sending is None or sending.pausing:
-            return  # of an older attempt, or said twice
+            return  # the message is from an older attempt, or it is a repetition
         sending.pausing = True
-        # First the row: from here on every table holds, whichever gateway gets it.
+        # The row comes first: from now on every routing table holds this engine, whichever gateway process gets the table.
         await self._store.write(lambda c: set_held(c, sending.engine, message.fence))
         if self._sending.get(sending.engine) is sending:
             await self._hold(sending)
         reach("push.held")
-        if self._sending.get(sending.engine) is sending:  # else its engine died meanwhile
+        if self._sending.get(sending.engine) is sending:  # otherwise the engine died meanwhile
             self._wire.send(sending.engine, w.Proceed(push=message.push, fence=message.fence))
 
     async def _hold(self, sending: Sending) -> None:
-        """Until the gateway admits nothing to the engine, or is dead; without a gateway nothing is admitted at all."""
+        """Wait until the gateway admits no more requests to the engine, or is dead. Without a gateway nothing is
+        admitted at all."""
         if self._wire.spawn(GATEWAY) is None:
             return
         message = sending.message
-        held = sending.held = anyio.Event()  # only now: that an older gateway died says nothing of this one
+        held = sending.held = anyio.Event()  # not earlier, or the death of an older gateway would count for this one
         self._wire.send(GATEWAY, w.Hold(push=message.push, fence=message.fence, engine=sending.engine))
         awake = Awake(anyio.current_time, LOOK_S)
         while not held.is_set() and awake.now() < HELD_S:
@@ -230,18 +235,19 @@ class Pusher:
             sending.done()
 
     def gateway_died(self) -> None:
-        """End every wait for a hold: a dead gateway admits nothing, and the next one's first table holds the engines."""
+        """End every wait for a hold: a dead gateway admits nothing, and the first routing table of the next one holds
+        the engines."""
         for sending in self._sending.values():
             sending.done()
 
     def beat(self, message: w.Beat) -> None:
-        """Put the deadline of a push off whose engine goes on with it: the deadline is for a standstill."""
+        """Postpone a push's deadline if its engine made progress: the deadline limits a standstill, not the whole push."""
         sending = self._under_way(message.push, message.fence)
         if sending is not None and message.progress != sending.progress:
             sending.progress = message.progress
             sending.end = self._awake.now() + sending.message.deadline_s + sending.message.drain_s
 
-    # ---- what workers say ---------------------------------------------------------------------------------------------
+    # ---- messages of workers ------------------------------------------------------------------------------------------
 
     async def live(self, message: w.Live) -> None:
         reach("push.live")
@@ -255,8 +261,8 @@ class Pusher:
             self._wire.send(engine, w.Unload(name=name))
 
     def _go_live(self, c: sqlite3.Connection, message: w.Live) -> tuple[str, list[str]] | None:
-        """Change the served step of an engine; nothing else does. Returns the engine and the adapters that it has to unload, None when
-        the fence is old."""
+        """Change the step that an engine serves; only this function does. Returns the engine and the adapters that it
+        must unload, or None if the message's fence is old."""
         row = c.execute(
             "SELECT p.*, k.step, k.abandoned, r.name AS run FROM push p JOIN checkpoint k ON k.id = p.checkpoint_id JOIN run r"
             " ON r.id = p.run_id WHERE p.id = ? AND p.fence = ? AND p.state = 'sending'",
@@ -278,8 +284,8 @@ class Pusher:
         return engine, gone if row["mode"] == "lora" else []
 
     async def failed(self, message: w.PushFailed) -> None:
-        """Take back a push that failed: it waits for the engine's next process. The harness ends its engine by itself, else `_watch`
-        does."""
+        """Take back a failed push: it waits for the engine's next process. The harness ends its engine by itself; if it
+        does not, `_watch` kills it."""
         log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
         for row in await self._store.read("SELECT engine FROM push WHERE id = ?", (message.push,)):
             engine = row["engine"]
@@ -288,8 +294,8 @@ class Pusher:
         self._end(message.push, message.fence)
 
     async def refused(self, message: w.Refused) -> None:
-        """Restart an engine to which the trainer cannot send the weights, or does not hold them any more: it loads them from disk. A
-        late refusal of an older attempt changes nothing."""
+        """Restart an engine if the trainer cannot send it the weights, or no longer holds them: the engine then loads
+        them from disk. A late refusal of an older attempt changes nothing."""
         if (sending := self._under_way(message.push, message.fence)) is not None:
             trainer = _trainer_for(sending.engine)
             spawn = self._wire.spawn(trainer)
@@ -298,14 +304,15 @@ class Pusher:
             self._kill(sending.engine, f"the trainer refused push {message.push}: {message.reason}")
 
     async def trainer_died(self, trainer: str) -> None:
-        """Restart the engines whose push this trainer fed."""
+        """Restart the engines that this trainer was feeding."""
         self.transfers.forget(trainer)
         for engine, sending in self._sending.items():
             if sending.message.source == "live" and _trainer_for(engine) == trainer:
                 self._kill(engine, f"the trainer died while it fed push {sending.message.push}")
 
     async def engine_died(self, engine: str, error: str, counted: bool = True) -> None:
-        """Forget what a dead engine served and put its push back. `counted` counts that as a failure; it is False at a stop."""
+        """Forget what a dead engine served and put its push back. `counted` says whether that counts as a failure of
+        the push; it does not at a stop of the daemon."""
 
         def write(c: sqlite3.Connection) -> None:
             now = self._store.clock.now_ms()
@@ -316,7 +323,8 @@ class Pusher:
             self._end(sending.message.push, sending.message.fence)
 
     def _fail(self, c: sqlite3.Connection, message: w.PushFailed) -> None:
-        """Forget the engine of a failed push, which is as good as gone: the table that releases it lists nothing that it serves."""
+        """Forget what the engine of a failed push served, because it will end: the next routing table releases its hold
+        and lists nothing for it."""
         found = "SELECT engine FROM push WHERE id = ? AND fence = ? AND state = 'sending'"
         if (row := c.execute(found, (message.push, message.fence)).fetchone()) is not None:
             forget_engine(c, self._store.clock.now_ms(), row["engine"], f"{message.phase}: {message.error}")
@@ -329,13 +337,13 @@ class Pusher:
             sending.done()
 
     def _under_way(self, push: int, fence: int) -> Sending | None:
-        """Return the push under way that is this attempt, None when there is none."""
+        """Return the push under way that is this attempt, None if there is none."""
         attempts = ((sending.message.push, sending.message.fence, sending) for sending in self._sending.values())
         return next((sending for *attempt, sending in attempts if attempt == [push, fence]), None)
 
 
 def _trainer_for(engine: str) -> str:
-    """Return the trainer that feeds an engine: that of the engine's run."""
+    """Return the trainer that feeds an engine: the trainer of the same run."""
     return trainer_name(parse_worker(engine).run)
 
 

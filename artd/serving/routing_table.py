@@ -1,7 +1,7 @@
-"""The gateway's routing table, derived from rows and sent whole whenever it changes.
+"""Derives the gateway's routing table from rows, and sends the whole table whenever it changes.
 
-Owner of: the last table sent, and which names the gateway confirmed. Invariants: an engine under a merged push is on hold in every table from
-before its pause until its verified `Live`; a table never names a step that is not live.
+Owns the last table that was sent, and the names that the gateway confirmed. Every table holds an engine under a merged
+push from before its pause until its verified `Live`. A table never names a step that is not live.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SELECT name, state, address, held FROM process WHERE run_id = ? AND kind = 'engi
 
 
 class Router:
-    """Keeps the gateway's table true, and knows what the gateway confirmed."""
+    """Keeps the gateway's table up to date, and knows what the gateway confirmed."""
 
     def __init__(self, store: Store, wire: WorkerWire) -> None:
         self._store = store
@@ -35,13 +35,13 @@ class Router:
         self.routed: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Send every new table, until cancelled."""
+        """Send every new table to the gateway, until cancelled."""
         while True:
             changed = self._store.change()
             table = await self._store.write(load_table)
             names = frozenset(served.name for engine in table.engines for served in engine.served)
             if not self.routed <= names:
-                # What answered may do so still, and a rollback may give its name to another step.
+                # The gateway may still route by the old table, and a rollback may give an old name to another step.
                 self.routed = frozenset()
             sent = (self._wire.spawn(GATEWAY), msgspec.msgpack.encode(table))
             if sent[0] is not None and sent != self._sent:
@@ -52,15 +52,15 @@ class Router:
                 await changed.wait()
 
     def taken(self, message: w.RouteTaken) -> None:
-        """The gateway routes by this table now: whoever waits for a step to be served may go on."""
+        """Note that the gateway routes by this table now, and wake the clients that wait for a step to be served."""
         if message.seq == self._seq:
             self.routed = self._names
             self._store.announce()
 
 
 class Table(NamedTuple):
-    """What the gateway has to know. `held` has, for each engine, the fence of the newest push for which the gateway was asked to hold
-    it: a hold ends only with a newer table, so every such push makes one."""
+    """What the gateway has to know. `held` has, for each engine, the fence of the newest push for which the gateway was
+    asked to hold it. A hold ends only with a newer table, so every such push must change the table."""
 
     runs: tuple[str, ...] = ()
     engines: tuple[w.EngineRoute, ...] = ()
@@ -68,7 +68,7 @@ class Table(NamedTuple):
 
 
 def load_table(c: sqlite3.Connection) -> Table:
-    """Return the runs and their engines that can be reached."""
+    """Return the active runs, and those of their engines that can be reached."""
     runs = active_runs(c)
     routes: list[w.EngineRoute] = []
     held: list[int] = []

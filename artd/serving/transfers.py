@@ -1,7 +1,7 @@
-"""How a live push may travel: what trainer and engine said that they can, and what has failed since.
+"""Chooses how a live push travels, from what trainer and engine offer and what has failed since.
 
-Owner of: what the present processes can do; nothing of it outlives them. Invariants: a way that one side does not name, or that
-a trainer refused once, is not taken; where none is left, a push comes from disk.
+Owns what the present processes can do; none of it outlives them. A transfer that one side does not offer, or that this
+trainer has refused for this engine, is not chosen. If none is left, the push comes from disk.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ Process = tuple[str, int]
 
 
 class Transfers:
-    """The ways of every pair of a trainer and an engine."""
+    """The possible transfers of every pair of a trainer and an engine."""
 
     def __init__(self) -> None:
         self._able: dict[str, tuple[int, tuple[w.Transfer, ...]]] = {}
         self._refused: set[tuple[Process, str, w.Transfer]] = set()
 
     def able(self, name: str, spawn: int, ways: tuple[w.Transfer, ...]) -> None:
-        """A worker is ready. ways: best first."""
+        """Note the transfers that a worker's process offers, best first."""
         self._able[name] = (spawn, ways)
 
     def refused(self, trainer: Process, engine: str, way: w.Transfer) -> None:
-        """Note that this process of the trainer cannot send that way to this engine: the next push goes another one."""
+        """Note that this process of the trainer cannot use that transfer to this engine. The next push uses another
+        one."""
         self._refused.add((trainer, engine, way))
         if way == "direct":
-            self._refused.add((trainer, engine, "nccl"))  # it is the same plan that cannot be made
+            self._refused.add((trainer, engine, "nccl"))  # nccl needs the same plan, which failed
 
     def forget(self, trainer: str) -> None:
-        """Forget what the trainer's processes so far refused: they are gone."""
+        """Forget what the trainer's earlier processes refused: they are gone."""
         self._refused = {refusal for refusal in self._refused if refusal[0][0] != trainer}
 
     def choose(self, trainer: Process, engine: Process) -> w.Transfer | None:
-        """Return the engine's best way that the trainer can go too, None when there is none."""
+        """Return the engine's best transfer that the trainer can use, too, or None if there is none."""
         offered = {way for way in self._of(*trainer) if (trainer, engine[0], way) not in self._refused}
         return next((way for way in self._of(*engine) if way in offered), None)
 
