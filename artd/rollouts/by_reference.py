@@ -1,8 +1,8 @@
-"""Trajectories by reference: turns of the gateway's ledger become a parcel, and their exchanges are used up.
+"""Builds trajectories from references: reads their turns from the gateway's ledger and marks their exchanges as used.
 
-Owner of: exchange.trajectory_id. Invariants: an exchange's choice belongs to at most one trajectory, whose body is from
-then on the only place that holds its turn; a trajectory's body has the routes of each token of a sequence once; turns are
-read, checked and encoded outside the writer, which only looks whether the exchanges are still unused.
+Each choice of an exchange belongs to at most one trajectory, and from then on only that trajectory's body holds its
+turn. The body stores the routes of each token of a sequence once. Turns are read, checked and encoded outside the
+writer, which only checks that the exchanges are still unused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .credit import add_credits, check_kind
 from .insert import Parcel, RunFacts, insert_many
 
 READ_AGAIN_S = (0.1, 0.3)
-"""Pauses before bytes that are not what was written are read a second and a third time."""
+"""Pauses before a file whose bytes have the wrong digest is read a second and a third time."""
 _turn = msgspec.msgpack.Decoder(Turn)
 READ = (
     "WITH ref (response_id, choice) AS (VALUES {})"
@@ -39,7 +39,7 @@ READ = (
 
 
 async def read_exchanges(store: Store, op: api.Submit, run: RunFacts) -> list[sqlite3.Row]:
-    """The ledger's rows of all references, in order. Errors: NotFound, Conflict."""
+    """Return the ledger's rows of all references, in order. Raises NotFound, Conflict."""
     marks = ", ".join(["(?, ?)"] * len(op.refs))
     values = (value for ref in op.refs for value in (ref.response_id, ref.choice))
     rows = await store.read(READ.format(marks), (*values, run.id))
@@ -48,7 +48,8 @@ async def read_exchanges(store: Store, op: api.Submit, run: RunFacts) -> list[sq
 
 
 def compose(parcel: Parcel, exchanges: list[sqlite3.Row], blobs: Blobs) -> Parcel:
-    """The parcel with the turns of these rows as its body. Errors: Invalid; RequestError when a file of theirs is damaged."""
+    """Return the parcel with the turns of these rows as its body. Raises Invalid, Busy, and RequestError if one of
+    their files is damaged."""
     op, run = parcel.op, parcel.run
     raw = [row["turn"] if row["blob"] is None else _read(blobs, row) for row in exchanges]
     turns = [_turn.decode(turn) for turn in raw]
@@ -71,14 +72,15 @@ def compose(parcel: Parcel, exchanges: list[sqlite3.Row], blobs: Blobs) -> Parce
 def insert(
     c: sqlite3.Connection, now: int, parcel: Parcel, exchanges: list[sqlite3.Row], problem: RequestError | None
 ) -> api.Submitted:
-    """Insert one trajectory and use its exchanges up: they keep their names, not their turns.
+    """Insert one trajectory and use up its exchanges: they keep their names and lose their turns.
 
-    problem: why there is no body; a key that is known gets its first answer all the same, as its references were used by
-    then. Errors: RequestError.
+    `problem` says why there is no body. A known key gets its first answer all the same, because that submission has
+    used the references. Raises RequestError.
     """
     known = c.execute("SELECT 1 FROM trajectory WHERE run_id = ? AND key = ?", (parcel.run.id, parcel.key)).fetchone()
     if known is None:
-        for index, row in enumerate(exchanges):  # first: the file of a used one may be gone
+        # Before `problem` counts: a used exchange may have lost its file, which is not damage.
+        for index, row in enumerate(exchanges):
             _check_unused(index, c.execute("SELECT trajectory_id FROM exchange WHERE id = ?", (row["id"],)).fetchone())
         if problem is not None:
             raise problem
@@ -92,8 +94,8 @@ def insert(
 
 
 def _read(blobs: Blobs, row: sqlite3.Row) -> bytes:
-    """Errors: Busy when the file cannot be read now; RequestError when it is not what was written, however often it is read: its
-    turn would be trained on as it is."""
+    """Return the turn in the row's file. Raises Busy if the file cannot be read now, and RequestError if its digest
+    stays wrong however often it is read: nobody may train on such a turn."""
     path = blobs.path(row["blob"])
     where = f"response {row['response_id']!r} choice {row['choice']}: the ledger's file {path}"
     try:
@@ -113,7 +115,7 @@ def _read(blobs: Blobs, row: sqlite3.Row) -> bytes:
 
 
 def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:
-    """Errors: NotFound, Conflict when this reference cannot be taken."""
+    """Return the row if the reference may be used. Raises NotFound, Conflict."""
     ref, where = op.refs[index], f"refs[{index}]"
     if ref in op.refs[:index]:
         raise Conflict(f"{where}: the same response and choice is listed twice", field=where)
@@ -130,7 +132,7 @@ def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:
 
 
 def _check_unused(index: int, row: sqlite3.Row | None) -> None:
-    """Errors: NotFound, Conflict."""
+    """Raise NotFound if the exchange is gone, and Conflict if a trajectory has used it."""
     if row is None:
         raise NotFound(f"refs[{index}]: this response has expired", field=f"refs[{index}]")
     if row["trajectory_id"] is not None:

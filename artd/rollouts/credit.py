@@ -1,4 +1,5 @@
-"""What a program gives for each token beside the engine's columns, and which kinds of trajectories a run trains. Pure."""
+"""Adds the advantages and weights that a program gives for each token, and checks which kind of trajectory a run
+trains. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from artd_schema.run.spec import RunSpec
 
 
 def add_credits(turns: Sequence[Turn], credits: Sequence[Credit]) -> list[Turn]:
-    """Return the turns with the advantages and weights given for them. Raises InvalidField."""
+    """Return the turns with the given advantages and weights. Raises InvalidField."""
     if len(credits) != len(turns):
         raise InvalidField("credits", f"{len(credits)} for {len(turns)} turns: give one for each turn")
     return [
@@ -41,8 +42,8 @@ def _column(values: Sequence[float], count: int, where: str) -> bytes:
 
 
 def check_kind(spec: RunSpec, turns: Sequence[Turn], split: str) -> None:
-    """Check that a run trains what is submitted: examples alone, or rollouts alone; and with or without given advantages. Raises
-    InvalidField."""
+    """Check that the run trains this kind of trajectory: only examples or only rollouts, with given advantages or
+    without. Raises InvalidField."""
     if split != "train":
         return
     examples, wanted = {turn.example for turn in turns}, spec.loss.kind == EXAMPLES
@@ -51,7 +52,7 @@ def check_kind(spec: RunSpec, turns: Sequence[Turn], split: str) -> None:
             "turns",
             "this run trains on examples (loss.kind='sft'): use run.submit_example, or split='eval'"
             if wanted
-            else f"this run trains on rollouts (loss.kind={spec.loss.kind!r}), and an example is none: make a run with loss.kind='sft'",
+            else f"this run trains on rollouts (loss.kind={spec.loss.kind!r}), not on examples: make a run with loss.kind='sft'",
         )
     given = spec.advantages.baseline == "given" if spec.advantages else False
     for index, turn in enumerate(turns):

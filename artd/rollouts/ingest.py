@@ -1,9 +1,9 @@
-"""Trajectories come in: by value, or by reference to the gateway's ledger; groups seal.
+"""Accepts trajectories from clients and responses from the gateway, and seals groups.
 
-Owner of: trajectory_group, trajectory (until packed), exchange; the rows of trajectories are written by `intake`, those by
-reference are put together by `references`.
-Invariants: an answer leaves after its COMMIT; a dedup key is taken for ever; a group seals once, and one without variance
-is discarded then; large bodies and large metadata are checked and hashed in threads, never in the event loop or the writer.
+`insert` writes the rows of trajectories; `by_reference` builds those that name responses of the ledger. An answer
+leaves after its COMMIT. A dedup key is never free again. A group is sealed once; one whose rewards do not differ is
+discarded then, unless its run trains equal rewards. Large bodies and large metadata are checked and hashed in threads,
+never in the event loop or the writer.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from .insert import Answer, Intake, Parcel, RunFacts, seal_group
 
 _turns = msgspec.msgpack.Decoder(list[Turn])
 METADATA_INLINE = 1 << 16
-"""Bytes of metadata that a row holds."""
+"""The most bytes of metadata that stay in a row."""
 BODY_THREADS = 4
-"""Threads for large bodies, and as many for the gateway's turns: more would hold up the event loop, and each other. The commit of a
-step has others."""
-LOOK_S = 5.0  # a clock that is set back makes a deadline look far away
+"""Threads for large bodies, and as many again for the gateway's turns. More would delay the event loop and each other.
+The commit of a step has threads of its own."""
+LOOK_S = 5.0  # look at deadlines this often: one looks far away after the clock was set back
 
 
 class Ingest:
-    """submit, seal, flush for clients; exchanges for the gateway; `run` seals groups at their deadline.
+    """Serves clients (`submit`, `seal`, `flush`) and the gateway (`exchange`); `run` seals groups at their deadline.
 
-    max_inline: bytes of a body, or of a turn of the ledger, kept in its row; admit: raises Busy when nothing more may be taken;
-    jumped: whether the clock did, and stored deadlines do not count yet.
+    `max_inline` is the most bytes of a body, or of a turn of the ledger, that stay in a row. `admit` raises Busy when
+    nothing more may be accepted. `jumped` returns whether the clock jumped, so that stored deadlines do not count yet.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Ingest:
         self._turns = anyio.CapacityLimiter(BODY_THREADS)
         self._intake = Intake(store)
         self._runs: dict[str, RunFacts] = {}
-        self._deleted = 0  # runs, in this boot
+        self._deleted = 0  # runs that were deleted in this boot
 
     async def facts(self, name: str) -> RunFacts:
-        """Errors: NotFound, Unreadable."""
+        """Return the facts of the run `name`. Raises NotFound, Unreadable."""
         if (known := self._runs.get(name)) is not None:
             return known
         deleted = self._deleted
@@ -78,20 +78,24 @@ class Ingest:
         if not rows:
             raise NotFound(f"there is no run {name!r}; create it with Client.run({name!r}, model=...)", field="run")
         facts = RunFacts(rows[0]["id"], stored_spec(rows[0]), rows[0]["vocab_size"], route_shape(rows[0]))
-        if deleted == self._deleted:  # else these rows may be of a run that is gone
+        if deleted == self._deleted:  # otherwise the row may be that of a run which was deleted meanwhile
             self._runs[name] = facts
         return facts
 
     def forget(self, name: str) -> None:
-        """The run of this name is deleted; another may get the name."""
+        """Forget the facts of a deleted run, because another run may get its name."""
         self._deleted += 1
         self._runs.pop(name, None)
 
     # ---- trajectories -------------------------------------------------------------------------------------------------
 
     def submit_now(self, op: api.Submit, bulk: list[bytes], answer: Answer, header: int = 0) -> bool:
-        """header: bytes that `op` came in. The fast way for a small trajectory by value of a known run; False when it needs `submit`. Errors:
-        RequestError at once; `answer` gets what comes later."""
+        """Queue a small trajectory by value of a known run, without a task of its own. Returns False if it needs
+        `submit`.
+
+        `header` is the number of bytes in which `op` arrived. `answer` gets the later outcome. Raises RequestError for
+        what is wrong at once.
+        """
         run = self._runs.get(op.run)
         if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline or header > METADATA_INLINE:
             return False
@@ -103,7 +107,8 @@ class Ingest:
         return True
 
     async def submit(self, op: api.Submit, bulk: list[bytes], header: int = 0) -> api.Submitted:
-        """header: bytes that `op` came in, so that large metadata is known before it is encoded."""
+        """Store a trajectory, by value or by reference. `header` is the number of bytes in which `op` arrived; it shows
+        large metadata before anything encodes it. Raises RequestError."""
         self._admit()
         run = await self.facts(op.run)
         if op.refs:
@@ -124,15 +129,14 @@ class Ingest:
         )
 
     def _check_large(self, op: api.Submit, run: RunFacts, body: bytes) -> Parcel:
-        """What takes long with a large body: away from the event loop."""
         return self._to_files(self._check(op, run, body))
 
     def _large(self, parcel: Parcel) -> bool:
-        """Whether the body, or the metadata, is too large for a row."""
+        """Return whether the body or the metadata is too large for a row."""
         return parcel.size > self._max_inline or len(parcel.metadata) > METADATA_INLINE
 
     def _to_files(self, parcel: Parcel) -> Parcel:
-        """The parcel with its body and its metadata in files, where they are too large for a row."""
+        """Return the parcel with its body and its metadata in files, where they are too large for a row."""
         if parcel.body is not None and parcel.size > self._max_inline:
             parcel = parcel._replace(body=None, blob=self._blobs.put(parcel.body))
         if len(parcel.metadata) > METADATA_INLINE:
@@ -198,7 +202,7 @@ class Ingest:
 
     @property
     def blobs(self) -> Blobs:
-        """The files that bodies are in."""
+        """The blob store that holds large bodies."""
         return self._blobs
 
     # ---- groups -------------------------------------------------------------------------------------------------------
@@ -223,9 +227,8 @@ class Ingest:
         run = await self.facts(op.run)
 
         def write(c: sqlite3.Connection) -> None:
-            if first_time(
-                c, self._store.clock.now_ms(), op.request
-            ):  # groups that were opened since then are not meant
+            # A repeated request must not seal groups that were opened since the first one.
+            if first_time(c, self._store.clock.now_ms(), op.request):
                 begin_flush(c, run.id)
 
         await self._store.write(write)
@@ -233,12 +236,12 @@ class Ingest:
         return api.Done()
 
     async def _go_on(self, some: Callable[[sqlite3.Connection, int, int], bool], run: int) -> None:
-        """Slice by slice, until there is no more."""
+        """Call `some` in one transaction after another until it returns False."""
         while await self._store.write(lambda c: some(c, self._store.clock.now_ms(), run)):
             pass
 
     async def run(self) -> None:
-        """Go on with what a restart interrupted, then seal groups at their deadline, until cancelled."""
+        """Finish what a restart interrupted, then seal groups at their deadline, until cancelled."""
         for row in await self._store.read(slices.UNDER_WAY):
             await self._go_on(slices.discard_waiting if row["state"] == "finished" else slices.flush, row["id"])
         while True:
@@ -255,7 +258,8 @@ class Ingest:
                 await changed.wait()
 
     def _seal_due(self, c: sqlite3.Connection) -> bool:
-        """Seal some of what is due; False while the deadlines are those of a clock that has jumped since."""
+        """Seal some of the groups that are due. Returns False while the stored deadlines do not count because the clock
+        jumped."""
         now = self._store.clock.now_ms()
         if self._jumped():
             return False
@@ -265,7 +269,7 @@ class Ingest:
     # ---- the gateway's ledger -----------------------------------------------------------------------------------------
 
     async def exchange(self, message: w.Exchange, bulk: list[bytes]) -> w.ExchangeAck:
-        """Write one response, all its choices, to the ledger; the answer is durable. Errors: Busy."""
+        """Write one response with all its choices to the ledger. The answer leaves after the COMMIT. Raises Busy."""
         self._admit()
         run = await self.facts(message.run)
         if len(bulk) != message.choices:
@@ -281,7 +285,9 @@ class Ingest:
 
         def write(c: sqlite3.Connection) -> None:
             if gone := self._blobs.missing(blob for _, blob in stored if blob):
-                raise Busy(f"the file {gone[0]} was collected before its row came; send the response again")
+                raise Busy(
+                    f"the file {gone[0]} was garbage-collected before its row was committed; send the response again"
+                )
             for turn, (_, blob) in zip(bulk, stored, strict=True):
                 if blob:
                     add_row(c, blob, len(turn), "exchange", now)
@@ -292,7 +298,7 @@ class Ingest:
         return w.ExchangeAck(response_id=message.response_id)
 
     async def _stored(self, bulk: list[bytes]) -> list[tuple[bytes | None, str | None]]:
-        """Of each turn what goes into its row: itself, or the blob that it is in now."""
+        """Return what each turn's row stores: the turn itself, or the digest of the blob that now holds it."""
 
         def put() -> list[tuple[bytes | None, str | None]]:
             return [(None, self._blobs.put(turn)) if len(turn) > self._max_inline else (turn, None) for turn in bulk]
@@ -303,7 +309,7 @@ class Ingest:
 
 
 def _referring(op: api.Submit, run: RunFacts) -> Parcel:
-    """A trajectory by reference, its turns not read yet. Errors: Invalid."""
+    """Return the parcel of a trajectory by reference, without its turns. Raises Invalid."""
     try:
         metadata = check_header(op)
     except InvalidField as error:
@@ -313,7 +319,7 @@ def _referring(op: api.Submit, run: RunFacts) -> Parcel:
 
 
 def _not_turns(error: Exception) -> Invalid:
-    """The body of a submit cannot be decoded."""
+    """Return the error for a body that cannot be decoded, with the path of the value."""
     text, _, path = str(error).partition(" - at `$")
     if path.startswith("[") and path != "[...]`":
         where = f"turns{path.rstrip('`')}"
@@ -322,6 +328,6 @@ def _not_turns(error: Exception) -> Invalid:
 
 
 def _content(op: api.Submit, what: object) -> str:
-    """Digest of everything that was submitted."""
+    """Return the digest of everything that was submitted."""
     more = [op.credits] if op.credits else []
     return digest(to_json([op.group, op.reward, op.split, what, op.metrics, op.metadata, *more]))

@@ -1,8 +1,8 @@
-"""Checked trajectories become rows, many at a time; groups seal.
+"""Inserts checked trajectories as rows, many in one write, and seals groups.
 
-Owner of: the queue of parcels between the event loop and the writer. Invariants: an answer is given after the COMMIT of
-its row; a parcel that is refused changes nothing; the rows are looked at once for a whole batch and the rest is decided
-in memory, which is safe because nobody but the writer changes them.
+Owns the queue of parcels between the event loop and the writer. A client is answered after the COMMIT of its row. A
+refused parcel changes nothing. Each batch reads the rows once and decides the rest in memory, which is safe because
+only the writer changes them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from artd_schema.wire import client_api as api
 
 LOOKUP = 256
 NAMED = 5
-"""Groups in an event."""
+"""The most groups that one event names."""
 
 
 class RunFacts(NamedTuple):
-    """What of a run never changes. routes: the shape of its trajectories' routes, None when it replays no experts."""
+    """The facts of a run that never change. `routes` is the shape of its trajectories' routes, None if it replays no
+    experts."""
 
     id: int
     spec: RunSpec
@@ -45,8 +46,8 @@ class RunFacts(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A checked trajectory on its way to its row. size: of the body; metadata: JSON, `null` where it is in a file; files:
-    where its blobs lie."""
+    """A checked trajectory that has no row yet. `size` is that of its body; `metadata` is JSON, `null` if it is in a
+    file; `files` are the paths of its blobs."""
 
     op: api.Submit
     run: RunFacts
@@ -64,7 +65,7 @@ class Parcel(NamedTuple):
 
     @property
     def extra(self) -> bytes:
-        """JSON of metrics and metadata."""
+        """Metrics and metadata as JSON."""
         return b'{"metrics":%b,"metadata":%b}' % (to_json(self.op.metrics), self.metadata)
 
 
@@ -74,14 +75,14 @@ Answer = Callable[[api.Submitted | BaseException], None]
 
 @dataclass(slots=True)
 class _Batch:
-    """What one write has taken out of the queue. begun: whether the writer came to it."""
+    """The parcels of one write. `begun` says whether the writer has reached it."""
 
     taken: list[tuple[Parcel, Answer]] = field(default_factory=list)
     begun: bool = False
 
 
 class Intake:
-    """The queue. `put` may be called in the event loop only; answers are given there too."""
+    """The queue of parcels. `put` may be called only in the event loop, and answers are given there."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -89,12 +90,12 @@ class Intake:
         self._queued = False
 
     def put(self, parcel: Parcel, answer: Answer) -> None:
-        """Insert a parcel with whatever else waits then; `answer` gets Submitted or the error."""
+        """Queue a parcel for the next write. `answer` gets Submitted or the error."""
         self._waiting.append((parcel, answer))
         if self._queued:
             return
         self._queued = True
-        # Not at once: what else arrived with this one goes with it, and the writer does not fight the loop for the GIL.
+        # Later, so that all that arrived together shares one write, and the writer does not compete with the loop for the GIL.
         asyncio.get_running_loop().call_soon(self._submit)
 
     def _submit(self) -> None:
@@ -110,13 +111,13 @@ class Intake:
 
     def _take(self, batch: _Batch) -> None:
         batch.begun = True
-        self._queued = False  # before the first is taken: what comes from now on asks for a write of its own
+        self._queued = False  # before the first parcel is taken, so that a parcel put from now on submits another write
         while self._waiting:
             batch.taken.append(self._waiting.popleft())
 
     def _answer(self, batch: _Batch, done: Future[list[Outcome]]) -> None:
         error = done.exception()
-        if not batch.begun:  # a write before it found no room, and SQLite took back the whole group
+        if not batch.begun:  # an earlier write found no room, and SQLite rolled back the whole group of writes
             self._take(batch)
         taken = batch.taken
         if error is None:
@@ -126,7 +127,7 @@ class Intake:
         elif isinstance(error, StoreFull) or len(taken) == 1:
             for _, answer in taken:
                 answer(error)
-        else:  # one of them broke the batch: each by itself
+        else:  # one of them broke the batch, so each is written by itself
             for item in taken:
                 self._alone(item)
 
@@ -137,7 +138,7 @@ class Intake:
 
 
 def insert_many(c: sqlite3.Connection, now: int, parcels: Sequence[Parcel]) -> list[Outcome]:
-    """One outcome for each parcel, in order; those that are errors left no trace."""
+    """Insert the parcels. Returns one outcome for each, in order. A parcel whose outcome is an error left no trace."""
     (newest,) = c.execute("SELECT coalesce(max(id), 0) FROM trajectory").fetchone()
     ids = itertools.count(newest + 1)
     runs = {parcel.run.id: parcel.run for parcel in parcels}
@@ -170,7 +171,7 @@ class _Known:
 
 
 class _Book:
-    """One batch of one run: what the rows said, and what is to be written."""
+    """One batch of one run: what its rows said before, and what is to be written."""
 
     def __init__(self, c: sqlite3.Connection, now: int, ids: Iterator[int], parcels: Sequence[Parcel]) -> None:
         self._c = c
@@ -204,11 +205,14 @@ class _Book:
         self._grown: set[int] = set()
 
     def enter(self, parcel: Parcel) -> api.Submitted:
-        """Errors: Conflict, Busy."""
+        """Note a parcel for the next `flush`, and seal its group if that is full now. Raises Conflict, Busy."""
         if known := self._known.get(parcel.key):
             return self._again(parcel, known)
         if not all(file.exists() for file in parcel.files):
-            raise Busy("a file of this trajectory was collected before its row came; send it again", retry_after_s=0.1)
+            raise Busy(
+                "a file of this trajectory was garbage-collected before its row was committed; send it again",
+                retry_after_s=0.1,
+            )
         group = self._open(parcel)
         op, number = parcel.op, next(self._ids)
         if parcel.blob:
@@ -231,13 +235,14 @@ class _Book:
         return api.Submitted(trajectory=number, duplicate=False, group_state=group.state)
 
     def flush(self) -> None:
-        """Write what was entered since the last time."""
+        """Write what was entered since the last flush."""
         if not self._rows:
             return
         insert_trajectories(self._c, self._rows, self._data)
         sizes = [(self._states[group].size, group) for group in self._grown]
         resize_groups(self._c, sizes)
-        first, last = self._events[0][0], self._events[-1][0]  # one event of all: there are millions of trajectories
+        # One event for all of them, because there are millions of trajectories.
+        first, last = self._events[0][0], self._events[-1][0]
         groups = dict.fromkeys(op.group for _, op in self._events)
         emit(
             self._c, self._now, self._events[0][1].run, "trajectory.submitted", first if first == last else f"{first}-{last}",
@@ -246,7 +251,7 @@ class _Book:
         self._rows, self._data, self._events, self._grown = [], [], [], set()
 
     def _again(self, parcel: Parcel, known: _Known) -> api.Submitted:
-        """The first answer again, when this key is known with this content."""
+        """Return the first answer to this key again. Raises Conflict if the content differs."""
         if known.content != parcel.content:
             raise Conflict(
                 f"key {parcel.key!r} was used for trajectory {known.id} with other content: {self._told(known)}",
@@ -256,8 +261,9 @@ class _Book:
         return api.Submitted(trajectory=known.id, duplicate=True, group_state=group.state if group else known.state)
 
     def _told(self, known: _Known) -> str:
-        """What was submitted under a key. The client may never have chosen it: it is then that of its responses."""
-        self.flush()  # it may have come with this very batch
+        """Describe what was submitted under a key. A client that chose no key does not know it: the key is then a
+        digest."""
+        self.flush()  # the known trajectory may be part of this batch
         row = self._c.execute(
             "SELECT g.name, t.reward, t.split FROM trajectory t JOIN trajectory_group g ON g.id = t.group_id WHERE t.id = ?",
             (known.id,),
@@ -282,8 +288,8 @@ class _Book:
 
 
 def _lookup(c: sqlite3.Connection, sql: str, run: int, names: Iterable[str]) -> Iterator[sqlite3.Row]:
-    """Rows of `sql` for any number of names. The lists are filled up to powers of two, so that few statements are ever
-    prepared."""
+    """Yield the rows of `sql` for any number of names. Each list is padded to a power of two, so that SQLite prepares
+    few different statements."""
     left = list(names)
     while left:
         part, left = left[:LOOKUP], left[LOOKUP:]
@@ -292,7 +298,8 @@ def _lookup(c: sqlite3.Connection, sql: str, run: int, names: Iterable[str]) -> 
 
 
 def seal_group(c: sqlite3.Connection, now: int, group_id: int) -> str:
-    """Seal an open group: `sealed`, or `discarded` with its trajectories when nothing can be learned from it."""
+    """Seal an open group. Returns `sealed`, or `discarded` if nothing can be learned from it: then its trajectories are
+    discarded, too."""
     group = c.execute(
         "SELECT g.name, g.split, r.name AS run, r.spec FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.id = ?",
         (group_id,),

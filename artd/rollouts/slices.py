@@ -1,7 +1,7 @@
-"""What is done to all groups of a run, or to all that are due: some in each transaction, so that nobody waits for the writer.
+"""Applies an order to many groups of a run, a slice in each transaction, so that nobody waits long for the writer.
 
-Invariants: what was begun is gone on with after a restart (`Ingest.run`), because the rows say it: a
-deadline that has passed, `flush_to`, a finished run with groups that wait.
+After a restart `Ingest.run` continues what was begun, because the rows show it: a deadline that has passed, `flush_to`,
+a finished run with waiting groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from artd.tables.trajectories import discard_queued
 from .insert import seal_group
 
 GROUPS = 100
-"""Of one transaction."""
+"""The most groups of one transaction."""
 DUE = f"SELECT id FROM trajectory_group WHERE state = 'open' AND deadline <= ? ORDER BY deadline LIMIT {GROUPS}"
 OPEN = f"SELECT id FROM trajectory_group WHERE run_id = ? AND state = 'open' AND id <= ? ORDER BY id LIMIT {GROUPS}"
 WAITING = (
@@ -34,7 +34,8 @@ def seal_due(c: sqlite3.Connection, now: int) -> None:
 
 
 def flush(c: sqlite3.Connection, now: int, run: int) -> bool:
-    """Seal some of them; whether there may be more. With the last one what there is may be packed."""
+    """Seal some of the open groups that a flush covers. Returns whether there may be more. After the last one the
+    packer may pack a partial batch."""
     row = c.execute("SELECT name, flush_to FROM run WHERE id = ?", (run,)).fetchone()
     if row is None or not row["flush_to"]:
         return False
@@ -49,8 +50,8 @@ def flush(c: sqlite3.Connection, now: int, run: int) -> bool:
 
 
 def discard_waiting(c: sqlite3.Connection, now: int, run: int) -> bool:
-    """Discard some groups that a finished run left waiting, with their trajectories: nothing will train them. Whether there
-    may be more."""
+    """Discard some groups that a finished run left waiting, with their trajectories, because nothing will train them.
+    Returns whether there may be more."""
     row = c.execute("SELECT name FROM run WHERE id = ? AND state = 'finished'", (run,)).fetchone()
     if row is None:
         return False

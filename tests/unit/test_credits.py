@@ -80,7 +80,7 @@ async def test_a_run_takes_what_it_trains(tmp_path: Any) -> None:
         given = submit(ingest, key="a", credits=(Credit(advantages=(1.0,)),))
         await refused(Invalid, "turns[0].advantages", "makes advantages from rewards", given)
         example = turn(logprobs=floats(0.0, 0.0), given=Given(example=True))
-        await refused(Invalid, "turns", "an example is none", submit(ingest, key="b", turns=(example,)))
+        await refused(Invalid, "turns", "not on examples", submit(ingest, key="b", turns=(example,)))
         await submit(ingest, key="c", credits=(Credit(weights=(0.25,)),))
 
 
