@@ -1,6 +1,6 @@
 """The packer: trajectories of sealed groups in, one batch of packed rows, its manifest and its replay bundle out.
 
-Owner of: the files of the batch folder it is given. Invariants: numpy and safetensors are imported here and nowhere
-else in the daemon's package; everything but `child` is pure; same trajectories + packer version + seed give the same
-bytes.
+Owns the files of the batch folder that it is given. Of the daemon's package only this folder imports numpy and
+safetensors. Everything but `child` and the service is pure: the same trajectories, packer version and seed give the
+same bytes.
 """

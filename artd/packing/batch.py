@@ -1,7 +1,8 @@
-"""One batch from its trajectories: assemble, share, place, fill, and say in the manifests what was done.
+"""Makes one batch from its trajectories: assembles sequences, shares prefixes, places and fills rows, and writes the
+manifests.
 
-Owner of: no state. Invariants: pure; the manifest lists every trajectory that was asked for, in that order, packed or
-not, because the rewards of all of them make the group's statistics; what was left out stands in `drops` with a reason.
+Pure. The manifest lists every trajectory of the request, in that order, packed or not, because the rewards of all of
+them determine the group's statistics. `drops` lists what was left out, with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .rows import Segment, place, row_segments, shuffled
 from .tensors import Filler, Tensors, describe
 
 PACKER = "artd-tree/2"
-"""Version of the packer: raised by every change that alters the bytes of a batch."""
+"""The packer's version. Every change that alters the bytes of a batch raises it."""
 
 
 class Bundle(NamedTuple):
@@ -33,7 +34,7 @@ class Bundle(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """tensors: of shape [rows, row_length], by name; replay: None without expert replay."""
+    """A batch. `tensors` maps names to arrays of shape [rows, row_length]; `replay` is None without expert replay."""
 
     tensors: Tensors
     manifest: BatchManifest
@@ -41,7 +42,7 @@ class Packed(NamedTuple):
 
 
 def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
-    """Raises PackError when nothing is left to train on, or a trajectory is damaged."""
+    """Pack the trajectories into a batch. Raises PackError if nothing is left to train on, or a trajectory is damaged."""
     _refuse_repeats(sources)
     members: dict[int, list[int]] = {}
     for index, source in enumerate(sources):
@@ -97,7 +98,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
 
 
 def fill(manifest: BatchManifest) -> float:
-    """Share of the rows' positions that hold a token."""
+    """Return the share of the rows' positions that hold a token, from 0 to 1."""
     return manifest.physical_tokens / (manifest.rows * manifest.row_length)
 
 
@@ -110,7 +111,7 @@ def _refuse_repeats(sources: Seq[Source]) -> None:
 
 
 def _fill(spec: PackSpec, rows: Seq[Seq[Segment]], forest: Forest, advantages: Seq[float]) -> tuple[Tensors, int]:
-    """The batch's tensors, and how many tokens they hold."""
+    """Return the batch's tensors and the number of tokens in them."""
     filler = Filler(len(rows), spec.row_length)
     physical = 0
     for row, segments in enumerate(rows):

@@ -1,10 +1,10 @@
-"""`python -m artd.packing.child`: packs one batch; exec'ed by the daemon for each batch.
+"""Packs one batch in a process of its own: `python -m artd.packing.child`, which the daemon executes for each batch.
 
-Request: one JSON object on stdin (`PackRequest`). Answer: one JSON line on stdout, `PackResult` with exit 0, or
-`PackFailure` with exit 1. Owner of: `out_dir/batch.safetensors` and `out_dir/manifest.json`, with expert replay also
-`out_dir/replay.safetensors` and `out_dir/replay.json`, all complete and fsynced, the folder too, before the answer is
-printed. Invariants: SQLite is opened read-only; a body is used only if its sha256 is the row's digest; what could not be read
-is never told as a fault of the data.
+The request is one JSON object on stdin (`PackRequest`). The answer is one JSON line on stdout: `PackResult` with exit
+status 0, or `PackFailure` with exit status 1. Owns `out_dir/batch.safetensors` and `out_dir/manifest.json`, with expert
+replay also `out_dir/replay.safetensors` and `out_dir/replay.json`. These files and their folder are complete and
+fsynced before the answer is printed. SQLite is opened read-only. A body is used only if its sha256 is the row's digest.
+A failed read is never reported as a fault of the data.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ MANIFEST = "manifest.json"
 REPLAY = "replay.safetensors"
 REPLAY_MANIFEST = "replay.json"
 READ_AGAIN_S = (0.3, 1.0)
-"""Pauses before bytes that are not what was acknowledged are read a second and a third time."""
+"""Pauses before a body with the wrong digest is read a second and a third time."""
 
 
 class PackRequest(PackSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """db, blobs_dir, out_dir: absolute paths; out_dir exists or is made; trajectory_ids in the order of the batch."""
+    """What to pack. The paths are absolute; `out_dir` is created if it does not exist; `trajectory_ids` has the order
+    of the batch."""
 
     db: str
     blobs_dir: str
@@ -49,13 +50,13 @@ class PackRequest(PackSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Extra(msgspec.Struct):
-    """metrics: one that is not finite is null in JSON."""
+    """The part of `trajectory_data.metrics` that is measured. A metric that is not finite is null in JSON."""
 
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
 
 
 class WrittenFile(msgspec.Struct, frozen=True):
-    """sha256 in hex."""
+    """One file of the result. `sha256` is in hex."""
 
     name: str
     sha256: str
@@ -63,8 +64,11 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 
 class PackResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="packed"):
-    """What lies in out_dir. fill: share of the rows' positions that hold a token. replay, replay_manifest: the replay
-    bundle, None without expert replay; covered: physical tokens that have routes."""
+    """The files in `out_dir` and their measures.
+
+    `fill` is the share of the rows' positions that hold a token. `replay` and `replay_manifest` are the replay bundle,
+    None without expert replay. `covered` counts the physical tokens that have routes.
+    """
 
     tensors: WrittenFile
     manifest: WrittenFile
@@ -81,11 +85,16 @@ class PackResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome",
 
 
 class PackFailure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failed"):
-    """trajectory: row id, 0 when none is to blame; position: path of the bad field; drops: why nothing was left.
+    """Why there is no batch. `trajectory` is the row id of the guilty one, 0 for none; `position` is the path of the
+    bad field; `drops` says why nothing was left.
 
-    kind: `data`: the trajectory, or every one, can never be packed; `damaged`: the stored bytes of the trajectory are not those
-    that were acknowledged; `code`: the packing code itself ended in an exception; `io`: something could not be read, written
-    or started; `stalled`: the child was ended.
+    `kind` is one of:
+
+    - `data`: this trajectory (all of them if `trajectory` is 0) can never be packed.
+    - `damaged`: the stored bytes of the trajectory are not those that were acknowledged.
+    - `code`: the packing code itself ended in an exception.
+    - `io`: something could not be read, written or started.
+    - `stalled`: the daemon killed the child.
     """
 
     error: str
@@ -121,8 +130,8 @@ def run(request: PackRequest) -> PackResult:
 
 
 def read_sources(db: str, blobs: Path, ids: list[int]) -> list[Source]:
-    """Trajectories in the order of `ids`, each body checked against its row's digest. Raises StoreDamaged, OSError,
-    sqlite3.Error."""
+    """Return the trajectories in the order of `ids`, after checking each body against its row's digest. Raises
+    StoreDamaged, OSError, sqlite3.Error."""
     with closing(open_readonly(Path(db))) as connection:
         connection.execute("BEGIN")  # one snapshot for all rows
         return [_source(connection, number, blobs) for number in ids]
@@ -144,14 +153,14 @@ def _source(connection: sqlite3.Connection, number: int, blobs: Path) -> Source:
         found = digest(body)
         if found == expected:
             return Source(number, group, reward, expected, body, _client_metrics(extra))
-        if pause_s is not None:  # a bit may have been flipped on its way from the disk
+        if pause_s is not None:  # a bit may have flipped between disk and memory
             _forget_pages(blobs, blob)
             time.sleep(pause_s)
     raise StoreDamaged(f"trajectory {number}: {where} has sha256 {found}, its row says {expected}", number)
 
 
 def _read(connection: sqlite3.Connection, number: int, blobs: Path) -> tuple[bytes, str]:
-    """(body, where it lies)."""
+    """Return the body, and a description of its place."""
     body, blob = connection.execute(QUERY, (number,)).fetchone()[4:]
     if body is not None:
         return body, "its body in the database"
@@ -162,7 +171,7 @@ def _read(connection: sqlite3.Connection, number: int, blobs: Path) -> tuple[byt
 
 
 def _forget_pages(blobs: Path, blob: str | None) -> None:
-    """Let the next read come from the disk."""
+    """Drop the file's cached pages, so that the next read comes from the disk."""
     if blob is not None:
         fd = os.open(blobs / place(blob), os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -172,7 +181,8 @@ def _forget_pages(blobs: Path, blob: str | None) -> None:
 
 
 def _client_metrics(extra: bytes) -> dict[str, float]:
-    """Of the JSON {metrics, metadata} beside a body. What cannot be read is missing in the step's means, and stops no training."""
+    """Return the metrics from the JSON {metrics, metadata} beside a body. Metrics that cannot be read are missing in
+    the step's means; they do not stop the training."""
     try:
         found = msgspec.json.decode(extra, type=_Extra).metrics
     except UNREADABLE:
@@ -189,7 +199,7 @@ def _write(folder: Path, name: str, data: bytes) -> WrittenFile:
 
 
 def attempt(request: PackRequest) -> PackResult | PackFailure:
-    """`run`, with whatever goes wrong as its answer."""
+    """Call `run`, and return whatever goes wrong as a PackFailure."""
     try:
         return run(request)
     except PackError as error:
@@ -216,7 +226,7 @@ def main() -> Literal[0, 1]:
 
 
 def _told(error: Exception) -> str:
-    """An exception that nobody foresaw, and where it comes from."""
+    """Describe an unexpected exception and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,9 +1,9 @@
-"""What becomes of a batch that cannot be packed: who is to blame, and who is told.
+"""Decides what happens after a batch could not be packed: whose fault it is, and who learns of it.
 
-It owns `run.packing` (the batch of a run that the packer fails at now) and the meta row `packer.blamed` (groups that were discarded because
-the packing code fails on them, until somebody takes note). Invariants: a failed read is never the data's fault: what cannot be read is tried
-again, and what has other bytes than were acknowledged pauses the run; a group is discarded for what the packing code cannot do only where
-that code packs another group.
+Owns `run.packing` (the batch of a run on which the packer fails now) and the meta row `packer.blamed` (groups that were
+discarded because the packing code fails on them, until an operator acknowledges them). A failed read is never the
+data's fault: what cannot be read is tried again, and bytes that differ from the acknowledged ones pause the run. A
+group is discarded for a failure of the packing code only if that code packs another group.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from .child import PackFailure, PackRequest
 
 BLAMED = "packer.blamed"
 KEPT = 20
-"""Blamed groups that the status knows."""
+"""The most blamed groups that the status shows."""
 RETRY_S = (0.0, 5.0, 5.0, 10.0, 20.0, 40.0, 60.0)
-"""After the first failure, which may be a child's chance death, the second, and so on."""
+"""Seconds to wait after the first failure (which may be the accidental death of a child), the second, and so on."""
 
 
 def delay_s(failed: int) -> float:
-    """How long to wait after so many failures in a row."""
+    """Return how long to wait after so many failures in a row, in seconds."""
     return RETRY_S[min(failed, len(RETRY_S)) - 1]
 
 
 def settle(c: sqlite3.Connection, now: int, request: PackRequest, groups: Sequence[int], answer: PackFailure) -> bool:
-    """Do what a failure asks for; True when there is something else to do at once. groups: ids of the batch's."""
+    """Do what a failure requires. `groups` holds the ids of the batch's groups. Returns True if a next try makes sense
+    at once."""
     row = c.execute("SELECT group_id FROM trajectory WHERE id = ?", (answer.trajectory,)).fetchone()
     if answer.kind == "damaged" and row is not None:
         return suspect(c, now, request, row["group_id"], answer)
@@ -53,8 +54,8 @@ def settle(c: sqlite3.Connection, now: int, request: PackRequest, groups: Sequen
 
 
 def suspect(c: sqlite3.Connection, now: int, request: PackRequest, group: int, answer: PackFailure) -> bool:
-    """Pause the run for a group that cannot be packed: an operator decides what becomes of it. True unless the group is not sealed
-    any more."""
+    """Pause the run because of a group that cannot be packed, so that an operator decides about the group. Returns
+    False if the group is no longer sealed."""
     row = c.execute("SELECT run_id, name FROM trajectory_group WHERE id = ? AND state = 'sealed'", (group,)).fetchone()
     if row is None:
         return False
@@ -65,7 +66,7 @@ def suspect(c: sqlite3.Connection, now: int, request: PackRequest, group: int, a
 
 
 def discard(c: sqlite3.Connection, now: int, group: int, reason: str) -> None:
-    """Discard an open or sealed group with its trajectories, for good."""
+    """Discard an open or sealed group and its trajectories for good."""
     row = c.execute(
         "SELECT g.name, g.run_id, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id WHERE g.id = ?",
         (group,),
@@ -77,8 +78,8 @@ def discard(c: sqlite3.Connection, now: int, group: int, reason: str) -> None:
 
 
 def blame(c: sqlite3.Connection, now: int, group: int, error: str) -> bool:
-    """Discard the group on which the packing code fails, and have the status say so until somebody takes note; False when the group is
-    not sealed any more."""
+    """Discard the group on which the packing code fails, and show it in the status until an operator acknowledges it.
+    Returns False if the group is no longer sealed."""
     row = c.execute(
         "SELECT g.name, g.run_id, r.name AS run FROM trajectory_group g JOIN run r ON r.id = g.run_id"
         " WHERE g.id = ? AND g.state = 'sealed'",
@@ -95,24 +96,24 @@ def blame(c: sqlite3.Connection, now: int, group: int, error: str) -> bool:
 
 
 def blamed(c: sqlite3.Connection) -> list[dict[str, str]]:
-    """{run, group, error} of groups that nobody has taken note of."""
+    """Return {run, group, error} of each blamed group that no operator has acknowledged."""
     found: list[dict[str, str]] = msgspec.json.decode(get_meta(c, BLAMED, "[]"))
     return found
 
 
 def take_note(c: sqlite3.Connection, run: str, group: str = "") -> None:
-    """Forget what the status says of a blamed group, or of all of a run."""
+    """Acknowledge a blamed group of a run, or all of them: the status shows them no longer."""
     told = blamed(c)
     left = [one for one in told if one["run"] != run or group not in ("", one["group"])]
     if left != told:
         set_meta(c, BLAMED, msgspec.json.encode(left).decode())
 
 
-# ---- what is tried again ------------------------------------------------------------------------------------------------
+# ---- batches that are tried again -----------------------------------------------------------------------------------------
 
 
 def note(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFailure) -> None:
-    """The batch is tried again: the status says why. An event tells of each new error, not of each try."""
+    """Note why a batch is tried again, for the status. Each new error makes an event; a repeated one does not."""
     run = c.execute("SELECT id FROM run WHERE name = ?", (request.run,)).fetchone()["id"]
     known = failing(c, run)
     tries = known["tries"] if known and known["step"] == request.step else 0
@@ -123,7 +124,7 @@ def note(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFail
 
 
 def failing(c: sqlite3.Connection, run: int) -> dict[str, Any] | None:
-    """Return {step, error, tries, at} of the run's batch that the packer fails at, None when there is none."""
+    """Return {step, error, tries, at} of the run's batch on which the packer fails, None if there is none."""
     (told,) = c.execute("SELECT packing FROM run WHERE id = ?", (run,)).fetchone()
     return msgspec.json.decode(told) if told else None
 

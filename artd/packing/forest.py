@@ -1,6 +1,6 @@
-"""The trees of a batch: every group's sequences that can be packed, and where each comes from.
+"""Builds the prefix trees of a batch from every group's packable sequences.
 
-Owner of: no state. Invariants: one tree a group, in the order of the groups; what is not in a tree stands in `drops`.
+Pure. There is one tree for each group, in the order of the groups. `drops` lists the sequences that are in no tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TURNS = msgspec.msgpack.Decoder(list[Turn])
 
 
 class Answer(NamedTuple):
-    """What of a turn is measured. tokens: sampled ones; finish_reason: "" where nobody told."""
+    """What is measured of a turn. `tokens` counts the sampled tokens; `finish_reason` is "" if unknown."""
 
     tokens: int
     finish_reason: str
@@ -34,8 +34,12 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True)
 class Forest:
-    """trees: one a group; by_tokens: the same as if routes did not matter (only with expert replay); sequence_of,
-    trajectory_of: what a place holds, and the index of its trajectory; answers: of every turn that was looked at, packed or not."""
+    """The trees of a batch.
+
+    `trees` has one for each group. `by_tokens` has the trees that equal tokens alone would give, without regard to
+    routes; it is filled only with expert replay. `sequence_of` and `trajectory_of` map a place to its sequence and to
+    the index of its trajectory. `answers` has an entry for every turn that was read, packed or not.
+    """
 
     trees: list[Tree] = field(default_factory=list)
     by_tokens: list[Tree] = field(default_factory=list)
@@ -48,18 +52,18 @@ class Forest:
         return sum(map(len, self.sequence_of.values()))
 
     def unshared(self, rows: Seq[Seq[Placed]]) -> int:
-        """Tokens that equal tokens would have saved in these rows, and different routes did not."""
+        """Return how many tokens these rows repeat because equal tokens have different routes."""
         if not self.by_tokens:
             return 0
         lost = sum(row_tokens(self.trees, placed) - row_tokens(self.by_tokens, placed) for placed in rows)
-        return max(lost, 0)  # prefixes just under `MIN_SHARED` can make the other tree the larger one
+        return max(lost, 0)  # a prefix just below `MIN_SHARED` can make the tree without routes the larger one
 
 
 def grow(
     spec: PackSpec, sources: Seq[Source], members: Mapping[int, Seq[int]], dropped: Set[int], drops: list[Drop]
 ) -> Forest:
-    """members: indices of `sources` by group; dropped: ids of trajectories to leave out; what else cannot be packed is added
-    to `drops`. Raises PackError."""
+    """Build the trees of a batch. `members` has the indices of `sources` by group; `dropped` has the ids of
+    trajectories to leave out. Sequences that cannot be packed are added to `drops`. Raises PackError."""
     forest = Forest()
     for indices in members.values():
         kept: list[Sequence] = []
@@ -86,7 +90,8 @@ def read_turns(source: Source) -> list[Turn]:
 
 
 def _sequences(spec: PackSpec, source: Source, drops: list[Drop], answers: list[Answer]) -> list[Sequence]:
-    """The sequences of a trajectory that can be packed; the others go to `drops`, whole: nothing is truncated."""
+    """Return the sequences of a trajectory that can be packed. The others go to `drops` as a whole: nothing is
+    truncated."""
     turns = read_turns(source)
     try:
         sequences = assemble(turns, spec.routes)

@@ -1,7 +1,5 @@
-"""What a batch is made from, and the error that says why none can be.
-
-Owner of: no state. Invariants: the same specification and sources give the same bytes.
-"""
+"""The packer's input, and the errors that say why it gives no batch. The same specification and sources give the same
+bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from artd_schema.run.spec import AdvantageSpec
 
 
 class PackError(Exception):
-    """No batch can be made. trajectory: row id (0 = none is to blame); position: path in its body, such as turns[2]."""
+    """No batch can be made. `trajectory` is the row id of the guilty one, 0 for none; `position` is a path in its body,
+    such as turns[2]."""
 
     def __init__(self, message: str, *, trajectory: int = 0, position: str = "", drops: tuple[Drop, ...] = ()) -> None:
         super().__init__(message)
@@ -27,7 +26,7 @@ class PackError(Exception):
 
 
 class StoreDamaged(Exception):
-    """The store's bytes of a trajectory are not those that were acknowledged, however often they are read."""
+    """The stored bytes of a trajectory are not those that were acknowledged, however often they are read."""
 
     def __init__(self, message: str, trajectory: int) -> None:
         super().__init__(message)
@@ -35,8 +34,8 @@ class StoreDamaged(Exception):
 
 
 class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What determines a batch beside its trajectories; row_length in tokens. routes: every token must have routes of this
-    shape, and the batch gets a replay bundle (None: a dense model, or expert_replay=false)."""
+    """What determines a batch beside its trajectories. `row_length` is in tokens. Every token must have routes of the
+    shape `routes`, and the batch then has a replay bundle; None means a dense model or expert_replay=false."""
 
     run: str
     step: int
@@ -50,8 +49,8 @@ class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One trajectory of the store. body: msgpack list[Turn]; digest: sha256 hex of the body, already verified; metrics: the client's
-    own."""
+    """One stored trajectory. `body` is msgpack list[Turn]; `digest` is the body's sha256 in hex, already verified;
+    `metrics` are the client's own."""
 
     id: int
     group: int

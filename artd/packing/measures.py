@@ -1,6 +1,6 @@
-"""What a batch's trajectories were like, and what of them is not trained and why: numbers of the step that is trained on it.
+"""Measures a batch's trajectories, and counts what is not trained and why, for the metrics of its step.
 
-Owner of: no state. Invariants: pure; whatever is left out is counted here once, by its kind; docs/metrics.md defines each name.
+Pure. Whatever is left out is counted once, by its kind. docs/metrics.md defines each name.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .forest import Answer, Forest
 from .inputs import Source
 
 CLIENT = "client/"
-"""Before the name of a metric that the program gave with its trajectories."""
+"""The prefix of a metric that the program sent with its trajectories."""
 CLIENT_NAMES = 64
-"""Of them that a step keeps: those that most trajectories have."""
+"""The most client metrics that a step keeps: those that most trajectories have."""
 KINDS = ("too_long", "no_tokens", "no_turns", "group")
 
 
 def measure(sources: Seq[Source], packed: Seq[bool], forest: Forest, drops: Seq[Drop]) -> dict[str, float]:
-    """Metrics by name. packed: for each source, whether something of it is trained."""
+    """Return the metrics by name. `packed` says for each source whether any part of it is trained."""
     lost = {drop.trajectory for drop in drops}
     found = {
         "trained_trajectories": sum(packed),
@@ -42,7 +42,8 @@ def measure(sources: Seq[Source], packed: Seq[bool], forest: Forest, drops: Seq[
 
 
 def answers(turns: Seq[Answer]) -> dict[str, float]:
-    """Length of the answers, and the share of those whose end is known that ended at a limit of length."""
+    """Return the mean and maximum length of the answers in tokens, and the share that ended at a length limit among
+    those whose end is known."""
     found: dict[str, float] = {}
     if turns:
         lengths = [turn.tokens for turn in turns]
@@ -53,13 +54,13 @@ def answers(turns: Seq[Answer]) -> dict[str, float]:
 
 
 def client(given: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each of the client's own metrics over the trajectories that have it, of at most CLIENT_NAMES names."""
+    """Return the mean of each client metric over the trajectories that have it, for at most CLIENT_NAMES names."""
     values: dict[str, list[float]] = {}
     for metrics in given:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     kept = sorted(values, key=lambda name: (-len(values[name]), name))[:CLIENT_NAMES]
-    # Divided before they are added: a sum of bounded numbers may be infinite.
+    # Divide before adding: the sum of finite numbers may overflow.
     means = {name: math.fsum(value / len(values[name]) for value in values[name]) for name in kept}
     found = {CLIENT + name: mean for name, mean in means.items() if math.isfinite(mean)}
     return found | ({"client_names_left_out": float(len(values) - len(kept))} if len(values) > len(kept) else {})

@@ -1,7 +1,8 @@
-"""The packing child as a process: started under a guardian, watched, and ended when it stands still or takes too long.
+"""Runs the packing child as a process: starts it under a guardian, watches it, and kills it when it stalls or takes too
+long.
 
-Owner of: the child's process. Invariants: it does not outlive the daemon; a child that is stopped, hangs in a read or turns for ever
-is ended, and its failure is nobody's fault.
+Owns the child's process. The child does not outlive the daemon. A child that is stopped, hangs in a read or loops for
+ever is killed, and no group is blamed for that.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from artd_schema.codec import UNREADABLE, digest
 from .child import PackFailure, PackRequest, PackResult
 
 STALL_S = 60.0
-"""Without a tick of processor time and a byte read or written."""
+"""The longest time in which a child may use no processor time and read or write no byte."""
 DEADLINE_S = 3600.0
 CRASHES = tuple(128 + number for number in (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGILL))
-"""Exit statuses of a guardian whose child its own code has killed. SIGBUS may be the disk's, SIGKILL is memory's."""
+"""Exit statuses of a guardian whose child was killed by a fault of its own code. SIGBUS may come from the disk, and
+SIGKILL from a lack of memory."""
 
 
 async def run_child(request: PackRequest, stall_s: float = STALL_S) -> PackResult | PackFailure:
-    """Exec `python -m artd.packing.child` for one batch. It is ended after `stall_s` seconds in which it does nothing."""
+    """Execute `python -m artd.packing.child` for one batch. A child that does nothing for `stall_s` seconds is killed."""
     try:
         with (
             death_pipe() as death,
-            tempfile.TemporaryFile() as question,  # a pipe would break when the child dies early
+            tempfile.TemporaryFile() as question,  # writing to a pipe would fail if the child dies early
             tempfile.TemporaryFile() as out,
             tempfile.TemporaryFile() as errors,
         ):
@@ -47,7 +49,7 @@ async def run_child(request: PackRequest, stall_s: float = STALL_S) -> PackResul
             process = _start(death, question, out, errors)
             ended = await _watch(process, stall_s)
             return PackFailure(error=ended, kind="stalled") if ended else _answer(process.returncode, out, errors)
-    except OSError as error:  # no more processes, memory or descriptors: as with a worker, another time
+    except OSError as error:  # out of processes, memory or descriptors: try again later, as with a worker
         return PackFailure(error=f"no packer could be started: {error}")
 
 
@@ -71,7 +73,7 @@ def _answer(status: int, out: IO[bytes], errors: IO[bytes]) -> PackResult | Pack
 
 
 async def _watch(process: subprocess.Popen[bytes], stall_s: float) -> str:
-    """Wait for the process's end; why it was ended, "" when it ended by itself."""
+    """Wait for the process's end. Returns why the daemon killed it, "" if it ended by itself."""
     loop = asyncio.get_running_loop()
     began = moved = loop.time()
     spent: list[tuple[int, bytes]] = []
@@ -100,7 +102,7 @@ async def _watch(process: subprocess.Popen[bytes], stall_s: float) -> str:
 
 @contextmanager
 def _exit_of(pid: int) -> Iterator[asyncio.Event]:
-    """Set when the process has ended and can be waited for."""
+    """Yield an event that is set when the process has ended and can be waited for."""
     exited, loop, pidfd = asyncio.Event(), asyncio.get_running_loop(), os.pidfd_open(pid)
     loop.add_reader(pidfd, exited.set)
     try:
@@ -115,7 +117,8 @@ def _below(guardian: int) -> list[procfs.Stat]:
 
 
 def _spent(guardian: int) -> list[tuple[int, bytes]]:
-    """Processor time and bytes read and written, of what is below the guardian; it changes as long as that does anything."""
+    """Return the processor time and the bytes read and written of each process below the guardian. They change as long
+    as one of them works."""
     found = []
     for child in _below(guardian):
         try:
@@ -128,7 +131,8 @@ def _spent(guardian: int) -> list[tuple[int, bytes]]:
 
 
 def _moved(pid: int) -> bytes:
-    """What the kernel counts of a process's reads and writes; b"" where it does not: processor time tells alone."""
+    """Return the kernel's counts of a process's reads and writes, b"" if they cannot be read: then only processor time
+    counts."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             return file.read()

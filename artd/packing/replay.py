@@ -1,7 +1,7 @@
-"""The tensors of a replay bundle: the routes of every packed token, laid out as the rows are.
+"""Fills the tensors of a replay bundle: the routes of every packed token, laid out like the rows.
 
-Owner of: no state. Invariants: a shared token's routes are those of all its sequences (`tree` shares no other token);
-whatever has no routes, padding and last tokens, holds the ids 0 .. topk - 1 and is marked as not covered.
+Pure. All sequences that share a token have the same routes for it (`tree` shares no other token). A position without
+routes (padding, the last token of a sequence) holds the ids 0 .. topk - 1 and is marked as not covered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tensors import Tensors
 def fill_routes(
     shape: RouteShape, row_length: int, rows: Seq[Seq[Segment]], sequence_of: Mapping[Placed, Sequence]
 ) -> Tensors:
-    """routes uint8 or uint16 [layers, rows, row_length, topk] and covered uint8 [rows, row_length]."""
+    """Return `routes` (uint8 or uint16 [layers, rows, row_length, topk]) and `covered` (uint8 [rows, row_length])."""
     kind = id_type(shape)
     routes = np.empty((shape.layers, len(rows), row_length, shape.topk), kind)
     covered = np.zeros((len(rows), row_length), np.uint8)
@@ -44,5 +44,5 @@ def _routes(sequence: Sequence) -> Ids:
 
 
 def _choices(ids: Ids) -> np.ndarray:
-    """The experts of one token and layer as one item [...]: numpy copies it whole."""
+    """Return the ids [..., topk] as one opaque item for each token and layer [...], which numpy copies as a whole."""
     return ids.view(np.dtype((np.void, ids.shape[-1] * ids.itemsize)))[..., 0]

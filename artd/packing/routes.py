@@ -1,8 +1,8 @@
-"""Routed experts of one sequence, put together from the turns that captured them.
+"""Joins the routes of one sequence from the turns that captured them.
 
-Owner of: no state. Invariants: strict: every token of a sequence but its last has routes, from one turn: the first that
-captured it; a token of a turn has the same position in its sequence, because the turn's prompt repeats the sequence from
-its start; equal choices are equal bytes, because the ids of each token and layer ascend.
+Every token of a sequence but its last has routes, from the first turn that captured it. A turn's token has the same
+position in its sequence, because the turn's prompt repeats the sequence from its start. The ids of each token and layer
+ascend, so equal choices are equal bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AssemblyError(ValueError):
 
 
 def accept(found: Finding | None, path: str) -> None:
-    """Refuse the turn at `path` for what the rule book finds wrong with it. Raises AssemblyError."""
+    """Check the turn at `path`: raise AssemblyError with the rule book's finding, if there is one."""
     if found:
         where, what = found.under(path)
         raise AssemblyError(where, what)
@@ -42,16 +42,16 @@ def accept(found: Finding | None, path: str) -> None:
 
 @dataclass(slots=True)
 class Captured:
-    """The routes of a sequence that grows turn by turn: rows of its tokens 0 .. covered - 1."""
+    """The routes of a sequence that grows turn by turn: the rows of its tokens 0 .. covered - 1."""
 
     shape: RouteShape
     covered: int = 0
     pieces: list[bytes] = field(default_factory=list)
     begins: list[tuple[int, str]] = field(default_factory=list)
-    """(first token, path of its turn) of each piece."""
+    """The first token of each piece, and the path of its turn."""
 
     def add(self, turn: Turn, path: str) -> None:
-        """Take from a turn what no earlier one captured. path: of the turn. Raises AssemblyError."""
+        """Add the routes of a turn that no earlier turn captured. `path` is that of the turn. Raises AssemblyError."""
         found = (place_finding(turn, self.shape) if turn.routes else None) or gap_finding(turn, self.covered, REMEDY)
         accept(found, path)
         known, rows = self.covered - turn.routes_start, len(turn.routes) // self.shape.row_bytes
@@ -61,7 +61,7 @@ class Captured:
             self.covered = turn.routes_start + rows
 
     def ids(self) -> Ids:
-        """[covered, layers, topk], checked; those of a token and layer ascend. Raises AssemblyError."""
+        """Return the checked ids [covered, layers, topk]; those of each token and layer ascend. Raises AssemblyError."""
         data = b"".join(self.pieces)
         try:
             rows = check_routes(data, self.shape)
@@ -72,10 +72,11 @@ class Captured:
 
 
 def ascending(ids: Ids) -> Ids:
-    """The same choices [..., topk], the ids of each sorted: engines tell them in any order, by weight or by id.
+    """Sort the ids of each token and layer in choices [..., topk]. Engines report them in any order, by weight or by
+    id.
 
-    Odd-even transposition by whole columns: np.sort sorts one choice after another, which takes five times as long for
-    top 8.
+    Odd-even transposition of whole columns. np.sort sorts one choice after another and takes five times as long for top
+    8.
     """
     columns = [np.ascontiguousarray(ids[..., k]) for k in range(ids.shape[-1])]
     for turn in range(len(columns)):
@@ -89,5 +90,5 @@ def ascending(ids: Ids) -> Ids:
 
 
 def id_type(shape: RouteShape) -> np.dtype[Any]:
-    """uint8, or uint16 (little-endian)."""
+    """Return the dtype of the shape's ids: uint8, or uint16 (little-endian)."""
     return np.dtype("<u2" if shape.width == 2 else "u1")

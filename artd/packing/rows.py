@@ -1,7 +1,8 @@
-"""Which sequences share a row: best fit by the tokens that a sequence adds to a row, given the prefixes already there.
+"""Chooses which sequences share a row: best fit by the tokens that a sequence adds to a row, given the prefixes already
+there.
 
-Owner of: no state. Invariants: a pure function of the trees and the row length; no row holds more than `row_length`
-tokens; every sequence is in exactly one row; a row's segments are in preorder, each a contiguous run of one sequence.
+A pure function of the trees and the row length. No row holds more than `row_length` tokens. Every sequence is in
+exactly one row. A row's segments are in preorder, and each is a contiguous part of one sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One sequence of one tree."""
+    """A sequence of a tree, by its indices."""
 
     tree: int
     sequence: int
@@ -24,7 +25,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [start, end) of `owner`. parent: segment of the row, own index at a root. leaf: the owner ends here."""
+    """Tokens [start, end) of `owner` in a row. `parent` is the index of the parent segment in the row; a root has its
+    own index. `leaf` says that the owner ends here."""
 
     start: int
     end: int
@@ -41,10 +43,12 @@ class _Row:
 
 
 def place(trees: Seq[Tree], row_length: int) -> list[list[Placed]]:
-    """Rows in the order in which they were opened. Raises ValueError when a sequence alone is longer than a row.
+    """Return the sequences of each row, rows in the order in which they were opened. Raises ValueError if one sequence
+    is longer than a row.
 
-    Groups go by their longest sequence, descending, and so do the sequences of a group. Each goes to the row where it
-    adds the fewest tokens, of these to the one with the least room; a new row is opened when it fits nowhere.
+    Groups are placed in descending order of their longest sequence, and so are the sequences of a group. Each sequence
+    goes to the row where it adds the fewest tokens; among equal ones, to the row with the least room. If it fits
+    nowhere, it opens a new row.
     """
     rows: list[_Row] = []
     room: list[tuple[int, int]] = []  # (free, row), sorted
@@ -83,7 +87,7 @@ def _best(
     path: list[int],
     cost: int,
 ) -> tuple[int, int]:
-    """(row, added tokens); row == len(rows) asks for a new one."""
+    """Return the best row and the tokens that the sequence adds to it. `len(rows)` as the row asks for a new one."""
     best = (cost + 1, 0, len(rows))
     for index in holders:
         row = rows[index]
@@ -98,13 +102,13 @@ def _best(
 
 
 def row_tokens(trees: Seq[Tree], placed: Seq[Placed]) -> int:
-    """Tokens that these sequences take when they share a row."""
+    """Return the number of tokens that these sequences take when they share a row."""
     held = {(item.tree, node) for item in placed for node in trees[item.tree].path(item.sequence)}
     return sum(trees[tree].nodes[node].end - trees[tree].nodes[node].start for tree, node in held)
 
 
 def row_segments(trees: Seq[Tree], placed: Seq[Placed]) -> list[Segment]:
-    """The segments of one row in preorder: a node with one child in this row is joined with that child."""
+    """Return the segments of one row in preorder. A node with one child in this row is merged with that child."""
     segments: list[Segment] = []
     by_tree: dict[int, list[Placed]] = {}
     for item in placed:
@@ -125,7 +129,7 @@ def _tree_segments(tree: Tree, items: list[Placed], segments: list[Segment]) -> 
                 children.setdefault(node, set()).add(below)
             below = node
     joined: dict[int, int] = {}  # node -> segment that holds its tokens
-    begins: dict[int, tuple[int, int]] = {}  # node -> (start, parent segment) inherited from a joined parent
+    begins: dict[int, tuple[int, int]] = {}  # node -> (start, parent segment) that it inherits from a merged parent
     for node in sorted(owner):
         info = tree.nodes[node]
         start, parent = begins[node] if node in begins else (info.start, joined.get(info.parent, -1))
@@ -139,5 +143,6 @@ def _tree_segments(tree: Tree, items: list[Placed], segments: list[Segment]) -> 
 
 
 def shuffled(count: int, seed: int, step: int) -> list[int]:
-    """A permutation of range(count), the same on every Python: sorted by the sha256 of seed, step and index."""
+    """Return a permutation of range(count), sorted by the sha256 of seed, step and index, so that it is the same on
+    every Python."""
     return sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}:{step}:{index}".encode()).digest())

@@ -1,8 +1,8 @@
-"""Turns to sequences: what the policy read and sampled, token by token, never re-tokenised.
+"""Assembles turns into sequences of what the policy read and sampled, token by token, never re-tokenised.
 
-Owner of: no state. Invariants: every sampled token of a trajectory is trainable in exactly one sequence; a turn whose
-prompt ids extend the current sequence exactly is appended, any other turn starts a new sequence; with expert replay
-every token of a sequence but its last has routes.
+Every sampled token of a trajectory is trainable in exactly one sequence. A turn whose prompt ids extend the current
+sequence exactly is appended; any other turn starts a new sequence. With expert replay, every token of a sequence but
+its last has routes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ U8 = NDArray[np.uint8]
 class Sequence:
     """One causal sequence; arrays of shape [n].
 
-    tokens int32; mask uint8 (1 = sampled by the policy, trained); logprobs float32, natural log (NaN where not
-    sampled); temperatures float32 (1 where not sampled); epochs int32, policy epoch (-1 where unknown or not sampled).
-    routes: expert ids [n, layers, topk], or [n - 1, layers, topk] when the last token, which was never an input of the
-    engine, has none; None without expert replay. given, weights: float32, the program's advantages and factors (NaN and 1 where it
-    gave none); None where it gave none at all.
+    `tokens` is int32. `mask` is uint8: 1 where the policy sampled the token and it is trained. `logprobs` is float32,
+    natural log, NaN where not sampled. `temperatures` is float32, 1 where not sampled. `epochs` is int32, the policy
+    epoch, -1 where unknown or not sampled. `routes` holds expert ids [n, layers, topk], or [n - 1, layers, topk] if the
+    last token has none because the engine never read it; None without expert replay. `given` and `weights` are float32,
+    the program's advantages and factors, NaN and 1 where it gave none; None if it gave none at all.
     """
 
     tokens: I32
@@ -50,14 +50,14 @@ class Sequence:
 
     @property
     def first_trainable(self) -> int:
-        """Index of the first sampled token; the length of the sequence when there is none."""
+        """The index of the first sampled token, or the sequence's length if there is none."""
         sampled = np.flatnonzero(self.mask)
         return int(sampled[0]) if len(sampled) else len(self)
 
 
 @dataclass(slots=True)
 class _Growing:
-    """The sequence that the turns so far make. tokens: all of it, int32; pieces: its columns; captured: its routes."""
+    """The sequence that the turns so far make: all of its tokens (int32), the pieces of its columns, and its routes."""
 
     captured: Captured | None
     tokens: bytes = b""
@@ -73,8 +73,8 @@ class _Growing:
 
 
 def assemble(turns: Iterable[Turn], shape: RouteShape | None = None) -> list[Sequence]:
-    """Sequences of one trajectory in order of their first turn. shape: of the routes that every turn must have; None:
-    none may have any. Raises AssemblyError."""
+    """Return the sequences of one trajectory, in the order of their first turn. Every turn must have routes of the
+    shape `shape`; with None, none may have any. Raises AssemblyError."""
     finished: list[Sequence] = []
     growing = _growing(shape)
     for number, turn in enumerate(turns):
@@ -96,7 +96,7 @@ def _growing(shape: RouteShape | None) -> _Growing:
 
 
 def _column(data: bytes, kind: type[np.generic]) -> NDArray:
-    """Little-endian bytes, a whole number of items, as a read-only array."""
+    """Return little-endian bytes as a read-only array. Their length must be a multiple of the item size."""
     return np.frombuffer(data, np.dtype(kind).newbyteorder("<"))
 
 

@@ -1,8 +1,8 @@
-"""The packer service: sees that a batch is due, has a child pack it, and commits batch and train job together.
+"""Notices that a batch is due, has a child pack it, and commits batch and train job together.
 
-Invariants: files first, rows second; the
-child's word is not enough: its files are hashed again here; a failure is settled by `failures`; one transaction makes {blobs, batch, trajectories and
-groups packed, train job, event}; the replay bundle belongs to its batch from that transaction on.
+Files are written before rows. The daemon does not trust the child: it hashes the child's files again. `failures`
+handles a failure. One transaction writes the blobs, the batch, its trajectories and groups as packed, the train job and
+the event. From then on the replay bundle belongs to its batch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .process import STALL_S, run_child
 log = logging.getLogger(__name__)
 RETRY_S = 5.0
 EQUAL = 3
-"""Failures of the packing code itself, of one batch by one exception, after which the guilty group is looked for."""
+"""After this many failures of the packing code on one batch with one exception the packer looks for the guilty group."""
 _serial = itertools.count()
 
 
 class Blob(NamedTuple):
-    """A file of a batch that is a blob now. kind: of the `blob` row."""
+    """A file of a batch in the blob store. `kind` is that of its `blob` row."""
 
     kind: str
     sha: str
@@ -54,21 +54,21 @@ class Blob(NamedTuple):
 
 
 class Equal:
-    """Counts failures of the same batch by the same error."""
+    """Counts failures of the same batch with the same error."""
 
     def __init__(self) -> None:
         self._last: tuple[object, ...] = ()
         self._count = 0
 
     def seen(self, *what: object) -> int:
-        """How often this came in a row, now included."""
+        """Count a failure. Returns how often the same one came in a row, this one included."""
         self._count = self._count + 1 if what == self._last else 1
         self._last = what
         return self._count
 
 
 class Failing:
-    """What the packer remembers of a run whose batch fails: how often in a row, and when it tries again (anyio's clock)."""
+    """The packer's memory of a run whose batch fails: how often in a row, and when it tries again (anyio's clock)."""
 
     def __init__(self) -> None:
         self.equal = Equal()
@@ -76,16 +76,16 @@ class Failing:
         self.due = 0.0
 
     def again(self) -> None:
-        """Count a failure, and put the next try off."""
+        """Count a failure, and delay the next try."""
         self.times += 1
         self.due = anyio.current_time() + failures.delay_s(self.times)
 
 
 class Packer:
-    """Packs one batch at a time, of any run, in an exec'ed child, so that packing never holds the event loop.
+    """Packs one batch at a time, of any run, in a child process, so that packing never blocks the event loop.
 
-    `lacks(bytes)` returns why there is no room to write so much, "" when there is. The packer ends a child that does nothing for
-    `stall_s` seconds. A run whose batch fails waits for its next try; the other runs do not wait for it.
+    `lacks(bytes)` returns why there is no room to write so many bytes, "" if there is room. A child that does nothing
+    for `stall_s` seconds is killed. A run whose batch fails waits for its next try; the other runs do not wait for it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Packer:
         self._data = data
 
     async def run(self) -> None:
-        """Pack whatever is due, until cancelled."""
+        """Pack every batch that is due, until cancelled."""
         while True:
             changed = self._store.change()
             waiting = {run for run, failing in self._failing.items() if failing.due > anyio.current_time()}
@@ -115,15 +115,15 @@ class Packer:
                 self._failing.setdefault(request.run, Failing()).again()
 
     async def _rest(self, changed: asyncio.Event) -> None:
-        """Wait for a change, or for the next try of a run that fails."""
+        """Wait for a change, or for the next try of a failing run."""
         with anyio.CancelScope(deadline=min((failing.due for failing in self._failing.values()), default=math.inf)):
             await changed.wait()
 
     def _due(
         self, c: sqlite3.Connection, waiting: Collection[str] = ()
     ) -> tuple[PackRequest | None, tuple[Group, ...]]:
-        """Return the request for the first run with a batch to pack, and the groups of that batch. `waiting` names the runs that
-        wait for their next try."""
+        """Return the request for the first run with a batch to pack, and the groups of that batch. `waiting` names the
+        runs that wait for their next try."""
         for row in active_runs(c):
             groups = batch_to_pack(load_run(c, row["id"]))
             if not groups:
@@ -151,7 +151,7 @@ class Packer:
             db=str(self._store.path),
             blobs_dir=str(self._blobs.root),
             trajectory_ids=ids,
-            # A packer that outlived its daemon, or does not die, must not write into the next one's folder.
+            # A child that survives its daemon, or cannot be killed, must not write into the next child's folder.
             out_dir=str(self._data.packing(step, next(_serial))),
         )
 
@@ -166,7 +166,7 @@ class Packer:
             return await self._failed(request, groups, answer)
         try:
             blobs, manifest = await anyio.to_thread.run_sync(self._adopt_all, out, answer)
-        except OSError as error:  # fsync is none of these: its errors end the daemon
+        except OSError as error:  # an error of fsync does not come here: it ends the daemon
             return await self._failed(request, groups, PackFailure(error=f"{type(error).__name__}: {error}"))
         await anyio.to_thread.run_sync(fs.remove_tree, out)
         seconds = self._store.clock.monotonic() - started
@@ -176,7 +176,7 @@ class Packer:
         return True
 
     async def _failed(self, request: PackRequest, groups: tuple[Group, ...], answer: PackFailure) -> bool:
-        """True when trying again at once makes sense."""
+        """Handle a failed try. Returns True if another try makes sense at once."""
         log.warning("packing step %d failed: %s", request.step, answer.error)
         ids = [group.id for group in groups]
         times = self._failing.setdefault(request.run, Failing()).equal.seen(
@@ -195,8 +195,8 @@ class Packer:
         return await self._store.write(lambda c: failures.settle(c, now, request, ids, answer))
 
     async def _guilty(self, request: PackRequest, groups: list[int]) -> int | None:
-        """The group on which the packing code fails also without the others, while it packs another one; None when there is none,
-        or it could not be tried."""
+        """Return the group on which the packing code fails even alone, while it packs another group. Returns None if
+        there is no such group, or if the search could not try one."""
         suspects = groups
         while len(suspects) > 1:
             half = len(suspects) // 2
@@ -208,15 +208,15 @@ class Packer:
                 if isinstance(answer, PackFailure) and answer.kind != "data":
                     return None
             else:
-                return None  # only together
+                return None  # the code fails only on both halves together
         for other in groups:
-            # Tried after the search: code that fails on every group, now or since a moment ago, is no group's fault.
+            # Only after the search: if the code fails on every group by now, the fault is not the group's.
             if other != suspects[0] and _works(await self._try(request, [other])):
                 return suspects[0]
         return None
 
     async def _try(self, request: PackRequest, groups: list[int]) -> PackResult | PackFailure:
-        """Pack some of the groups, for nothing."""
+        """Pack some of the groups and discard the result, to see whether it works."""
         marks = ",".join("?" * len(groups))
         rows = await self._store.read(
             f"SELECT id FROM trajectory WHERE group_id IN ({marks}) ORDER BY group_id, id", groups
@@ -228,7 +228,8 @@ class Packer:
         return answer
 
     def _adopt_all(self, out: Path, answer: PackResult) -> tuple[dict[str, Blob], BatchManifest]:
-        """The batch's blobs by column of the batch row, and what its manifest says: of a large batch many megabytes."""
+        """Move the batch's files into the blob store. Returns the blobs by column of the batch row, and the manifest.
+        Takes long for a large batch."""
         files = {
             "tensors": ("batch", TENSORS, answer.tensors),
             "manifest": ("manifest", MANIFEST, answer.manifest),
@@ -263,10 +264,10 @@ class Packer:
         now = self._store.clock.now_ms()
         run = c.execute("SELECT * FROM run WHERE name = ?", (manifest.run,)).fetchone()
         if run["step"] + 1 != manifest.step or run["state"] != "active" or not _all_sealed(c, groups):
-            return  # the run moved on meanwhile, or a group was discarded; the next look at the rows decides again
+            return  # the run moved on meanwhile, or a group was discarded: the next look at the rows decides again
         failures.clear(c, run["id"])
         if self._blobs.missing(blob.sha for blob in blobs.values()):
-            return  # collected before its row came: packed again
+            return  # a blob was garbage-collected before its row was committed: the batch is packed again
         for blob in blobs.values():
             add_row(c, blob.sha, blob.bytes, blob.kind, now)
         batch = _insert_batch(c, now, run["id"], manifest, result, {name: blob.sha for name, blob in blobs.items()})
@@ -279,7 +280,7 @@ class Packer:
                 pack_trajectory(c, packed.id, batch, reason)
             elif c.execute("SELECT 1 FROM trajectory WHERE id = ? AND state = 'queued'", (packed.id,)).fetchone():
                 drop_trajectory(c, packed.id, reason)
-            # Else it was dropped before, from a batch that was cancelled; its reward still counts for its group.
+            # Otherwise an earlier batch, which was cancelled, dropped it. Its reward still counts for its group.
         kept = {packed.group for packed in manifest.trajectories if packed.rows}
         for group in groups:
             if group.id in kept:
@@ -298,14 +299,14 @@ class Packer:
 
 
 def _note_idle(c: sqlite3.Connection, row: sqlite3.Row) -> None:
-    """Note that a run has no batch to pack: nothing of it fails now, and a flush has nothing left to do."""
+    """Note that a run has no batch to pack: its packing no longer fails, and a flush is done."""
     failures.clear(c, row["id"])
     if row["flush"] and row["state"] == "active" and not load_run(c, row["id"]).job:
         end_flush(c, row["id"])
 
 
 def _works(answer: PackResult | PackFailure) -> bool:
-    """Whether the packing code itself came to its end."""
+    """Return whether the packing code itself ran to its end."""
     return isinstance(answer, PackResult) or answer.kind == "data"
 
 
@@ -315,7 +316,8 @@ def _all_sealed(c: sqlite3.Connection, groups: Sequence[Group]) -> bool:
 
 
 def _reasons(manifest: BatchManifest) -> dict[int, str]:
-    """Of each trajectory that is not packed, or not as a whole, why: in full for the first of its sequences."""
+    """Return why a trajectory is not packed, or not as a whole: the full reason of its first sequence, and the number
+    of further ones."""
     found: dict[int, list[str]] = {}
     for drop in manifest.drops:
         found.setdefault(drop.trajectory, []).append(drop.reason)
@@ -327,7 +329,7 @@ def _reasons(manifest: BatchManifest) -> dict[int, str]:
 def _insert_batch(
     c: sqlite3.Connection, now: int, run: int, manifest: BatchManifest, result: PackResult, shas: dict[str, str]
 ) -> int | None:
-    """The batch row. shas: blobs by column."""
+    """Insert the batch's row and return its id. `shas` has the blobs by column."""
     columns = {
         "run_id": run,
         "step": manifest.step,

@@ -1,6 +1,6 @@
-"""Packed rows as tensors: the arrays that `BatchManifest.tensors` lists, filled, digested and serialised.
+"""Fills packed rows into tensors (the arrays that `BatchManifest.tensors` lists), digests and serialises them.
 
-Owner of: no state. Invariants: names and dtypes are `PADDING`; all are C-contiguous; padding is one tail per row.
+Pure. `PADDING` lists names and dtypes. All tensors are C-contiguous. Padding is one tail of each row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PADDING: dict[str, tuple[type[np.generic], float]] = {
     "policy_epochs": (np.int32, -1),
     "trajectory_index": (np.int32, -1),
 }
-"""Tensor name -> (dtype, value where a row has nothing)."""
+"""Tensor name -> (dtype, value of padding)."""
 
 _NAMES = {"int32": "I32", "float32": "F32", "uint8": "U8", "uint16": "U16"}
 
@@ -54,7 +54,7 @@ class Filler:
         trajectory_of: dict[Placed, int],
         advantage_of: Seq[float],
     ) -> int:
-        """Fill one row and return its tokens. advantage_of: by index of the trajectory.
+        """Fill one row and return its number of tokens. `advantage_of` is indexed by trajectory.
 
         Shared segments hold context only: no trajectory, no advantage, no weight.
         """
@@ -86,7 +86,7 @@ class Filler:
 
 
 def describe(tensors: Tensors) -> dict[str, TensorInfo]:
-    """Name -> dtype, shape and sha256 of the raw bytes."""
+    """Return dtype, shape and sha256 of the raw bytes for each tensor name."""
     return {
         name: TensorInfo(_NAMES[array.dtype.name], array.shape, hashlib.sha256(array.data).hexdigest())
         for name, array in sorted(tensors.items())
@@ -94,5 +94,5 @@ def describe(tensors: Tensors) -> dict[str, TensorInfo]:
 
 
 def serialise(tensors: Tensors) -> bytes:
-    """The safetensors file."""
+    """Return the content of the safetensors file."""
     return save(dict(sorted(tensors.items())))

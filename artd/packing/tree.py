@@ -1,9 +1,9 @@
-"""The shared-prefix tree of one group: which tokens its sequences can have in common in a packed row.
+"""Builds the prefix tree of one group: which tokens its sequences can share in a packed row.
 
-Owner of: no state. Invariants: nodes are in preorder (the parent precedes the child, a subtree is contiguous); every
-sequence ends in a leaf of its own; the token before a sequence's first trainable one, and everything after it, lies in
-that leaf, because the logits at that token predict the sequence's own continuation; with expert replay a shared token has
-the same routes in all its sequences.
+Nodes are in preorder: a parent precedes its children, and a subtree is contiguous. Every sequence ends in a leaf of its
+own. That leaf contains the token before the first trainable one and everything after it, because the logits at that
+token predict the sequence's own continuation. With expert replay a shared token has the same routes in all its
+sequences.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import numpy as np
 from .sequences import Sequence
 
 MIN_SHARED = 64
-"""Tokens; a common prefix shorter than this is shared only where it is a whole prompt."""
+"""In tokens. A shorter common prefix is shared only if it is a whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Tokens [start, end) of the sequences below. parent: index of a node, -1 at a root. leaf: sequence, -1 inside."""
+    """Tokens [start, end) of the sequences below. `parent` is the index of a node, -1 for a root. `leaf` is the index
+    of the sequence that ends here, -1 for an inner node."""
 
     start: int
     end: int
@@ -32,13 +33,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """nodes: preorder. leaves[i]: the node that ends sequence i."""
+    """A prefix tree. `nodes` are in preorder; `leaves[i]` is the index of the node in which sequence i ends."""
 
     nodes: tuple[Node, ...]
     leaves: tuple[int, ...]
 
     def path(self, sequence: int) -> list[int]:
-        """Nodes from the leaf of `sequence` up to its root."""
+        """Return the nodes from the leaf of `sequence` up to its root."""
         path = [self.leaves[sequence]]
         while (parent := self.nodes[path[-1]].parent) >= 0:
             path.append(parent)
@@ -46,13 +47,13 @@ class Tree:
 
 
 def shareable(sequence: Sequence) -> int:
-    """How many tokens of a sequence may be shared: all before the one that precedes the first trainable token."""
+    """Return how many tokens of a sequence may be shared: all before the one that precedes the first trainable token."""
     return max(sequence.first_trainable - 1, 0)
 
 
 def build_tree(sequences: Seq[Sequence], min_shared: int = MIN_SHARED, by_routes: bool = True) -> Tree:
-    """The tree of one group's sequences, each of at least one trainable token. by_routes=False: as if routes did not
-    matter."""
+    """Build the tree of one group's sequences, each of at least one trainable token. With `by_routes=False` routes are
+    ignored."""
     limits = [shareable(sequence) for sequence in sequences]
     keys = [_key(sequence, limit, by_routes) for sequence, limit in zip(sequences, limits, strict=True)]
     width = next((len(key) // limit for key, limit in zip(keys, limits, strict=True) if limit), 1)
@@ -80,8 +81,8 @@ def build_tree(sequences: Seq[Sequence], min_shared: int = MIN_SHARED, by_routes
 
 
 def _key(sequence: Sequence, limit: int, by_routes: bool) -> bytes:
-    """What makes the first `limit` tokens equal to others: for each its id, and with expert replay its routes. Token ids
-    are never negative, so as big-endian bytes they sort as they do."""
+    """Return a byte key for the first `limit` tokens: the id of each, and with expert replay its routes. Token ids are
+    never negative, so their big-endian bytes sort like the ids."""
     tokens = sequence.tokens[:limit].astype(">i4").view(np.uint8).reshape(limit, 4)
     if sequence.routes is None or not by_routes:
         return tokens.tobytes()
@@ -90,7 +91,7 @@ def _key(sequence: Sequence, limit: int, by_routes: bool) -> bytes:
 
 
 def _common_prefix(a: bytes, b: bytes, width: int) -> int:
-    """Whole items of `width` bytes that two keys have in common."""
+    """Return how many whole items of `width` bytes two keys have in common."""
     size = min(len(a), len(b))
     different = np.frombuffer(a, np.uint8, size) != np.frombuffer(b, np.uint8, size)
     first = int(different.argmax()) if size else 0
