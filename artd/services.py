@@ -1,9 +1,8 @@
-"""The services of one boot, wired: who gets which message, and what a worker's death means to whom.
+"""Creates and connects the services of one boot: who gets which message, and who learns of a worker's death.
 
-Owner of: no state of its own. The daemon adds sockets, files and signals; tests/model adds a simulated wire and clock, so
-that both run this wiring.
-Invariants: messages of one worker are handled in the order in which they came; the services hear of a death after it is
-proven; a service that crashes ends the task group, and with it the daemon, unless what it lacks are file descriptors.
+The daemon adds sockets, files and signals; tests/model adds a simulated wire and clock, so both use these connections.
+Messages of one worker are handled in the order in which they arrive. The services learn of a death only after it is
+proven. A service that raises ends the task group, and with it the daemon, unless it only lacks file descriptors.
 """
 
 from __future__ import annotations
@@ -50,8 +49,11 @@ SCARCE_S = 1.0
 
 
 class Services:
-    """reply: sends an answer to a client; stop(drain_s): asks the daemon to end; announce(url): the gateway can be reached
-    there; under_way: what the clients' routers look at before they read on; who: see Requests. `take`, `ask` and `refuse` are the routers' handlers."""
+    """All services of one boot. `take`, `ask` and `refuse` are the handlers of the routers.
+
+    `reply` sends an answer to a client. `stop(drain_s)` asks the daemon to end. `announce(url)` tells that the gateway
+    can be reached there. The clients' routers look at `under_way` before they read on. `who`: see Requests.
+    """
 
     def __init__(
         self, store: Store, wire: WorkerWire, data: DataDir, settings: Settings, boot: Boot, reply: Send,
@@ -111,7 +113,7 @@ class Services:
         group.start_soon(self._requests.run)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more work and end the workers, which get grace_s seconds."""
+        """Accept no more work and end the workers within `grace_s` seconds."""
         self._stopping = self._requests.draining = True
         self._store.hurry()
         await self.workforce.stop_all(grace_s)
@@ -119,22 +121,24 @@ class Services:
     # ---- messages -----------------------------------------------------------------------------------------------------
 
     def ask(self, peer: bytes, request: api.Request, bulk: list[bytes], header: int) -> None:
-        """A client's request. header: bytes of the frame that it came in."""
+        """Take a client's request. `header` is the number of bytes of its frame."""
         self._requests.take(peer, request, bulk, header)
 
     def refuse(self, peer: bytes, frames: list[bytes], error: WireError) -> None:
-        """What a client sent and nobody can read."""
+        """Answer a client whose request cannot be read."""
         self._requests.refuse(peer, frames, error)
 
     def take(self, peer: bytes, message: w.FromWorker, bulk: list[bytes]) -> None:
-        """A worker's message."""
+        """Pass a worker's message to its service."""
         if isinstance(message, w.Hello):
             self._group.start_soon(patient, self.workforce.hello, peer, message)
             return
         who = self._wire.who(peer)
         if who is None:
             level = logging.DEBUG if isinstance(message, w.Beat) else logging.INFO
-            log.log(level, "%s from %s, no worker of now", type(message).__name__, peer.decode(errors="replace"))
+            log.log(
+                level, "%s from %s, which is no longer a worker", type(message).__name__, peer.decode(errors="replace")
+            )
             if isinstance(message, w.Staged | w.Failed | w.Beat) and message.job:
                 self._group.start_soon(self._answer_late, peer, message)
             return
@@ -196,7 +200,7 @@ class Services:
         self.workforce.kill(name, self._dispatch.stalled(name, seconds), spawn, traced=True)
 
     async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str, tail: str) -> None:
-        """A process is proven dead: the services that had work with it take that work back."""
+        """Have the services take their work back from a process that is proven dead."""
         match parse_worker(name).kind:
             case "trainer":
                 await self._dispatch.died(name, spawn, ordered, error, tail)
@@ -208,8 +212,8 @@ class Services:
 
 
 async def patient(work: Callable[..., Awaitable[None]], *args: Any) -> None:
-    """Do `work`, and again from its start while it ends for want of file descriptors, which passes: every service decides by
-    committed rows, and the messages of workers are fenced."""
+    """Call `work`, and call it again if it fails for lack of file descriptors, which passes. Starting again is safe,
+    because every service decides by committed rows and the messages of workers are fenced."""
     while True:
         try:
             return await work(*args)

@@ -1,7 +1,7 @@
-"""Which workers run, how their processes are made, and their Hello, Ready and death.
+"""Decides which workers run, creates their processes, and handles their Hello, Ready and death.
 
-Owner of: process rows. Invariants: a spawn number is durable before its process exists; a message counts only when
-its process is the present one of its name; the services hear of a death after it is proven.
+Owns process rows. A spawn number is durable before its process exists. A message counts only if its process is the
+present one of its name. The services learn of a death after it is proven.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ class Workforce:
         return w.Welcome(engine=config, **base)
 
     async def ready(self, name: str, spawn: int, message: w.Ready) -> None:
-        """A worker can take work; its address is in its row before the services see it ready."""
+        """Note that a worker can take work. Its address is in its row before the services see it as ready."""
         address = message.socket or message.url
 
         def write(c: sqlite3.Connection) -> None:
@@ -350,15 +350,15 @@ class Workforce:
         self._downs[name] = Words(spawn, f"{message.error}\n{message.tail}".strip())
 
     def revive(self) -> None:
-        """The operator wants broken workers started again; the deaths of all are forgotten, also that of one which is dying now: a
-        run is paused by a failed push before its engine's process has ended."""
+        """Start broken workers again, as the operator wants. Earlier deaths no longer count, not even that of a worker
+        which is dying now: a failed push pauses its run before the engine's process has ended."""
         for name in self.supervisor.names():
             if self.supervisor.state(name) not in ("stopped", "draining"):
                 self.supervisor.retry_broken(name)
 
     def mend(self, endpoint: str) -> None:
-        """The runtime folder was removed and made again: the next processes connect to `endpoint`, and the scratch folders of
-        those that live are there again, where they can be."""
+        """Continue with a runtime folder that was removed and created again: the next processes connect to `endpoint`,
+        and living ones get their scratch folders back where that is possible."""
         self.boot = dataclasses.replace(self.boot, endpoint=endpoint)
         for holder in self.holders():
             self.data.spawn_dir(holder.name, holder.spawn).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -369,8 +369,8 @@ class Workforce:
         return [Holder(name, self.supervisor.info(name).spawn) for name in living]
 
     def kill(self, name: str, reason: str, spawn: int | None = None, traced: bool = False) -> None:
-        """Order a worker's death (that of its process `spawn`, if given); it is started again. traced: its log is to say first where
-        it hangs."""
+        """Order the death of a worker (of its process `spawn`, if given), which is then started again. With `traced`
+        its log first shows where it hangs."""
         log.warning("killing %s: %s", name, reason)
         self._group.start_soon(self._kill, name, reason, spawn, traced)
 

@@ -86,7 +86,7 @@ def read_body(c: sqlite3.Connection, blobs: Path, trajectory: int) -> bytes:
     if payload == "expired":
         raise Missing("its contents have expired (retention.trajectories_days)")
     if sha is None:
-        return bytes(body or b"")  # neither here nor in a file: damage
+        return bytes(body or b"")  # without a body here or in a file the trajectory is damaged, as `decode_body` finds
     try:
         return (blobs / place(sha)).read_bytes()
     except OSError as error:
@@ -94,7 +94,7 @@ def read_body(c: sqlite3.Connection, blobs: Path, trajectory: int) -> bytes:
 
 
 def decode_body(body: bytes) -> Sequence[Turn]:
-    """Raises Missing when the body is damaged."""
+    """Decode a trajectory's body. Raises Missing if it is damaged."""
     try:
         return _turns.decode(body)
     except UNREADABLE as error:

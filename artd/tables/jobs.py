@@ -58,7 +58,7 @@ def abandon(c: sqlite3.Connection, now: int, job: sqlite3.Row, run: str, discard
 
 
 def give_up(c: sqlite3.Connection, now: int, run_id: int, run: str) -> None:
-    """The run is finished, and none of its jobs will be done. One that runs ends with its worker."""
+    """Cancel all unfinished jobs of a run that is finished. A running one ends with its worker."""
     c.execute("UPDATE job SET cancel = 1 WHERE run_id = ? AND state = 'running'", (run_id,))
     waiting = c.execute("SELECT * FROM job WHERE run_id = ? AND state IN ('queued', 'quarantined')", (run_id,))
     for job in waiting.fetchall():
@@ -127,7 +127,7 @@ def delay_job(c: sqlite3.Connection, job: int, not_before: int) -> None:
 
 
 def renumber_job(c: sqlite3.Connection, job: int, run: int, leap: int) -> None:
-    """Raise its fence, and give it the run's next epoch."""
+    """Raise the job's fence by `leap`, and give it the run's next epoch."""
     c.execute(
         "UPDATE job SET fence = fence + ?, epoch = (SELECT next_epoch FROM run WHERE id = ?) WHERE id = ?",
         (leap, run, job),

@@ -1,7 +1,7 @@
-"""Why a run is paused: a set of causes, so that lifting one does not undo another.
+"""Keeps why a run is paused: a set of causes, so that lifting one does not undo another.
 
-Writes of the table `pause`; what it says of a run goes into that one's row. Invariants: a run is
-paused exactly while it has a cause; the reason of a paused run names every cause, oldest first.
+Writes the table `pause`, and the run's state and reason that follow from it. A run is paused exactly while it has a
+cause. The reason of a paused run names every cause, oldest first.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from .runs import finish_run, pause_run, resume_run, set_reason
 OPERATOR = "operator"
 """The cause of `artctl pause`."""
 SPEC = "spec"
-"""The cause of a run whose spec cannot be read: the next boot that reads it lifts it."""
+"""The cause of a run whose spec cannot be read. The next boot that can read the spec lifts it."""
 
 
 def of_job(job: int) -> str:
-    """The cause of a quarantine: `artctl retry` and `artctl discard` lift it."""
+    """Return the cause of a quarantined job: `artctl retry` and `artctl discard` lift it."""
     return f"job {job}"
 
 
 def of_group(group: int) -> str:
-    """The cause of a group whose stored bytes are damaged: `artctl discard-group` lifts it."""
+    """Return the cause of a group whose stored bytes are damaged: `artctl discard-group` lifts it."""
     return f"group {group}"
 
 
 def hold(c: sqlite3.Connection, now: int, run_id: int, cause: str, reason: str) -> None:
-    """Pause a run for `cause`; a cause that it has already gets this reason. A finished run stays as it is."""
+    """Pause a run for `cause`. A cause that it already has gets this reason. A finished run stays finished."""
     run = _run(c, run_id)
     if run["state"] == "finished":
         return

@@ -1,7 +1,7 @@
-"""Where a daemon lives on disk: data folder, runtime folder, the names of the files in both, and `daemon.json`.
+"""Says where a daemon lives on disk: data folder, runtime folder, the names of the files in both, and `daemon.json`.
 
-Purpose: one answer for daemon, command line, client and tests. Owner of: no state; `runtime_dir` makes the folder.
-Invariants: standard library only; a runtime folder belongs to this user alone (0700); a socket path fits in 107 bytes.
+Daemon, command line, client and tests all ask here. Standard library only. A runtime folder belongs to its user alone
+(mode 0700), and `runtime_dir` creates it. A socket path fits in 107 bytes.
 """
 
 from __future__ import annotations

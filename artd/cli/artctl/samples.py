@@ -102,7 +102,7 @@ def _find(database: read.Database, number: int) -> read.Row:
 
 
 def _document(found: Loaded, tokens: bool) -> dict[str, Any]:
-    """A trajectory in JSON: its row, and its messages by sequence. tokens: with every token."""
+    """Return a trajectory as JSON: its row, and its messages by sequence. `tokens` adds every token."""
     passages = [msgspec.to_builtins(passage) for passage in found.passages]
     for passage in () if tokens else passages:
         del passage["tokens"]

@@ -133,7 +133,7 @@ def _inline(passage: Passage, code_of: Callable[[TokenView], str]) -> str:
 
 
 def _code(token: TokenView, view: str, advantage: float | None) -> str:
-    """The colour of a token, as the number of a terminal's colour sequence."""
+    """Return the colour of a token, as the number in a terminal's colour sequence."""
     if token.turn < 0:
         return CONTEXT[0]
     if view == "logprob":

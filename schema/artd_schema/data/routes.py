@@ -1,8 +1,8 @@
-"""Routes as bytes: the rules that the ids of `Turn.routes` keep, checked alike wherever routes come in.
+"""Checks routes as bytes: the rules for the ids of `Turn.routes`, which are the same wherever routes arrive.
 
-Owner of no state. The bytes of many tokens are handled as one long integer, a lane of 8 bits for each token and layer,
-because what imports this (schema, the daemon's core, the gateway) has no numpy; 1,000 tokens x 48 layers x top 8 take
-about 2 ms.
+The bytes of many tokens are handled as one long integer, with a lane of 8 bits for each token and layer, because what
+imports this module (schema, the daemon's core, the gateway) has no numpy. 1,000 tokens x 48 layers x top 8 take about 2
+ms.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from .trajectory import RouteShape
 
 CHUNK = 1 << 18
-"""Bytes looked at at once: they stay in the processor's cache."""
+"""The bytes that are checked at a time. They stay in the processor's cache."""
 
 FEW = 64
-"""Choices (of a token in a layer): with one expert each, up to so many may all be expert 0."""
+"""A number of choices (one for each token and layer). With one expert for each token, up to this many choices may all
+be expert 0."""
 
 
 NOTHING = "the engine captured nothing"
@@ -23,7 +24,7 @@ NOTHING = "the engine captured nothing"
 
 
 class BadRoutes(ValueError):
-    """Routes that no router chose. row: the first bad one, counted from the first of these routes."""
+    """Routes that no router can have chosen. `row` is the first bad one, counted from the first of these routes."""
 
     def __init__(self, row: int, what: str) -> None:
         super().__init__(what)
@@ -31,8 +32,11 @@ class BadRoutes(ValueError):
 
 
 def check_routes(data: bytes, shape: RouteShape) -> int:
-    """Rows of `data`, ids [rows, layers, topk] of this shape. Errors: BadRoutes when the ids are no whole rows, those of a
-    capture that never was (all zero), not those of an expert, or not distinct for a token in a layer."""
+    """Check the ids [rows, layers, topk] of this shape in `data`. Returns the number of rows.
+
+    Raises BadRoutes if the bytes are not whole rows, if all ids are zero (nothing was captured), if an id is not that
+    of an expert, or if a token has the same id twice in a layer.
+    """
     rows = count_rows(data, shape)
     if _nothing(data, shape):
         raise BadRoutes(0, f"every expert id of {rows} tokens is 0: {NOTHING}")
@@ -45,7 +49,7 @@ def check_routes(data: bytes, shape: RouteShape) -> int:
 
 
 def count_rows(data: bytes, shape: RouteShape) -> int:
-    """Return how many rows `data` has. Raises BadRoutes when that is no whole number."""
+    """Return how many rows `data` has. Raises BadRoutes if the bytes are not whole rows."""
     rows, rest = divmod(len(data), shape.row_bytes)
     if rest:
         what = f"{len(data)} bytes are no whole number of rows of {shape.row_bytes} bytes ({_form(shape)})"
@@ -54,9 +58,9 @@ def count_rows(data: bytes, shape: RouteShape) -> int:
 
 
 def _nothing(data: bytes, shape: RouteShape) -> bool:
-    """Whether all ids are zero where no router can have chosen so."""
-    # With one expert a token, zeros are expert 0: a choice like any other, and the only one where there is one expert. A
-    # few tokens, such as what ingest keeps of a short turn, may all go there; many in all layers mean an empty buffer.
+    """Return whether all ids are zero although no router can have chosen so."""
+    # With one expert for each token, zero means expert 0, which is a valid choice, and the only one of a single expert. A few tokens, such as what
+    # ingest keeps of a short turn, may all go there; many tokens in all layers mean an empty buffer.
     if shape.topk == 1 and (shape.experts == 1 or len(data) <= FEW * shape.width):
         return False
     return len(data) > 0 and data.count(0) == len(data)

@@ -136,7 +136,7 @@ def load(folder: str | Path) -> Tokenizer:
 
 
 def _rules(decoder: _Step | None) -> _Rules:
-    """Raises Unreadable for a decoder that artd does not know."""
+    """Return the rules of a decoder. Raises Unreadable for a decoder that artd does not know."""
     if decoder is None:
         return _Rules(lambda word: word.encode(errors="replace"), b" ", 0)
     steps = [decoder] if decoder.type != "Sequence" else decoder.decoders

@@ -123,7 +123,7 @@ class Wire(Protocol):
         """Record the current position in the wire's queue."""
 
     def check(self) -> None:
-        """Raises NcclError when the connection failed; otherwise does nothing."""
+        """Raise NcclError if the connection failed."""
 
     def abort(self, reason: str) -> None:
         """End whatever waits, and the connection; returns at once."""

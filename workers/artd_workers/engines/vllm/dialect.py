@@ -216,13 +216,14 @@ DIALECT: Dialect = VllmDialect()
 
 
 def _decode_event(client: Client, data: bytes) -> Json:
-    """Raises EngineFailure, ApiError: a stream that fails has told 200 before."""
+    """Decode one event of a stream. Raises EngineFailure, and ApiError if the engine reports an error: a stream has
+    status 200 by then."""
     try:
         event = msgspec.json.decode(data)
     except UNREADABLE as error:
-        raise EngineFailure(client.name, f"{STREAM} sent an event that is no JSON: {error}") from error
+        raise EngineFailure(client.name, f"{STREAM} sent an event that is not JSON: {error}") from error
     if not isinstance(event, dict):
-        raise EngineFailure(client.name, f"{STREAM} sent an event that is no object")
+        raise EngineFailure(client.name, f"{STREAM} sent an event that is not a JSON object")
     if told := event.get("error"):
         status = told.get("code")
         raise client.error(
@@ -236,7 +237,7 @@ def _score(entry: Json) -> Scored:
 
 
 def _token_of(entry: Json) -> int | None:
-    """Return the token that a logprob belongs to. Before 0.32 it is told as text only, `token_id:17`."""
+    """Return the token that a logprob belongs to. Versions before 0.32 give it only as text: `token_id:17`."""
     if "token_id" in entry:
         token: int | None = entry["token_id"]
         return token
@@ -248,7 +249,7 @@ def _token_of(entry: Json) -> int | None:
 
 
 class _Reply(msgspec.Struct):
-    """Of `/collective_rpc`: one result for each worker of the engine, all alike."""
+    """The reply of `/collective_rpc`: one result for each worker of the engine, all equal."""
 
     results: list[dict[str, msgspec.Raw]]
 
@@ -262,8 +263,9 @@ def _call(method: str, arguments: Json, timeout_s: float | None = None) -> Json:
 
 
 def _reader(form: type) -> Callable[[bytes], dict[str, Any]]:
-    """Return a reader of a reply whose results have this form. Choice by choice: msgspec keeps the GIL for the whole of a call, and the
-    event loop is to run in between when this is done in a thread. The reader raises those of codec.UNREADABLE."""
+    """Return a reader of replies whose results have the type `form`. It decodes choice by choice, because msgspec holds
+    the GIL for a whole call, and the event loop must run in between if a thread does this. The reader raises
+    codec.UNREADABLE."""
     one: msgspec.json.Decoder[Any] = msgspec.json.Decoder(form)
 
     def read(content: bytes) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Sender:
     """
 
     def __init__(self, rendezvous: Path, device: torch.device, library: Library | None = None) -> None:
-        """Raises NcclError when torch has no NCCL."""
+        """Create the sender without connecting it. Raises NcclError if torch has no NCCL."""
         self._rendezvous = rendezvous
         self._library = library or Library()
         self._queue = Stream(device)

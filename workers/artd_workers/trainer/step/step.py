@@ -262,7 +262,7 @@ def _score_base(policy: Policy, mine: Sequence[ScheduledRow], progress: Callable
 
 
 def _check_losses(parts: list[float]) -> None:
-    """Raises NonFinite: then all gradients are worth nothing, and none is used."""
+    """Raise NonFinite if a loss is not finite. Then no gradient of the step is used."""
     for index, part in enumerate(parts):
         if not math.isfinite(part):
             raise NonFinite(

@@ -25,7 +25,7 @@ class Nccl:
     """One end of an NCCL connection; see `contracts.Wire`."""
 
     def __init__(self, device: torch.device, library: Library | None = None) -> None:
-        """Raises NcclError when torch has no NCCL."""
+        """Create the connection's end without connecting it. Raises NcclError if torch has no NCCL."""
         self._library = library or Library()
         self._stream = Stream(device)
         self._communicator = Communicator(self._library)

@@ -1,1 +1,1 @@
-"""What vLLM says of each token: the experts it took, and the weights that sampled it."""
+"""What vLLM tells about each token: the experts that the router chose, and the weights that sampled it."""

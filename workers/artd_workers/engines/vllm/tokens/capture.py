@@ -1,11 +1,12 @@
-"""Routed experts as vLLM's own routers choose them, caught in its worker step by step.
+"""Captures the experts that vLLM's routers choose, in vLLM's worker, step by step.
 
-Purpose: what the CPU engine cannot tell by itself (its `routed_experts` field needs a model runner that has no CPU form).
-vLLM 0.32 lets every router call a function with the ids that it has just chosen: these very ids go to the experts, so
-ties and rounding need no thought. Ids of a token and layer are stored in rising order, so that equal choices are equal bytes.
-Owner of: the rows of the step under way, and the worker's `RouteBook`. Invariants: a step's rows reach the book only if
-every layer told of every token; tokens stand in the step in the order of the runner's batch, each sequence's from its
-`num_computed_tokens` on. Cost: one copy a layer and one a sequence and step.
+The CPU engine cannot report them: its `routed_experts` field needs a model runner that has no CPU form. vLLM 0.32 lets
+every router call a function with the ids that it has just chosen. These ids go to the experts, so ties and rounding
+need no care. The ids of each token and layer are stored in rising order, so that equal choices are equal bytes.
+
+Owns the rows of the step under way, and the worker's `RouteBook`. A step's rows reach the book only if every layer
+reported every token. The tokens of a step are in the order of the runner's batch, those of a sequence from its
+`num_computed_tokens` on. The cost is one copy for each layer, and one for each sequence and step.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ _MARK = "artd_route_capture"
 
 
 class CaptureError(Exception):
-    """This engine cannot capture routes, or not of this shape: what is in the way, and what to do."""
+    """This engine cannot capture routes, or not of this shape. The text says what prevents it and what to do."""
 
 
 class RouteCapture:
-    """Attaches itself to a worker's model runner for good. Calls come from the worker's thread and from a sweeper's."""
+    """Captures the routes of a worker's model runner, from its creation on. vLLM's thread and a sweeper's thread call
+    it."""
 
     def __init__(self, runner: Any, shape: RouteShape) -> None:
-        """Raises CaptureError; then nothing was attached."""
+        """Attach to `runner`. Raises CaptureError before it has changed anything."""
         routers = _routers(runner.get_model())
         _check_shape(routers, shape)
         _check_runner(runner)
@@ -59,7 +61,8 @@ class RouteCapture:
         threading.Thread(target=self._sweep, name="artd-route-sweep", daemon=True).start()
 
     def take(self, request_ids: Iterable[str]) -> dict[str, Any]:
-        """`REQUEST#CHOICE` -> routes (base64), start, rows, recomputed; JSON. What is taken is held no more."""
+        """Return the routes of these requests and forget them, as JSON: `REQUEST#CHOICE` -> routes (base64), start,
+        rows, recomputed."""
         with self._lock:
             found = self._book.take(request_ids)
         return {
@@ -77,17 +80,18 @@ class RouteCapture:
             self._book.drop(request_ids)
 
     def held(self) -> dict[str, int]:
-        """sequences: that have rows here, bytes of them; known: all that run, or have ended and were not taken."""
+        """Count what is held: `sequences` that have rows and their `bytes`; `known` sequences, which run, or have ended
+        and nobody took them."""
         with self._lock:
             return {"sequences": self._book.held, "bytes": self._book.bytes, "known": self._book.known}
 
     def _tell(self, layer: int, chosen: torch.Tensor) -> None:
-        """What a router calls: ids [tokens, topk] of one layer."""
+        """Store the ids [tokens, topk] of one layer. The layer's router calls this."""
         self._told[layer] = count = len(chosen)
         self._step[:count, layer] = chosen.numpy()
 
     def _capture(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """In place of the runner's `execute_model`: one step, and its rows into the book."""
+        """Run one step and put its rows into the book. Replaces the runner's `execute_model`."""
         self._told[:] = -1
         result = self._execute(scheduled, *args, **kwargs)
         with self._lock:
@@ -100,7 +104,7 @@ class RouteCapture:
     def _store(self, scheduled: Any) -> None:
         batch, total = self._runner.input_batch, scheduled.total_num_scheduled_tokens
         if (self._told < total).any():
-            log.warning("routes of a step with %d tokens are lost, the layers told of %s", total, self._told.tolist())
+            log.warning("routes of a step with %d tokens are lost: the layers reported %s", total, self._told.tolist())
             for worker_id in batch.req_ids:
                 self._book.lose(worker_id)
             return
@@ -111,7 +115,7 @@ class RouteCapture:
             at = end
 
     def _sweep(self) -> None:
-        """An idle engine makes no steps, and holds nothing for ever either."""
+        """Sweep the book at intervals, because an idle engine runs no steps and must not hold rows for ever either."""
         while True:
             time.sleep(_SWEEP_S)
             with self._lock:
@@ -119,7 +123,7 @@ class RouteCapture:
 
 
 def _check_runner(runner: Any) -> None:
-    if hasattr(runner, _MARK):  # not by its `execute_model`, which others wrap too
+    if hasattr(runner, _MARK):  # `execute_model` shows nothing, because others wrap it, too
         raise CaptureError("routes are captured already")
     if not current_platform.is_cpu():
         raise CaptureError("routes are captured by hooks on the CPU only: set expert_replay=false")
@@ -133,11 +137,13 @@ def _check_runner(runner: Any) -> None:
 
 
 def _routers(model: torch.nn.Module) -> list[tuple[str, BaseRouter]]:
-    """(name, router) of every MoE layer, in order of the layers."""
+    """Return (name, router) of every MoE layer, in the order of the layers. Raises CaptureError."""
     found = [(module.layer_id, name, module) for name, module in model.named_modules() if isinstance(module, MoERunner)]
     for _, name, module in found:
         if module._quant_method.is_monolithic or not isinstance(module.router, BaseRouter):
-            raise CaptureError(f"{name}: its kernel routes by itself and tells nobody; set expert_replay=false")
+            raise CaptureError(
+                f"{name}: its kernel chooses the experts itself and does not report them; set expert_replay=false"
+            )
     return [(name, module.router) for _, name, module in sorted(found, key=lambda item: item[0])]
 
 

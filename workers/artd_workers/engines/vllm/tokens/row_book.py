@@ -1,10 +1,12 @@
-"""The row-book: which experts every token of every sequence was routed to, until somebody takes or drops it.
+"""The row book: keeps which experts every token of every sequence was routed to, until somebody takes or drops the
+rows.
 
-Purpose: rows are stored by position, and the first capture of a position wins, so that a sequence that was preempted and
-computed again has each row once; what was computed again is noted. One sequence = one choice of a request.
-Owner of: the rows captured and not yet taken, and for a while the names of requests whose rows nobody wants.
-Invariants: a sequence holds rows without a hole from its first position, or none at all (`lose`); a sequence that has
-ended is held for `HELD_S` seconds at most, and all of those together `HELD_BYTES` at most; numpy only, no vLLM, not thread-safe.
+Rows are stored by position, and the first capture of a position wins. So a sequence that was preempted and computed
+again has each row once; `recomputed` notes what was computed again. One sequence is one choice of a request.
+
+Owns the rows that were captured and not yet taken, and for a while the names of requests whose rows nobody wants. A
+sequence has rows without a hole from its first position, or none at all (`lose`). An ended sequence is held for at most
+`HELD_S` seconds, and all of those together take at most `HELD_BYTES`. numpy only, no vLLM. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,23 +25,25 @@ from artd_schema.data.trajectory import RouteShape
 Rows = npt.NDArray[Any]
 HELD_S = 3600.0
 HELD_BYTES = 1 << 30
-"""The gateway takes a response's rows when its last choice is done, and drops what it does not want; the slowest choice may be
-long behind the first. The limits are for a gateway that died."""
+"""The gateway takes a response's rows when its last choice ends, which may be long after the first, and drops what it
+does not want. The limits of time and bytes matter only if the gateway died."""
 _LEAST_ROWS = 64
 _WORKER_ID = re.compile(r"(?:(\d+)_)?generate-tokens-(.+)-[0-9a-f]{8}")
-"""vLLM 0.32: `/inference/v1/generate` puts its prefix before the id that it is given, the engine adds 8 random hex digits,
-and with n > 1 each choice's index comes first. Sequences of other routes (the canary) have other names."""
+"""In vLLM 0.32 `/inference/v1/generate` puts its prefix before the given id, the engine appends 8 random hex digits,
+and with n > 1 the index of the choice comes first. Sequences of other endpoints (the canary's) have other names."""
 
 
 def owner_of(worker_id: str) -> tuple[str, int] | None:
-    """(request id as it was given, index of the choice) of a sequence of `/inference/v1/generate`; None for others."""
+    """Return the given request id and the index of the choice for a sequence of `/inference/v1/generate`, None for
+    others."""
     found = _WORKER_ID.fullmatch(worker_id)
     return None if found is None else (found[2], int(found[1] or 0))
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Rows [n, layers, topk] of tokens start .. start + n - 1; recomputed: ranges [first, end) of tokens run again."""
+    """Rows [n, layers, topk] of the tokens start .. start + n - 1. `recomputed` lists the ranges [first, end) of tokens
+    that were computed again."""
 
     rows: Rows
     start: int
@@ -48,7 +52,8 @@ class Taken:
 
 @dataclass
 class _Sequence:
-    """start, end: positions that `ids` has rows of, ids[0] being that of `start`. lost: it takes no more rows."""
+    """The rows of one sequence: `ids` has those of the positions start .. end - 1, ids[0] that of `start`. A `lost`
+    sequence takes no more rows."""
 
     owner: tuple[str, int]
     ids: Rows
@@ -63,11 +68,11 @@ class _Sequence:
         return self.ids.nbytes
 
     def store(self, first: int, rows: Rows) -> None:
-        """Keep the rows of positions first .. first + len(rows) - 1 that are not there yet."""
+        """Add the rows of the positions first .. first + len(rows) - 1 that are not there yet."""
         if self.start == self.end:
             self.start = self.end = first
         if not self.start <= first <= self.end:
-            self.lose()  # a hole: positions of which nobody told anything
+            self.lose()  # there is a hole: nobody reported the positions in between
             return
         last = first + len(rows)
         if first < self.end:
@@ -76,7 +81,7 @@ class _Sequence:
             self._append(rows[self.end - first :])
 
     def lose(self) -> None:
-        """Hold nothing, and take nothing any more: better no rows than some."""
+        """Drop all rows and take no more. A sequence with a hole is worth nothing."""
         self.ids, self.lost = self.ids[:0].copy(), True
         self.start = self.end = 0
 
@@ -93,7 +98,7 @@ class _Sequence:
         self.end += len(rows)
 
     def _again(self, first: int, last: int) -> None:
-        """Note positions as computed again; chunks that follow each other become one range."""
+        """Note positions as computed again. Adjacent ranges become one."""
         touching = [r for r in self.recomputed if r[0] <= last and first <= r[1]]
         self.recomputed = [r for r in self.recomputed if r not in touching]
         self.recomputed.append([min([first, *(r[0] for r in touching)]), max([last, *(r[1] for r in touching)])])
@@ -101,7 +106,10 @@ class _Sequence:
 
 
 class RouteBook:
-    """See the module. held_s, held_bytes: how long, and how much, of what has ended is held; clock: seconds."""
+    """The row book of one worker (see the module).
+
+    The book holds ended sequences for `held_s` seconds and up to `held_bytes` bytes. `clock` returns seconds.
+    """
 
     def __init__(
         self, shape: RouteShape, held_s: float = HELD_S, held_bytes: int = HELD_BYTES,
@@ -119,12 +127,12 @@ class RouteBook:
 
     @property
     def held(self) -> int:
-        """Sequences with rows, running ones included."""
+        """The number of sequences with rows, including running ones."""
         return sum(not sequence.lost for table in (self._open, self._ended) for sequence in table.values())
 
     @property
     def known(self) -> int:
-        """Sequences that run or are held, with rows or without."""
+        """The number of sequences that run or are held, with rows or without."""
         return len(self._open) + len(self._ended)
 
     @property
@@ -132,18 +140,18 @@ class RouteBook:
         return self._ended_bytes + sum(sequence.bytes for sequence in self._open.values())
 
     def add(self, worker_id: str, first: int, rows: Rows) -> None:
-        """Rows [n, layers, topk] of one sequence's tokens first .. first + n - 1, as computed in one step. They are copied."""
+        """Copy the rows [n, layers, topk] of one sequence's tokens first .. first + n - 1, which one step computed."""
         sequence = self._open.get(worker_id) or self._begin(worker_id)
         if sequence is not None and not sequence.lost:
             sequence.store(first, rows)
 
     def lose(self, worker_id: str) -> None:
-        """The rows of a step are not to be had: the whole sequence is given up."""
+        """Give up a whole sequence, because the rows of one of its steps are missing."""
         if (sequence := self._open.get(worker_id) or self._begin(worker_id)) is not None:
             sequence.lose()
 
     def end(self, worker_ids: Iterable[str]) -> None:
-        """These sequences compute nothing more, whether they came to their end or were aborted."""
+        """Note that these sequences compute nothing more, because they ended or were aborted."""
         for worker_id in worker_ids:
             if (sequence := self._open.pop(worker_id, None)) is None:
                 continue
@@ -156,19 +164,19 @@ class RouteBook:
         self.sweep()
 
     def take(self, request_ids: Iterable[str]) -> dict[str, Taken]:
-        """`REQUEST#CHOICE` -> rows of every sequence of these requests that has any. They are held no more."""
+        """Return the rows of every sequence of these requests that has any, by `REQUEST#CHOICE`, and forget them."""
         found = {}
         for request in request_ids:
             for worker_id in sorted(self._names.get(request, ())):
                 sequence = self._ended.get(worker_id) or self._open[worker_id]
-                if not sequence.lost:  # a lost one stays known, as long as it runs
+                if not sequence.lost:  # a lost sequence stays known as long as it runs
                     found[f"{request}#{sequence.owner[1]}"] = sequence.taken()
                     self._pop(worker_id)
         self.sweep()
         return found
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Nobody wants the rows of these requests: neither what is held, nor what is still to come."""
+        """Drop the rows of these requests, both those that are held and those that are still to come."""
         now = self._clock()
         for request in request_ids:
             self._unwanted.pop(request, None)
@@ -181,7 +189,7 @@ class RouteBook:
         self.sweep()
 
     def sweep(self) -> None:
-        """Drop what has been held too long, and the oldest of what is too much."""
+        """Drop what was held for too long, and the oldest of what exceeds the limit of bytes."""
         oldest = self._clock() - self._held_s
         for worker_id, sequence in tuple(self._ended.items()):
             if sequence.ended_at is not None and sequence.ended_at > oldest and self._ended_bytes <= self._held_bytes:

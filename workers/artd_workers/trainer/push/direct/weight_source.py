@@ -32,15 +32,16 @@ BUFFER_BYTES = 256 << 20
 class WeightSource:
     """The weights that this process gives.
 
-    codec: the rows that it gives, which are all rows of the model unless there is a `spread`. weights: by Megatron
-    name, as `grouped.slots` returns them. dtype: as served. buffers: their number; buffer_bytes: the size of each.
+    `codec` has the rows that it gives, which are all rows of the model unless there is a `sharding`. `weights` maps
+    Megatron names to weights, as `grouped.slots` returns them. `dtype` is that in which they are served. `buffers` is
+    the number of buffers, `buffer_bytes` the size of each.
     """
 
     def __init__(
         self, port: Port, codec: Codec, weights: Mapping[str, Tensor], weight_lock: WeightLock, dtype: torch.dtype,
         buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES, sharding: Sharding | None = None,
     ) -> None:  # fmt: skip
-        """Raises KeyError for a missing weight and ValueError for one that is not contiguous."""
+        """Check the weights. Raises KeyError for a missing weight and ValueError for one that is not contiguous."""
         self.port, self.codec, self.weight_lock, self.dtype, self.sharding = port, codec, weight_lock, dtype, sharding
         self.weights = {row.megatron: weights[row.megatron].detach() for row in codec.rows}
         if odd := [name for name, tensor in self.weights.items() if not tensor.is_contiguous()]:
