@@ -137,7 +137,10 @@ class Services:
         if who is None:
             level = logging.DEBUG if isinstance(message, w.Beat) else logging.INFO
             log.log(
-                level, "%s from %s, which is no longer a worker", type(message).__name__, peer.decode(errors="replace")
+                level,
+                "%s from %s, which is not a present worker",
+                type(message).__name__,
+                peer.decode(errors="replace"),
             )
             if isinstance(message, w.Staged | w.Failed | w.Beat) and message.job:
                 self._group.start_soon(self._answer_late, peer, message)

@@ -1,4 +1,4 @@
-"""Applies the rule book (`artd_schema.rules`) for ingest: a finding becomes an `InvalidField`. Pure."""
+"""Applies the rule book (`artd_schema.data.rules`) for ingest: a finding becomes an `InvalidField`. Pure."""
 
 from __future__ import annotations
 
