@@ -190,8 +190,8 @@ class Workforce:
                 raise RequestError(str(error)) from None
 
     async def _has_base(self, crew: Crew, names: Sequence[str]) -> bool:
-        """Whether the run's base model is the one that it was made with. Else these workers are stopped until it is again: a
-        start that waits in back-off would fail, and count as a death."""
+        """Return whether the run's base model is unchanged. If it is not, stop these workers until it is: a start that
+        fails would count as a death."""
         try:
             await anyio.to_thread.run_sync(crew.base.check)
         except Conflict as error:

@@ -42,7 +42,8 @@ def install_code(data: Path, packages: Iterable[str] = PACKAGES) -> Path:
 
 
 def install_files(data: Path, files: Mapping[str, bytes]) -> Path:
-    """Folder DATA/code/<their digest> with these files. Raises OSError when the copy cannot be written."""
+    """Install these files in DATA/code/<their digest> and return that folder. Raises OSError if the copy cannot be
+    written."""
     root = data / "code"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = root / digest_files(files)
@@ -50,7 +51,7 @@ def install_files(data: Path, files: Mapping[str, bytes]) -> Path:
         for left in root.glob(f"{_ASIDE}*"):
             shutil.rmtree(left)
         _install(target, files)
-        os.utime(target)  # says when it was last wanted
+        os.utime(target)  # its age says when it was last needed
     return target
 
 

@@ -37,7 +37,7 @@ def mark_packed(c: sqlite3.Connection, group: int) -> None:
 
 
 def mark_discarded(c: sqlite3.Connection, group: int, reason: str, start: str | None = None) -> None:
-    """start: the state that it must be in; None: any that may."""
+    """Discard a group. It must be in the state `start`; None allows every state that may be discarded."""
     move(c, "trajectory_group", group, "discarded", start=start, reason=reason)
 
 

@@ -12,7 +12,8 @@ KEPT = 10_000
 
 
 def first_time(c: sqlite3.Connection, now: int, request: str) -> bool:
-    """Whether this request has not been done yet. A request without an id ("") always counts."""
+    """Return whether this request has not been done yet, and note it. A request without an id ("") always counts as
+    new."""
     if not request:
         return True
     stored = c.execute("INSERT INTO request (name, at) VALUES (?, ?) ON CONFLICT (name) DO NOTHING", (request, now))

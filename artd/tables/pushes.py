@@ -28,7 +28,7 @@ def mark_live(c: sqlite3.Connection, message: Live) -> None:
 
 
 def supersede_push(c: sqlite3.Connection, now: int, push: int, start: str) -> None:
-    """start: the state that it must be in."""
+    """Supersede a push, which must be in the state `start`."""
     move(c, "push", push, "superseded", start=start, ended=now)
 
 

@@ -50,10 +50,10 @@ class Codec(Generic[T]):
 
 
 def to_json(value: object) -> bytes:
-    """Canonical JSON: keys sorted, so that equal values have equal digests."""
+    """Return canonical JSON: keys are sorted, so equal values have equal digests."""
     return msgspec.json.encode(value, order="sorted")
 
 
 def digest(data: bytes) -> str:
-    """sha256 in hex."""
+    """Return the sha256 in hex."""
     return hashlib.sha256(data).hexdigest()

@@ -114,7 +114,7 @@ class DaemonFile:
     drain_s: float = 60.0
 
     def alive(self) -> bool:
-        """Whether that very process still runs on this boot of this machine."""
+        """Return whether this very process still runs, on the same boot of the machine."""
         return self.boot_id == boot_id() and self.ticks == process_ticks(self.pid)
 
 

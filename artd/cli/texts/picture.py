@@ -35,7 +35,7 @@ SHORT = 4
 
 
 def head(found: Loaded) -> str:
-    """One line: which trajectory it is and what became of it."""
+    """Return one line that says which trajectory it is and what became of it."""
     row = found.row
     parts = [
         show.paint(f"#{row['id']}", "bold"),

@@ -1,8 +1,9 @@
-"""The rule book's part on routes: which tokens a turn's rows belong to, and how a token's routes come to be stored once.
+"""The rule book's part on routes: which tokens a turn's rows belong to, and how each token's routes are stored once.
 
-Pure. Invariants: in what passes for training, the turn that ran a token of a sequence first tells its experts, except for
-the sequence's last token, which was never an input; a turn belongs to the sequence before it when its prompt repeats that
-sequence exactly. The path `turns[1].routes[7]` is token 7 of the turn's prompt and sampled tokens, wherever its rows begin.
+Pure. In a trajectory that passes for training, every token of a sequence has routes from the first turn that computed
+it, except the sequence's last token, which was never an input. A turn belongs to the sequence before it if its prompt
+repeats that sequence exactly. In the path `turns[1].routes[7]`, 7 counts the turn's prompt and sampled tokens, wherever
+its rows begin.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ REMEDY = (
 
 
 def refused_routes(turn: Turn) -> Finding | None:
-    """Routes given to a run that does not replay them."""
+    """Return a finding if a turn has routes, for runs that do not replay them."""
     if not turn.routes:
         return None
     what = "this run replays no experts (its model is dense, or it was made with expert_replay=false): leave routes out"
@@ -30,7 +31,7 @@ def refused_routes(turn: Turn) -> Finding | None:
 
 
 def routes_finding(turns: Sequence[Turn], shape: RouteShape, trained: bool) -> Finding | None:
-    """Return what is wrong with the routes of a trajectory's turns; trained: none may be missing."""
+    """Return what is wrong with the routes of a trajectory's turns. With `trained` no routes may be missing."""
     for index, turn, covered in _sequences(turns, shape):
         found = (_form(turn, shape) or place_finding(turn, shape) or _ids(turn, shape)) if turn.routes else None
         if trained:
@@ -41,17 +42,17 @@ def routes_finding(turns: Sequence[Turn], shape: RouteShape, trained: bool) -> F
 
 
 def trim_routes(turns: Sequence[Turn], shape: RouteShape) -> list[Turn]:
-    """Return checked turns without the rows that an earlier turn of the same sequence holds: the first capture wins."""
+    """Return checked turns without the rows that an earlier turn of the same sequence has: the first capture wins."""
     return [_from(turn, covered, shape) for _, turn, covered in _sequences(turns, shape)]
 
 
 def goes_on(turn: Turn, sequence: bytes) -> bool:
-    """Whether a turn belongs to the sequence (int32 ids) that the turns before it make."""
+    """Return whether a turn continues the sequence (int32 ids) of the turns before it."""
     return turn.prompt_ids.startswith(sequence)
 
 
 def _sequences(turns: Sequence[Turn], shape: RouteShape) -> Iterator[tuple[int, Turn, int]]:
-    """Every turn with its number, and how many tokens of its sequence the turns before it have routes for."""
+    """Yield every turn with its index, and the number of its sequence's tokens for which earlier turns have routes."""
     sequence, covered = b"", 0
     for index, turn in enumerate(turns):
         if not goes_on(turn, sequence):
@@ -66,15 +67,15 @@ def _sequences(turns: Sequence[Turn], shape: RouteShape) -> Iterator[tuple[int, 
 
 
 def place_fault(rows: int, start: int, tokens: int) -> str:
-    """Return what is wrong with so many rows, the first of token `start`, of a turn of `tokens` prompt and sampled tokens; ""
-    means nothing."""
+    """Return what is wrong with a turn's `rows` rows that begin at token `start`, if the turn has `tokens` prompt and
+    sampled tokens; "" if nothing is."""
     if start >= 0 and start + rows in (tokens, tokens - 1):
         return ""
     return f"{rows} rows from token {start} of {tokens}: the rows must reach to the last token, or end one before it"
 
 
 def place_finding(turn: Turn, shape: RouteShape) -> Finding | None:
-    """Return what is wrong with the number of a turn's rows, or with the token that they start at."""
+    """Return what is wrong with the number of a turn's rows, or with the token at which they start."""
     if turn.routes_start < 0:
         return Finding("routes_start", f"is {turn.routes_start}: must be 0 or more")
     try:
@@ -86,7 +87,8 @@ def place_finding(turn: Turn, shape: RouteShape) -> Finding | None:
 
 
 def gap_finding(turn: Turn, covered: int, remedy: str) -> Finding | None:
-    """Return the first token of a turn that no turn has routes for. covered: tokens of its sequence that the turns before it have."""
+    """Return a finding for the first token of a turn without routes. `covered` is the number of its sequence's tokens
+    for which earlier turns have routes."""
     if covered >= _tokens(turn) - 1 or (turn.routes and turn.routes_start <= covered):
         return None
     why = f"this turn's begin at token {turn.routes_start}" if turn.routes else "this turn has none"
@@ -108,8 +110,8 @@ def _form(turn: Turn, shape: RouteShape) -> Finding | None:
 
 
 def _other_form(size: int, wanted: Sequence[int], shape: RouteShape) -> str:
-    """Say what routes of `size` bytes are that have the right number of rows, but another shape; "" when nobody can tell.
-    wanted: the right numbers of rows."""
+    """Explain routes of `size` bytes that have the right number of rows but another shape; "" if there is no
+    explanation. `wanted` has the right numbers of rows."""
     rows = [count for count in wanted if count > 0]
     if any(size == count * shape.row_bytes for count in rows):
         return ""
@@ -133,5 +135,5 @@ def _from(turn: Turn, covered: int, shape: RouteShape) -> Turn:
 
 
 def _tokens(turn: Turn) -> int:
-    """Prompt and sampled tokens."""
+    """Return the number of prompt and sampled tokens."""
     return (len(turn.prompt_ids) + len(turn.token_ids)) // 4

@@ -67,7 +67,7 @@ def _nothing(data: bytes, shape: RouteShape) -> bool:
 
 
 def _sound(part: bytes, shape: RouteShape) -> bool:
-    """Whether every id is an expert's, and no two of a token and layer are equal."""
+    """Return whether every id is that of an expert, and no token has the same id twice in a layer."""
     planes = [part] if shape.width == 1 else [part[0::2], part[1::2]]
     if not (_below(part, shape.experts) if shape.width == 1 else _wide_below(planes[0], planes[1], shape.experts)):
         return False

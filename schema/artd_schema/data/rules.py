@@ -1,9 +1,9 @@
-"""The rule book of a trajectory: what holds for every turn that gateway, ingest and packer let through.
+"""The rule book of a trajectory: what holds for every turn that gateway, ingest and packer accept.
 
 Pure; standard library and msgspec only. A rule returns the first `Finding`, or None; each process raises its own error
-from it. Invariant: what passes for training can be packed and trained: lengths agree, ids lie in the vocabulary,
-logprobs are finite and <= 0, the trainer can score the behaviour policy, and where experts are replayed, their routes
-are there (`route_rules`).
+from it. A trajectory that passes for training can be packed and trained: lengths agree, ids are in the vocabulary,
+logprobs are finite and <= 0, the trainer can score the behaviour policy, and all routes are there if the run replays
+experts (`route_rules`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .route_rules import refused_routes, routes_finding
 from .trajectory import RouteShape, Sampling, Turn, untrainable
 
 MOST_EPOCH = (1 << 31) - 1
-"""A packed batch has an int32 for each token."""
+"""A packed batch stores epochs as int32."""
 NO_PROMPT = "is empty: the first sampled token needs a token before it"
 
 
 class Scan(NamedTuple):
-    """How the values of a column, at least one, are looked through. int_range: smallest and largest int32;
-    float_sum_and_largest: of float32 values; where one is not finite, the sum is not finite either."""
+    """How to scan the values of a column, which has at least one. `int_range` returns the smallest and the largest
+    int32. `float_sum_and_largest` is for float32; if a value is not finite, the sum is not finite either."""
 
     int_range: Callable[[bytes], tuple[int, int]]
     float_sum_and_largest: Callable[[bytes], tuple[float, float]]
@@ -37,7 +37,7 @@ def int_range(column: bytes) -> tuple[int, int]:
 
 
 def float_sum_and_largest(column: bytes) -> tuple[float, float]:
-    """(sum, largest) of float32 values."""
+    """Return the sum and the largest of float32 values."""
     values = array("f", column)
     return sum(values), max(values)
 
@@ -51,8 +51,8 @@ PLAIN = Scan(int_range, float_sum_and_largest)
 def turn_finding(
     turn: Turn, trained: bool, vocab_size: int | None = None, next_epoch: int | None = None, scan: Scan = PLAIN
 ) -> Finding | None:
-    """Return what is wrong with a turn, routes apart; its path begins at the turn. vocab_size, next_epoch: None where they are
-    unknown, and are not checked."""
+    """Return what is wrong with a turn, apart from its routes. The path begins at the turn. `vocab_size` and
+    `next_epoch` are not checked if None."""
     count = len(turn.token_ids) // 4
     return (
         columns_finding(turn, vocab_size, scan)
@@ -107,7 +107,8 @@ def _logprobs(column: bytes, count: int, scan: Scan) -> Finding | None:
 
 
 def _credit(column: bytes, field: str, count: int, scan: Scan, least: float = -math.inf) -> Finding | None:
-    """Return what is wrong with what a program gives for each token: nothing, or a finite number for each."""
+    """Return what is wrong with a column that a program gives: it must be empty, or have a finite number for each
+    token."""
     if not column:
         return None
     if len(column) != 4 * count:
@@ -123,7 +124,8 @@ def _credit(column: bytes, field: str, count: int, scan: Scan, least: float = -m
 def _spans(
     spans: tuple[tuple[int, int], ...], field: str, count: int, next_epoch: int | None, *, falls: bool = False
 ) -> Finding | None:
-    """falls: epochs may fall, as those of a cache do behind a part that was computed again."""
+    """Return what is wrong with spans of epochs. With `falls` epochs may fall, as those of a cache do after a part that
+    was computed again."""
     if what := _starts(spans, count) or _epochs(spans, next_epoch, falls=falls):
         return Finding(field, what)
     return None
@@ -150,7 +152,7 @@ def _epochs(spans: tuple[tuple[int, int], ...], next_epoch: int | None, *, falls
 
 
 def sampling_finding(sampling: Sampling) -> Finding | None:
-    """Which sampling parameter, if any, the trainer cannot score."""
+    """Return which sampling parameter the trainer cannot score, None if it can score them all."""
     for bad in untrainable(sampling):
         what = f"{bad.value}: {bad.why}; sample with {bad.wanted}, or use split='eval'"
         return Finding(f"sampling.{bad.name}", what)
@@ -168,7 +170,7 @@ def trajectory_finding(
     next_epoch: int | None = None,
     scan: Scan = PLAIN,
 ) -> Finding | None:
-    """Return what is wrong with a trajectory. routes: what the run's routes look like; None: it replays no experts."""
+    """Return what is wrong with a trajectory. `routes` is the shape of the run's routes, None if it replays no experts."""
     if not turns:
         return Finding("turns", "a trajectory needs at least one turn")
     for index, turn in enumerate(turns):
@@ -180,6 +182,6 @@ def trajectory_finding(
 
 
 def epoch_range(turns: Sequence[Turn]) -> tuple[int | None, int | None]:
-    """Oldest and newest policy epoch of the sampled tokens, or (None, None) when unknown."""
+    """Return the oldest and the newest policy epoch of the sampled tokens, or (None, None) if unknown."""
     epochs = [epoch for turn in turns for _, epoch in turn.policy_epoch]
     return (min(epochs), max(epochs)) if epochs else (None, None)

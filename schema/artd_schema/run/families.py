@@ -14,11 +14,11 @@ FAMILIES: dict[str, str] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 SEEDED = "seeded.json"
-"""In a base model's folder in place of safetensors: its weights are drawn (`artd_workers.models.seeded`), and its bytes pin
-them all."""
+"""A base model has this file in place of safetensors if its weights are random (`artd_workers.models.seeded`). The
+file's bytes determine them all."""
 
 
 def sparse_layers(layers: int, experts: int, step: int, dense: Collection[int]) -> list[bool]:
-    """For each layer whether it has experts, as transformers' Qwen3MoeDecoderLayer decides it. experts: of a sparse layer;
-    step, dense: `decoder_sparse_step` and `mlp_only_layers` of the config."""
+    """Return for each layer whether it has experts, by the rule of transformers' Qwen3MoeDecoderLayer. `experts` is the
+    number in a sparse layer; `step` and `dense` are `decoder_sparse_step` and `mlp_only_layers` of the config."""
     return [i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(layers)]

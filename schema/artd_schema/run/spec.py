@@ -273,7 +273,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def layout_error(spec: RunSpec) -> str:
-    """Why a run's processes cannot be laid out as it asks for, whatever its model; "" = they can."""
+    """Return why no model's processes can be laid out as the spec asks; "" if they can."""
     asked = spec.trainer
     if max(asked.near, asked.expert_parallel) % min(asked.near, asked.expert_parallel):
         return (
@@ -289,7 +289,8 @@ def layout_error(spec: RunSpec) -> str:
 
 
 def length_error(spec: RunSpec) -> str:
-    """Why answers that the engine may give could never be trained; "" = they all can, or that was asked for."""
+    """Return why some answers of the engine could never be trained; "" if all can, or if the spec allows that
+    (`drop_longer`)."""
     longest = spec.engine.max_model_len
     if spec.row_tokens >= longest or spec.drop_longer:
         return ""
@@ -300,7 +301,8 @@ def length_error(spec: RunSpec) -> str:
 
 
 def in_flight_error(spec: RunSpec) -> str:
-    """Why no push of this run could ever let requests go on as it asks for; "" = some can, or it does not ask."""
+    """Return why no push of this run could let requests continue as the spec asks; "" if some can, or if the spec does
+    not ask for it."""
     asked, way = spec.engine.in_flight, spec.engine.transfer
     if asked == "drain":
         return ""
@@ -315,7 +317,7 @@ def in_flight_error(spec: RunSpec) -> str:
 
 
 def first_difference(stored: RunSpec, asked: RunSpec) -> str | None:
-    """Dotted name of the first field in which two specs differ, or None when they are equal."""
+    """Return the dotted name of the first field in which two specs differ, None if they are equal."""
     return _difference(msgspec.to_builtins(stored), msgspec.to_builtins(asked), "")
 
 

@@ -65,7 +65,8 @@ class _File(Struct):
 
 
 class _Rules(NamedTuple):
-    """to_bytes: the bytes of a vocabulary entry; joined_by: what stands between two tokens; strip: spaces that the text does not begin with."""
+    """How entries of the vocabulary become text. `to_bytes` gives an entry's bytes, `joined_by` separates two tokens,
+    `strip` is the number of spaces that are removed from the beginning."""
 
     to_bytes: Callable[[str], bytes]
     joined_by: bytes
@@ -76,7 +77,7 @@ class Tokenizer:
     """The vocabulary of one model."""
 
     def __init__(self, content: bytes) -> None:
-        """content: of a `tokenizer.json`. Raises Unreadable."""
+        """Read the content of a `tokenizer.json`. Raises Unreadable."""
         try:
             file = msgspec.json.decode(content, type=_File)
         except UNREADABLE as error:

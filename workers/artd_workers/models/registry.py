@@ -22,7 +22,7 @@ _ADOPTED: dict[str, Callable[[HfConfig], Plan]] = {}
 
 
 def read_config(folder: str | Path) -> HfConfig:
-    """`config.json` of a checkpoint folder. Raises ValueError when it is missing or not JSON."""
+    """Read `config.json` of a checkpoint folder. Raises ValueError if it is missing or not JSON."""
     path = Path(folder) / "config.json"
     try:
         return dict(json.loads(path.read_text()))

@@ -70,7 +70,7 @@ class TrainerWorker:
         return self._status
 
     def _may_go(self) -> bool:
-        """Whether the daemon has said Exit, and either every report is answered or the grace period is over."""
+        """Return whether the daemon has sent Exit, and either every report is answered or the grace period is over."""
         return self._exit_at is not None and (self._waiting is None or time.monotonic() >= self._exit_at)
 
     # ---- the link's thread --------------------------------------------------------------------------------------------
@@ -160,6 +160,6 @@ def classify(error: Exception) -> tuple[w.FailureClass, str]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch ran out of memory. Its CPU allocator raises a RuntimeError that only says so in its text."""
+    """Return whether torch ran out of memory. Its CPU allocator raises a RuntimeError that says so only in its text."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)

@@ -20,7 +20,7 @@ HEADER_BYTES = 8
 
 
 class PullError(Exception):
-    """A pull failed: what it waited for, and what to do."""
+    """A pull failed. The text says what it waited for, and what to do."""
 
 
 class DeviceError(Exception):
@@ -31,7 +31,7 @@ class Mark(Protocol):
     """A place in a queue."""
 
     def done(self) -> bool:
-        """Whether all work that was queued before it is done."""
+        """Return whether all work that was queued before this mark is done."""
 
 
 class Queue(Protocol):

@@ -23,13 +23,13 @@ from .nccl_feed import NcclFeed
 
 
 class OpenFeed(Protocol):
-    """intake: how far the feed's buffers are filled. bases: address of each of its segments, by number."""
+    """An open feed. `intake` says how far its buffers are filled. `bases` has the address of each of its segments."""
 
     intake: Intake
     bases: list[int]
 
     def gone(self) -> bool:
-        """Whether the other side has ended, and so fills nothing any more."""
+        """Return whether the other side has ended, and so fills nothing any more."""
 
     def close(self) -> None:
         """Let go of everything. Any thread, once."""

@@ -131,7 +131,7 @@ class NcclFeed:
     def __init__(
         self, port: Port, feed: Feed, on_end: Callable[[], None], deadline: Deadline, itemsize: int
     ) -> None:  # fmt: skip
-        """deadline: limits the meeting with the trainer, for which the first pull waits. Raises PullError."""
+        """Begin to meet the trainer. The first pull waits for that, until `deadline`. Raises PullError."""
         sizes = slot_bytes(feed, itemsize)
         self._over = threading.Event()
         with ExitStack() as stack, as_pull_error("no connection over NCCL"):
@@ -149,9 +149,8 @@ class NcclFeed:
             self.close = stack.pop_all().close
 
     def gone(self) -> bool:
-        """Whether the trainer's process has ended, as far as this machine can see. The intake reports what happens to
-        the connection.
-        """
+        """Return whether the trainer's process has ended, as far as this machine can see. The intake reports what
+        happens to the connection."""
         return self._over.is_set()
 
     def _join(self, name: bytes, seconds: float) -> None:

@@ -81,7 +81,7 @@ class Session:
             self._open_offer().expect(sums)
 
     def room(self) -> bool:
-        """Whether the spare memory is there, or fits into the device."""
+        """Return whether the spare memory exists already or fits into the device."""
         return bool(self._spare_tensors) or self._port.free() >= _size(self._tensors) + MARGIN_BYTES
 
     def pull(self, fence: Fence, timeout_s: float) -> dict[str, float]:

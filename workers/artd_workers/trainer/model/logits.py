@@ -180,7 +180,9 @@ def _slope(logits: Tensor, targets: Tensor, temperatures: Tensor, totals: Tensor
 
 
 def _entropy_slope(logits: Tensor, temperatures: Tensor, totals: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of the entropy H in the scaled logits, -p (log p + H), times scale [n], in the logits' dtype. totals: [3, n], H and `_slope`'s
-    two."""
+    """Return the gradient of the entropy H in the scaled logits, -p (log p + H), times scale [n], in the logits' dtype.
+
+    `totals`: [3, n], H and the two of `_slope`.
+    """
     logs = logits.float() / temperatures[:, None] - totals[1][:, None] - totals[2][:, None]
     return (-logs.exp() * (logs + totals[0][:, None]) * scale[:, None]).to(logits.dtype)

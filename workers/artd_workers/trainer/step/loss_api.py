@@ -1,10 +1,10 @@
-"""What a loss is given and what it returns: all that the author of a loss has to know.
+"""The interface of a loss: its inputs and its outputs, which are all that the author of a loss has to know.
 
-A loss is one function `(inputs: LossInputs, *, parameter: float = default, ...) -> LossOutput` of `losses.LOSSES`, or of a package with
-an entry point in the group `artd.losses`. The keyword parameters `clip_low` and `clip_high`, if they have no default, are these fields of the
-run's `loss` spec; the others come from `loss.params`.
-Invariants: a loss sees the trained tokens of one row, or of this rank's part of a row; all tokens of a sequence are in one row. No
-token at all is a case that a loss has to bear. The same inputs give the same bits.
+A loss is one function `(inputs: LossInputs, *, parameter: float = default, ...) -> LossOutput` in `losses.LOSSES`, or
+of a package with an entry point in the group `artd.losses`. The keyword parameters `clip_low` and `clip_high`, if they
+have no default, are these fields of the run's `loss` spec; the others come from `loss.params`. A loss gets the trained
+tokens of one row, or of this rank's part of a row. All tokens of a sequence are in one row. A loss must accept inputs
+without any token. The same inputs must give the same bits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def _alone(values: Tensor) -> Tensor:
 class LossInputs:
     """The trained tokens [n] of a row, in the order of the row.
 
-    logprobs: of the trainer, fp32, with gradient; old_logprobs: of the engine that sampled the tokens, at the sampling temperature;
-    advantages; mask: False where a token has no weight, because this rank does the row only to keep step with the others.
-    segments: id of the token's segment in the row; sequences, groups, trajectories: numbers in the batch, from 0. A trajectory has one
-    sequence or more, a group several trajectories; a group may lie in several rows, a sequence does not.
-    sequence_count: of the batch. across: adds a tensor over the ranks that share the row (None of them: returns it).
+    `logprobs` are the trainer's, fp32, with gradient. `old_logprobs` are those of the engine that sampled the tokens,
+    at the sampling temperature. `mask` is False where a token has no weight, because this rank computes the row only to
+    keep step with the others. `segments` has the id of each token's segment in the row. `sequences`, `groups` and
+    `trajectories` are numbers in the batch, from 0: a trajectory has one sequence or more, a group has several
+    trajectories and may span several rows, a sequence is in one row. `sequence_count` is that of the batch. `across`
+    adds a tensor over the ranks that share the row; if none do, it returns the tensor unchanged.
     """
 
     logprobs: Tensor
@@ -44,10 +45,10 @@ class LossInputs:
     across: Callable[[Tensor], Tensor] = _alone
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """For each token the sum of `values` [n] over its sequence, with gradient.
+        """Return for each token the sum of `values` [n] over its sequence, with gradient.
 
-        Collective where ranks share a row: every call of the loss makes it, whatever the tokens are, and the result (or nothing
-        of it, `detach`) reaches the loss.
+        Collective where ranks share a row: every call of the loss must call it, whatever the tokens are, and must use
+        the result (or use it detached).
         """
         totals = values.new_zeros(self.sequence_count).index_add(0, self.sequences, values)
         return self.across(totals)[self.sequences]
@@ -55,24 +56,27 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Mean:
-    """A metric: what is measured of one row as a sum and how much it is a sum of, so that rows and ranks add up.
+    """A metric of one row as a sum and a count, so that rows and ranks can be added up.
 
-    The step's metric is the total of the sums by the total of the counts; it is absent where nothing was counted."""
+    The step's metric is the total of the sums divided by the total of the counts. It is absent if the total count is 0.
+    """
 
     total: Tensor
     count: Tensor | float
 
     @classmethod
     def of(cls, values: Tensor) -> Mean:
-        """Take the mean of one value a token, [n]."""
+        """Take the mean of one value for each token, [n]."""
         return cls(values.detach().double().sum(), float(len(values)))
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """tokens: the loss of each token [n], which artd weighs by the run's `normalise` and adds up; it is minimised.
+    """What a loss returns. `tokens` is the loss of each token [n], which artd weighs by the run's `normalise`, adds up
+    and minimises.
 
-    metrics: by name, the same names for any inputs. What artd itself measures under a name counts before it.
+    `metrics` has the same names for any inputs. If artd itself measures something under such a name, artd's value is
+    used.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""What a step measures whatever its loss is: importance ratios, divergence, entropy, staleness, mismatch."""
+"""Measures that every step has, whatever its loss: importance ratios, divergence, entropy, staleness, mismatch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from .losses import ratio
 
 
 class Measures:
-    """Collects what a step measured, token by token, and reduces it once at the end, independent of packing.
+    """Collects the measures of a step token by token, and reduces them once at the end, so that they do not depend on
+    the packing.
 
-    found: fp64 [2, trained tokens of the batch], logprobs and entropies in the order of `rows`; zero where nothing was added.
+    `found` is fp64 [2, trained tokens of the batch]: logprobs and entropies in the order of `rows`, zero where nothing
+    was added.
     """
 
     def __init__(self, rows: Sequence[PackedRow], device: torch.device) -> None:
@@ -24,13 +26,16 @@ class Measures:
         self.found = torch.zeros(2, sum(len(row.at) for row in rows), dtype=torch.float64, device=device)
 
     def add(self, first: int, logprobs: Tensor, entropy: Tensor) -> None:
-        """first: number of trained tokens of the batch before these."""
+        """Add the tokens of one row. `first` is the number of the batch's trained tokens before them."""
         here = slice(first, first + len(logprobs))
         self.found[0, here], self.found[1, here] = logprobs.detach(), entropy
 
     def metrics(self, epoch: int, sampled: bool = True) -> dict[str, float]:
-        """Reduce what was added. epoch: policy epoch of the weights that were trained; tokens sampled by exactly these measure the
-        mismatch. sampled: False where the tokens are examples, and old logprobs say nothing."""
+        """Reduce what was added.
+
+        `epoch` is the policy epoch of the weights that were trained; only tokens that exactly these weights sampled
+        measure the mismatch. `sampled` is False where the tokens are examples, so that old logprobs mean nothing.
+        """
         new, entropy = self.found.cpu()
         if not sampled:
             return {"entropy": float(entropy.mean()), "trained_tokens": float(len(new))}
@@ -54,8 +59,11 @@ class Measures:
 
 
 def mismatch(trainer: Tensor, engine: Tensor, same: Tensor) -> dict[str, float]:
-    """Trainer against engine on tokens that the same weights sampled [n bool]: MAE and max in nats, and the MAE as a
-    percentage of the mean |logprob| of the engine. Without such a token only the count is given."""
+    """Compare trainer and engine on the tokens that the same weights sampled (`same`, bool [n]).
+
+    Returns the mean and maximum absolute difference in nats, and the mean as a percentage of the engine's mean
+    |logprob|. Without such a token it returns only the count.
+    """
     count = int(same.sum())
     out = {"mismatch_tokens": float(count)}
     if count:

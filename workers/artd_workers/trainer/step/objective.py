@@ -39,8 +39,8 @@ def adopt(code: PackageCode | None) -> None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a row's loss may need beside logprobs [n]. entropy: nats, with gradient; reference: logprobs of the base model. None where the
-    run asks for neither."""
+    """What a row's loss may need beside logprobs [n]. `entropy` is in nats, with gradient; `reference` has the base
+    model's logprobs. Each is None if the run does not ask for it."""
 
     entropy: Tensor | None = None
     reference: Tensor | None = None
@@ -50,10 +50,10 @@ NOTHING_BESIDE = Beside()
 
 
 class Objective:
-    """A loss with its parameters, corrections and penalties. names: of its metrics."""
+    """A loss with its parameters, corrections and penalties. `names` lists its metrics."""
 
     def __init__(self, spec: LossSpec) -> None:
-        """Find the loss. Raises LossError for a loss that is not there, or parameters that it does not have."""
+        """Find the loss. Raises LossError if there is no such loss, or if it does not have these parameters."""
         if spec.kind not in LOSSES:
             raise LossError(
                 f"loss.kind {spec.kind!r} is not known to the trainer; known: {', '.join(sorted(LOSSES))}: install the package that "
@@ -69,10 +69,11 @@ class Objective:
     def row_loss(
         self, row: PackedRow, logprobs: Tensor, share: Tensor, sequences: int, beside: Beside = NOTHING_BESIDE
     ) -> tuple[Tensor, Mapping[str, Mean]]:
-        """Return this row's part of the batch's loss, a scalar, and its metrics; the parts of all rows add up to the batch's.
+        """Return this row's part of the batch's loss, a scalar, and its metrics. The parts of all rows add up to the
+        batch's loss.
 
-        `share` is from `shares`; `sequences` counts those of the batch. Collective: every rank that shares the row calls it.
-        Raises LossError.
+        `share` is from `shares`; `sequences` counts those of the batch. Collective: every rank that shares the row
+        calls it. Raises LossError.
         """
         inputs = LossInputs(
             logprobs=logprobs, old_logprobs=row.old_logprobs, advantages=row.advantages, mask=row.weights != 0,
@@ -131,11 +132,11 @@ def _parameters(spec: LossSpec, function: Callable[..., LossOutput]) -> dict[str
 
 
 def shares(batch: Batch, normalise: str, divisor: float = 1.0) -> Tensor:
-    """Return what one token of each trajectory counts in the loss, fp64 [trajectories].
+    """Return the weight of one token of each trajectory in the loss, fp64 [trajectories].
 
-    token: 1 / trained tokens of the batch. sequence: 1 / (trajectories with trained tokens x trained tokens of this one). constant:
-    1 / (trajectories with trained tokens x divisor). These belong to the whole batch, so a loss does not depend on how the batch
-    was packed.
+    token: 1 / trained tokens of the batch. sequence: 1 / (trajectories with trained tokens x trained tokens of this
+    one). constant: 1 / (trajectories with trained tokens x divisor). The numbers are those of the whole batch, so a
+    loss does not depend on how the batch was packed.
     """
     counts = batch.counts.double()
     if normalise == "token":
@@ -145,14 +146,14 @@ def shares(batch: Batch, normalise: str, divisor: float = 1.0) -> Tensor:
 
 
 class Tally:
-    """Adds a loss's metrics up over rows, and over ranks at the end. found: fp64 [2, metrics], totals and counts."""
+    """Adds up a loss's metrics over rows, and at the end over ranks. `found` is fp64 [2, metrics]: totals and counts."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self._names = names
         self.found = torch.zeros(2, len(names), dtype=torch.float64, device=device)
 
     def add(self, metrics: Mapping[str, Mean]) -> None:
-        """Nothing waits for the device."""
+        """Add a row's metrics without waiting for the device."""
         for at, mean in enumerate(metrics.values()):
             self.found[0, at] += mean.total
             self.found[1, at] += mean.count

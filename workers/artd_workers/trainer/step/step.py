@@ -49,7 +49,7 @@ class Optimizer:
 
     @classmethod
     def make(cls, parameters: ParameterSet, spec: OptimizerSpec) -> Optimizer:
-        """Fresh: no step taken."""
+        """Make an optimizer that has taken no step."""
         kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in parameters.list_parameters():
             kinds[decays(name)].append(parameter)
@@ -74,8 +74,8 @@ class Optimizer:
         self.set.refresh_weights()
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []); moments are zero before the first step. The
-        live ones where they lie, or where that would take copies, on the CPU."""
+        """Return the tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []). Moments are zero before
+        the first step. The tensors are the live ones; where that would take copies, they are copies on the CPU."""
         out: dict[str, Tensor] = {}
         step = 0
         for key in MOMENTS:
@@ -89,7 +89,8 @@ class Optimizer:
         return out | {"step": torch.tensor(step, dtype=torch.int64)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Set the moments and the step count. Raises ValueError or KeyError when the names are not the parameters'."""
+        """Set the moments and the step count. Raises ValueError or KeyError if the names are not those of the
+        parameters."""
         step = float(state["step"])
         self.torch.state.clear()
         if step == 0:
@@ -97,21 +98,24 @@ class Optimizer:
         moments = {key: self.set.inward(_of_kind(state, key)) for key in MOMENTS}
         for name, parameter in self.set.list_parameters():
             own = {key: moments[key][name].to(parameter.device, copy=True) for key in MOMENTS}
-            # torch's fused kernel reads the count where the parameter lies.
+            # torch's fused kernel reads the count on the parameter's device.
             counted = torch.tensor(step, device=parameter.device)
             self.torch.state[parameter] = {"step": counted} | own
 
 
 def decays(name: str) -> bool:
-    """Whether `weight_decay` pulls a parameter towards zero, by its own name: linears and adapters it does; norms (near one),
-    biases, embeddings and routers it would harm. By name, not by shape: a master may lie flat."""
+    """Return whether `weight_decay` applies to a parameter, by the parameter's own name.
+
+    It applies to linears and adapters. It would harm norms (their weights are near one), biases, embeddings and
+    routers. The name decides, not the shape, because a master may be flat.
+    """
     module, _, last = name.rpartition(".")
     inner = module.rpartition(".")[2]
     return not (last.endswith("bias") or inner.endswith("norm") or inner in ("word_embeddings", "router"))
 
 
 def _of_kind(state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
-    """NAME -> tensor of every `NAME.key`."""
+    """Return the tensor of every `NAME.key`, by NAME."""
     suffix = f".{key}"
     return {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
 
@@ -169,8 +173,11 @@ def train_step(
 
 @dataclass
 class _Found:
-    """A step's loss, and what its rows add to. share: see `shares`; sequences: of the batch; losses: fp64 [rows]; references: of each
-    row of this rank by its index, the base model's logprobs."""
+    """A step's loss, and what its rows add to.
+
+    `share` is from `shares`. `sequences` counts those of the batch. `losses` is fp64 [rows]. `references` maps the
+    index of each row of this rank to the base model's logprobs.
+    """
 
     objective: Objective
     share: Tensor
@@ -197,12 +204,12 @@ def _pass_all(
     progress: Callable[[], None],
     cancelled: Callable[[], bool],
 ) -> None:
-    """Each row forward and backward. Raises Cancelled."""
+    """Run forward and backward of each row. Raises Cancelled."""
     under_way: deque[Tensor] = deque()
     begun, stopped = 0, False
     policy.stage.begin()
     for onward, index in policy.stage.order(len(mine)):
-        # What has gone forward goes backward in any case: other stages count on it.
+        # A row that went forward also goes backward, whatever happens: the other stages expect it.
         stopped = stopped or (onward and cancelled())
         if onward and not stopped:
             under_way.append(forward(mine[index]))
@@ -216,7 +223,8 @@ def _pass_all(
 
 
 def _forward(policy: Policy, scheduled: ScheduledRow, into: _Found) -> Tensor:
-    """Do a row forward; returns what its backward starts from. What it found goes to `into`, and nothing waits for it."""
+    """Run a row's forward. Returns the tensor from which its backward starts. The measures go to `into`, and nothing
+    waits for the device."""
     row, objective = scheduled.row, into.objective
     out = _score(policy, scheduled, objective.wants_entropy)
     if not policy.stage.last:

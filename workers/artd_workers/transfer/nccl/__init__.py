@@ -1,1 +1,1 @@
-"""One rank of a communicator over NCCL that torch does not know, and its deadline."""
+"""NCCL between a trainer and an engine: communicators outside torch, streams, and deadlines."""

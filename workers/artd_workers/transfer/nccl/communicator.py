@@ -129,7 +129,7 @@ class Communicator:
         self._do("ncclRecv", address, size, _UINT8, rank, self._handle, stream)
 
     def settled(self, what: str) -> bool:
-        """Whether the last call has ended. Raises NcclError when it failed, or when work under way did."""
+        """Return whether the last call has ended. Raises NcclError if it failed, or if work under way failed."""
         state = ctypes.c_int()
         with self._lock:
             self._require(what)

@@ -14,13 +14,13 @@ import torch
 
 
 class Moment:
-    """A place in a stream. event: None on a CPU, where everything is done at once."""
+    """A place in a stream. `event` is None on a CPU, where everything is done at once."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
     def done(self) -> bool:
-        """Whether all work that was queued before it is done."""
+        """Return whether all work that was queued before this moment is done."""
         return self._event is None or self._event.query()
 
 

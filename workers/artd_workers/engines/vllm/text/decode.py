@@ -54,7 +54,7 @@ class Scores:
         self._before: list[int] = []
 
     def push(self, content: Sequence[Json]) -> list[Json]:
-        """content: the entries of an event. Returns {token, bytes, logprob, top_logprobs} for each."""
+        """Add the entries of one event. Returns {token, bytes, logprob, top_logprobs} for each."""
         shown = []
         for entry in content:
             token = token_of(entry)
@@ -68,7 +68,7 @@ class Scores:
         return {"token": text, "bytes": list(text.encode(errors="replace")), "logprob": logprob}
 
     def _text(self, token: int) -> str:
-        """Return what a token adds to those before it; "" for one that only begins a character."""
+        """Return what a token adds to the text before it; "" for a token that only begins a character."""
         from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
         (text,) = convert_ids_list_to_tokens(self._tokenizer, [token])

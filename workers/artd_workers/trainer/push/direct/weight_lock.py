@@ -42,17 +42,16 @@ class _Reader:
 class WeightLock:
     """The lock and the copy that it protects.
 
-    adapter: the copy by PEFT name, views of `flat`. scale: alpha / rank. Without an adapter nothing is copied:
-    training changes the model's own weights, and pushes read those.
+    `adapter` is the copy by PEFT name, as views of `flat`. `scale` is alpha / rank. Without an adapter nothing is
+    copied: training changes the model's own weights, and pushes read those.
     """
 
     def __init__(
         self, live: Mapping[str, Tensor], outward: Callable[[Mapping[str, Tensor]], Adapter] = dict, scale: float = 1.0,
         device: str | torch.device = "cpu",
     ) -> None:  # fmt: skip
-        """live: the trained fp32 masters by the trainer's name, empty without an adapter. outward: maps tensors by
-        the trainer's name to views of them by PEFT name.
-        """
+        """Copy the adapter. `live` has the trained fp32 masters by the trainer's name, and is empty without an adapter.
+        `outward` maps tensors by the trainer's name to views of them by PEFT name."""
         self._live, self.scale = dict(live), scale
         self.flat, self._own = _copies(self._live, device)
         self.adapter = outward(self._own) if live else {}
