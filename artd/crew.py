@@ -37,7 +37,8 @@ class Crew:
 
 
 async def load_crew(store: Store, root: Path, packages: Packages, run: int) -> Crew:
-    """Return the crew of a run whose spec can be read, and tell if it goes on with other code than before. `root` is the data folder."""
+    """Return the crew of a run whose spec can be read. Report it if the run continues with other code than before.
+    `root` is the data folder."""
     (row,) = await store.read("SELECT name, spec, base_manifest FROM run WHERE id = ?", (run,))
     spec = stored_spec(row)
     pinned = msgspec.json.decode(row["base_manifest"], type=BaseModel)

@@ -1,8 +1,9 @@
-"""Recovers at boot: brings the data folder from any state that the last daemon left to one that the services can start from.
+"""Recovers at boot: brings the data folder from any state that the last daemon left to one that the services can start
+from.
 
-Owner of: the order of recovery. Invariants: recovery is idempotent, so the next boot cures a crash in the middle of it. The same
-function with the same guards adopts a finished but uncommitted result and commits a reported one. Only the database decides.
-Threads read, write and remove files, so that the daemon's heart beats meanwhile.
+Owns the order of recovery. Recovery is idempotent, so the next boot cures a crash in the middle of it. The same
+function with the same guards adopts a finished but uncommitted result and commits a reported one. Only the database
+decides. Threads read, write and remove files, so that the daemon's heart beats meanwhile.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class Services:
         self._stopping = False
         self._ingest = Ingest(store, blobs, limits.max_body_kib << 10, disk.require, times.jumped)
         self._dispatch = Dispatch(store, wire, data, boot.instance, disk.lacks)
-        self._leases = Leases(store.clock, limits.lease_s, workforce.holders, self._silent)
-        self._stalls = Leases(store.clock, limits.stall_s, self._dispatch.holders, self._stalled)
+        self._leases = Leases(store.clock, limits.lease_s, workforce.holders, self._kill_silent)
+        self._stalls = Leases(store.clock, limits.stall_s, self._dispatch.holders, self._kill_stalled)
         self._pusher = Pusher(store, wire, data, workforce.kill)
         self._routes = routes = RouteTable(store, wire)
         self._packer = Packer(store, blobs, data, disk.lacks, min(STALL_S, limits.stall_s or STALL_S))
@@ -196,10 +196,12 @@ class Services:
             self._under_way.give(size)
         self._wire.send(name, answer)
 
-    def _silent(self, name: str, seconds: float, spawn: int) -> None:
+    def _kill_silent(self, name: str, seconds: float, spawn: int) -> None:
+        """Kill a worker that sent nothing for too long."""
         self.workforce.kill(name, f"it was silent for {seconds:.1f} s (limits.lease_s)", spawn)
 
-    def _stalled(self, name: str, seconds: float, spawn: int) -> None:
+    def _kill_stalled(self, name: str, seconds: float, spawn: int) -> None:
+        """Kill a trainer whose job makes no progress."""
         self.workforce.kill(name, self._dispatch.stalled(name, seconds), spawn, traced=True)
 
     async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str, tail: str) -> None:

@@ -15,11 +15,11 @@ from artd.tables.once import first_time
 
 
 def end_job(c: sqlite3.Connection, now: int, job_id: int, discard: bool) -> bool:
-    """Cancel or discard a job. Returns whether it is running, so that its worker must hear of it.
+    """Cancel or discard a job. Returns whether it is running, so that its worker must be told.
 
-    Cancelling pauses the run, so that the job's trajectories are not packed again at once. The pause that a quarantine caused
-    ends with its job; every other pause stays. Raises NotFound for an unknown job, and Conflict for one that has ended or makes
-    the run's first checkpoint.
+    Cancelling pauses the run, so that the job's trajectories are not packed again at once. The pause that a quarantine
+    caused ends with its job; every other pause stays. Raises NotFound for an unknown job, and Conflict for one that has
+    ended or makes the run's first checkpoint.
     """
     job = find(c, job_id)
     if job["kind"] == "init":

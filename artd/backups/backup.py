@@ -1,8 +1,8 @@
 """Makes a backup: one snapshot of the database and every file that it names, while the daemon runs or not.
 
-Owner of: the backup's folder. Invariants: a backup only reads the data folder and needs nothing from a daemon. Files are
-immutable and rows change before files go, so a newer snapshot does not name a file that vanished during the copy: the next
-round takes a newer snapshot and fetches only what is new. `backup.json` is written last, after a deep check, so a folder
+Owns the backup's folder. A backup only reads the data folder and needs nothing from a daemon. Files are immutable and
+rows change before files go, so a newer snapshot does not name a file that vanished during the copy: the next round
+takes a newer snapshot and fetches only what is new. `backup.json` is written last, after a deep check, so a folder
 without it is no backup.
 """
 

@@ -1,9 +1,10 @@
 """Turns the rows of a backup into those of a new instance, in the one transaction of a restore.
 
-Invariants: nobody can mistake something that the original did after the backup for something that the new instance does. The
-numbers that name things outside the database continue far above any that the original can have used: a policy epoch names one
-weights digest for ever, and is on tokens that rollout programs hold; jobs, fences and spawns name folders; events are
-cursors of trackers. Unfinished jobs get new numbers too, because the original may have finished them with another result.
+Nobody can mistake something that the original did after the backup for something that the new instance does. The
+numbers that name things outside the database continue far above any that the original can have used: a policy epoch
+names one weights digest for ever, and is on tokens that rollout programs hold; jobs, fences and spawns name folders;
+events are cursors of trackers. Unfinished jobs get new numbers too, because the original may have finished them with
+another result.
 """
 
 from __future__ import annotations

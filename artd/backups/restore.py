@@ -1,7 +1,7 @@
 """Restores a backup into a data folder: a new instance, which continues where the backup was taken.
 
-Owner of: the new folder until it is complete. Invariants: a restore only reads the backup, and the new folder shares no file
-with it. `artd.db` appears last, after a deep check; no daemon starts on the folder before that.
+Owns the new folder until it is complete. A restore only reads the backup, and the new folder shares no file with it.
+`artd.db` appears last, after a deep check; no daemon starts on the folder before that.
 """
 
 from __future__ import annotations

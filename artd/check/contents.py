@@ -1,6 +1,7 @@
-"""Checks the bodies of trajectories and ledger turns, for `deep`: digests, contents, and the exchanges of by-reference ones.
+"""Checks the bodies of trajectories and ledger turns, for `deep`: digests, contents, and the exchanges of by-reference
+ones.
 
-Invariants: it reads bodies in short transactions, so that a running daemon can fold its write-ahead log meanwhile.
+It reads bodies in short transactions, so that a running daemon can fold its write-ahead log meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Compares files with rows: every blob and every committed checkpoint folder exists and is whole; other files become notes.
+"""Compares files with rows: every blob and every committed checkpoint folder exists and is whole; other files become
+notes.
 
-Invariants: without `deep` it compares sizes, and the sha256 of files that it reads anyway (manifests); with `deep` it
-compares every sha256.
+Without `deep` it compares sizes, and the sha256 of files that it reads anyway (manifests); with `deep` it compares
+every sha256.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hides runs that the daemon is deleting from `artd check`, because their rows go a few at a time.
 
-Owner of: temporary views of the tables of a run. Invariants: every query of the connection sees the view in place of the table
-of the same name. The views exist only if a run is being deleted.
+Owns temporary views of the tables of a run. Every query of the connection sees the view in place of the table of the
+same name. The views exist only if a run is being deleted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """States a promise about rows as one SQL query that finds its violations.
 
-Invariants: the first column of a query names the row, and its column name is the entity; the other columns say what is wrong.
+The first column of a query names the row, and its column name is the entity; the other columns say what is wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Lists the files that rows refer to, from one snapshot; the file checks run afterwards.
 
-Invariants: no read transaction is open while files are hashed, because it would keep the daemon from folding its write-ahead
-log.
+No read transaction is open while files are hashed, because it would keep the daemon from folding its write-ahead log.
 """
 
 from __future__ import annotations

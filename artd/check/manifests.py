@@ -1,7 +1,7 @@
 """Compares manifests with rows, so that the files alone prove what was trained.
 
-Invariants: it reads a manifest once and compares its sha256. `files` reports missing and unreadable checkpoint manifests, so
-this module skips them.
+It reads a manifest once and compares its sha256. `files` reports missing and unreadable checkpoint manifests, so this
+module skips them.
 """
 
 from __future__ import annotations

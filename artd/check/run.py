@@ -1,6 +1,6 @@
 """Runs all checks in order: SQLite's own, the rows of one snapshot, the files, and with `deep` all contents.
 
-Invariants: rows and the list of files come from one read transaction. Beside a running daemon a file problem counts only if a
+Rows and the list of files come from one read transaction. Beside a running daemon a file problem counts only if a
 second snapshot has it too, because retention deletes files after their rows changed.
 """
 

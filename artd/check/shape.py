@@ -1,6 +1,6 @@
 """Checks that a file is artd's database: SQLite's own checks, the schema, and the documents that every reader decodes.
 
-Invariants: no other check repeats what the schema enforces (CHECK, UNIQUE, NOT NULL). SQLite's check proves that the rows obey
+No other check repeats what the schema enforces (CHECK, UNIQUE, NOT NULL). SQLite's check proves that the rows obey
 these constraints, and `schema` that the constraints exist.
 """
 

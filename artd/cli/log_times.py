@@ -18,7 +18,8 @@ _HEAD = 80
 
 
 def time_of(line: str, year: int) -> float | None:
-    """Return the time of a line in seconds since the epoch, None if it has none. year: of lines that have none."""
+    """Return the time of a line in seconds since the epoch, None if it has none. `year` is assumed for lines without a
+    year."""
     head = line[:_HEAD]
     try:
         if found := _FULL.search(head):

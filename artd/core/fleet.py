@@ -1,7 +1,7 @@
-"""How many there are: the runs that may be unfinished beside each other, and the engines of a run.
+"""Says how many there are: runs that may be unfinished beside each other, and engines of a run.
 
-Everything else is keyed by run and by worker (docs/adr/0004-keys-by-run-and-replica.md). These functions are the only places that say
-"one", so the change that allows more begins here. All of them are pure.
+Everything else is keyed by run and by worker (docs/adr/0004-keys-by-run-and-replica.md). Only these functions say
+"one", so a change that allows more begins here. Pure.
 """
 
 from __future__ import annotations

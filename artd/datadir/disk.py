@@ -1,7 +1,7 @@
 """Watches free space and inodes: too little stops work that would fill the disk further, until space returns.
 
-Owner of: `DATA/reserve`, the last reading, the meta row `disk`, which says why the daemon admits nothing. Invariants: it calls
-statvfs at most once a second, however many requests come. Work that stopped at the low mark goes on at the high mark, so that
+Owns `DATA/reserve`, the last reading, the meta row `disk`, which says why the daemon admits nothing. It calls statvfs
+at most once a second, however many requests come. Work that stopped at the low mark goes on at the high mark, so that
 it does not flap. The reserve counts as used whether it exists or not.
 """
 

@@ -1,8 +1,8 @@
 """Decides whether a folder is artd's own, free to take, or somebody else's.
 
-Owner of: DATA/artd.folder, the marker of a folder that artd has taken. Invariants: artd changes nothing in a folder that it
-refuses, not even the mode. The marker is durable before anything else is made. artd refuses a folder without a database as long
-as anything in it shows that there was one. `lost+found` counts as nothing, because a fresh volume has it.
+Owns DATA/artd.folder, the marker of a folder that artd has taken. artd changes nothing in a folder that it refuses, not
+even the mode. The marker is durable before anything else is made. artd refuses a folder without a database as long as
+anything in it shows that there was one. `lost+found` counts as nothing, because a fresh volume has it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Defines the names inside the data folder.
 
-Invariants: every folder that a fence protects has (job, fence) in its name.
+Every folder that a fence protects has (job, fence) in its name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Locks a data folder, so that only one daemon runs on it, and tells who holds the lock.
 
-Owner of: DATA/artd.lock. Invariants: the daemon holds a flock on the folder itself and on DATA/artd.lock for its whole life, so
-that deleting the file does not delete the lock (where a file system cannot lock folders, only the file is locked). The text in
-the file only names the holder, for a refused second daemon and `artctl`. A shared lock belongs to a reader; no daemon starts
-beside it.
+Owns DATA/artd.lock. The daemon holds a flock on the folder itself and on DATA/artd.lock for its whole life, so that
+deleting the file does not delete the lock (where a file system cannot lock folders, only the file is locked). The text
+in the file only names the holder, for a refused second daemon and `artctl`. A shared lock belongs to a reader; no
+daemon starts beside it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps the logs of the daemon and its workers small: it moves the contents of a large log to NAME.log.1.
 
-Owner of: NAME.log.1 in DATA/logs. Invariants: it copies a file and then truncates it, and never renames it, because the writing
-process appends to it and learns nothing (text written between the copy and the cut is lost). Readers see a file that has become
+Owns NAME.log.1 in DATA/logs. It copies a file and then truncates it, and never renames it, because the writing process
+appends to it and learns nothing (text written between the copy and the cut is lost). Readers see a file that has become
 shorter.
 """
 

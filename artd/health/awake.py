@@ -1,7 +1,7 @@
-"""Provides a clock that stands still while the daemon is stopped or starved, for durations that should not include that time.
+"""Provides a clock that stops while the daemon is stopped or starved, for durations that should not include that time.
 
-Owner of: the seconds counted so far. Invariants: it counts at most `most_s` between two calls of `now`, so it must be called
-more often than that.
+Owns the seconds counted so far. It counts at most `most_s` between two calls of `now`, so it must be called more often
+than that.
 """
 
 from __future__ import annotations

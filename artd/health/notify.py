@@ -1,6 +1,6 @@
 """Tells the service manager that started the daemon (systemd's sd_notify) that it is ready, alive or stopping.
 
-Invariants: without `$NOTIFY_SOCKET` it sends nothing. It ignores a manager that does not listen.
+Without `$NOTIFY_SOCKET` it sends nothing. It ignores a manager that does not listen.
 """
 
 from __future__ import annotations

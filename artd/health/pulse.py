@@ -1,7 +1,7 @@
 """Stores the heartbeat of a daemon in the file `pulse` beside its sockets: `heart` writes it, `artctl status` reads it.
 
-Owner of: that file. Invariants: the file stays empty, and its two times are the heartbeat (so a full disk does not stop it, and
-nothing needs an fsync). The times are CLOCK_MONOTONIC, which every process of this boot of the machine shares.
+Owns that file. The file stays empty, and its two times are the heartbeat (so a full disk does not stop it, and nothing
+needs an fsync). The times are CLOCK_MONOTONIC, which every process of this boot of the machine shares.
 """
 
 from __future__ import annotations

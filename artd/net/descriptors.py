@@ -1,8 +1,8 @@
 """Limits file descriptors: how many the process may open, how many it reserves for itself, and when a client must wait.
 
-Owner of: the process's soft limit, and the thread that watches the sockets for clients. Invariants: libzmq aborts the process
-when accept() on a Unix socket fails with EMFILE, so this module shuts an endpoint before the process runs out of descriptors.
-A shut endpoint keeps its connections, and opens again as soon as enough descriptors are free.
+Owns the process's soft limit, and the thread that watches the sockets for clients. libzmq aborts the process when
+accept() on a Unix socket fails with EMFILE, so this module shuts an endpoint before the process runs out of
+descriptors. A shut endpoint keeps its connections, and opens again as soon as enough descriptors are free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Manages CURVE keys: the daemon's own pair, and the public keys of clients on other machines that may connect.
 
-Owner of: `DATA/keys`: `server.key_secret` and `clients/NAME.key`, in ZeroMQ's certificate format. Invariants: a secret has mode
-0600 from its first byte on. artd never stores a client's secret here. Every change is durable before its command reports it,
+Owns `DATA/keys`: `server.key_secret` and `clients/NAME.key`, in ZeroMQ's certificate format. A secret has mode 0600
+from its first byte on. artd never stores a client's secret here. Every change is durable before its command reports it,
 and applies to the next connection at once (nothing is cached).
 """
 

@@ -1,8 +1,8 @@
 """Serves clients on other machines by TCP, encrypted and authenticated by CURVE, for allow-listed keys only.
 
-Invariants: there is no TCP endpoint without CURVE. A key is valid from the moment that it is allowed until one second after it
-is removed; the removal applies to open connections too. A failed look-up of one key never prevents the look-up of the next.
-An answer goes to the socket that its request came from.
+There is no TCP endpoint without CURVE. A key is valid from the moment that it is allowed until one second after it is
+removed; the removal applies to open connections too. A failed look-up of one key never prevents the look-up of the
+next. An answer goes to the socket that its request came from.
 """
 
 from __future__ import annotations

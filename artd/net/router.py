@@ -1,8 +1,8 @@
 """Sends and receives messages on ZeroMQ ROUTER sockets, and knows which peers are connected.
 
-Owner of: one ROUTER per socket and the list of its peers. Invariants: it reads everything that arrived without waiting for
-another event (the descriptor is edge-triggered, so it is checked again after every send). A send to a peer that is gone returns
-False and is never dropped silently (ROUTER_MANDATORY). Only this user's processes may connect to a `Local` endpoint. A shut
+Owns one ROUTER per socket and the list of its peers. It reads everything that arrived without waiting for another event
+(the descriptor is edge-triggered, so it is checked again after every send). A send to a peer that is gone returns False
+and is never dropped silently (ROUTER_MANDATORY). Only this user's processes may connect to a `Local` endpoint. A shut
 endpoint keeps its connections.
 """
 

@@ -1,7 +1,7 @@
 """Makes the two Unix sockets of a daemon and their runtime folder again when somebody has removed them.
 
-Owner of: the runtime folder while the daemon serves. Invariants: connections stay open. If the folder cannot be made at its old
-place (the end of a login removed `$XDG_RUNTIME_DIR`), it is made where a new daemon would make it.
+Owns the runtime folder while the daemon serves. Connections stay open. If the folder cannot be made at its old place
+(the end of a login removed `$XDG_RUNTIME_DIR`), it is made where a new daemon would make it.
 """
 
 from __future__ import annotations

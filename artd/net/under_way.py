@@ -1,7 +1,7 @@
 """Counts bytes under way: messages that clients and the gateway have sent and the daemon has not answered yet.
 
-Owner of: their sum. Invariants: above the limit the daemon reads no further message of a client, so that the sender waits and
-the daemon's memory does not fill. One message always fits.
+Owns their sum. Above the limit the daemon reads no further message of a client, so that the sender waits and the
+daemon's memory does not fill. One message always fits.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ PLAIN = AdvantageSpec()
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """Statistics of one group's rewards. advantages: one a reward, all 0.0 unless outcome is `trainable`."""
+    """Statistics of one group's rewards. `advantages` has one for each reward, all 0.0 unless `outcome` is `trainable`."""
 
     outcome: Outcome
     mean: float
@@ -31,10 +31,11 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: Sequence[float], scale: bool, how: AdvantageSpec = PLAIN) -> GroupStatistics:
-    """Return mean, population standard deviation and advantages of one group: reward - baseline, which `scale` divides by std + 1e-6.
+    """Return mean, population standard deviation and advantages of one group: reward - baseline, divided by std + 1e-6
+    if `scale` is true.
 
-    baseline: the group's mean; the mean of the others, (n mean - reward) / (n - 1) (leave one out, arXiv:2402.14740, eq. 6); or 0.
-    Raises ValueError on an empty group or a reward that is not finite.
+    The baseline is the group's mean; the mean of the others, (n mean - reward) / (n - 1) (leave one out,
+    arXiv:2402.14740, eq. 6); or 0. Raises ValueError for an empty group or a reward that is not finite.
     """
     if not rewards:
         raise ValueError("a group without trajectories has no statistics")
@@ -70,8 +71,11 @@ def weigh_by_sign(advantages: Iterable[float], how: AdvantageSpec) -> list[float
 
 
 def length_penalty(tokens: int, length: LengthSpec) -> float:
-    """Return what is taken off the reward of a trajectory of so many sampled tokens: 0 up to limit - buffer, `penalty` from limit on, and in
-    proportion between them (DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13)."""
+    """Return the penalty on the reward of a trajectory of so many sampled tokens.
+
+    It is 0 up to limit - buffer, `penalty` from limit on, and linear in between (DAPO's soft overlong punishment,
+    arXiv:2503.14476, eq. 13).
+    """
     over = tokens - (length.limit - length.buffer)
     return length.penalty * min(max(over / length.buffer, 0.0), 1.0)
 
@@ -81,7 +85,7 @@ Judged = tuple[list[float], list[GroupAdvantage], list[Drop]]
 
 
 def judge(spec: PackSpec, sources: Sequence[Source], members: Mapping[int, Sequence[int]]) -> Judged:
-    """Compare the rewards of each group. members: indices of `sources` by group. Raises PackError."""
+    """Compare the rewards of each group. `members` has the indices of `sources` by group. Raises PackError."""
     how = spec.advantages or PLAIN
     rewards, truncated = _read(how, sources)
     advantages = [0.0] * len(sources)
@@ -108,7 +112,8 @@ def judge(spec: PackSpec, sources: Sequence[Source], members: Mapping[int, Seque
 
 
 def _read(how: AdvantageSpec, sources: Sequence[Source]) -> tuple[list[float], set[int]]:
-    """Return the rewards with the penalty for length, and the indices of trajectories that are not trained as an answer was cut off."""
+    """Return the rewards minus the length penalty, and the indices of trajectories that are not trained because an
+    answer was cut off."""
     rewards, truncated = [source.reward for source in sources], set()
     if how.length or how.truncated != "train":
         for index, source in enumerate(sources):
@@ -121,7 +126,7 @@ def _read(how: AdvantageSpec, sources: Sequence[Source]) -> tuple[list[float], s
 
 
 def _shape(how: AdvantageSpec, advantages: list[float]) -> list[float]:
-    """Normalise over the batch and weigh by sign, where asked."""
+    """Normalise over the batch and weigh by sign, if the spec asks for it."""
     if how.batch_scale and advantages:
         advantages = normalise(advantages)
     return advantages if how.positive == how.negative == 1.0 else weigh_by_sign(advantages, how)

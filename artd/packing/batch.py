@@ -19,7 +19,7 @@ from .forest import Forest, grow
 from .inputs import PackError, PackSpec, Source
 from .measures import measure
 from .replay import fill_routes
-from .rows import Segment, place, row_segments, shuffled
+from .rows import Segment, permutation, place, row_segments
 from .tensors import Filler, Tensors, describe
 
 PACKER = "artd-tree/2"
@@ -52,7 +52,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
     opened = place(forest.trees, spec.row_length)
     if not opened:
         raise PackError("nothing to pack: every trajectory was dropped, see drops", drops=tuple(drops))
-    placed = [opened[number] for number in shuffled(len(opened), spec.seed, spec.step)]
+    placed = [opened[number] for number in permutation(len(opened), spec.seed, spec.step)]
     rows = [row_segments(forest.trees, items) for items in placed]
     rows_of: list[set[int]] = [set() for _ in sources]
     for row, items in enumerate(placed):
@@ -90,7 +90,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
         trainable_tokens=int(tensors["loss_mask"].sum(dtype="int64")),
         scale_rewards=spec.scale_rewards,
         replay=digest(to_json(replay.manifest)) if replay else "",
-        unshared_tokens=forest.unshared(placed),
+        unshared_tokens=forest.count_unshared(placed),
         metrics=measure(sources, [bool(rows) for rows in rows_of], forest, drops),
         advantages=spec.advantages,
     )

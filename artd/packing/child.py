@@ -211,7 +211,7 @@ def attempt(request: PackRequest) -> PackResult | PackFailure:
     except (OSError, sqlite3.Error, MemoryError) as error:
         return PackFailure(error=f"{type(error).__name__}: {error}")
     except Exception as error:
-        return PackFailure(error=_told(error), kind="code")
+        return PackFailure(error=_describe_crash(error), kind="code")
 
 
 def main() -> Literal[0, 1]:
@@ -225,7 +225,7 @@ def main() -> Literal[0, 1]:
     return 0 if isinstance(answer, PackResult) else 1
 
 
-def _told(error: Exception) -> str:
+def _describe_crash(error: Exception) -> str:
     """Describe an unexpected exception and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""

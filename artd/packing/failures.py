@@ -44,7 +44,7 @@ def settle(c: sqlite3.Connection, now: int, request: PackRequest, groups: Sequen
     if answer.kind != "data" or not bad:
         note(c, now, request, answer)
         return False
-    _told(c, now, request, answer)
+    _emit_failure(c, now, request, answer)
     for group in bad:
         if c.execute("SELECT 1 FROM trajectory_group WHERE id = ? AND state = 'sealed'", (group,)).fetchone():
             discard(c, now, group, answer.error)
@@ -59,7 +59,7 @@ def suspect(c: sqlite3.Connection, now: int, request: PackRequest, group: int, a
     row = c.execute("SELECT run_id, name FROM trajectory_group WHERE id = ? AND state = 'sealed'", (group,)).fetchone()
     if row is None:
         return False
-    _told(c, now, request, answer)
+    _emit_failure(c, now, request, answer)
     reason = f"group {row['name']!r} cannot be packed: {answer.error}"
     pauses.hold(c, now, row["run_id"], pauses.of_group(group), reason)
     return True
@@ -87,7 +87,7 @@ def blame(c: sqlite3.Connection, now: int, group: int, error: str) -> bool:
     ).fetchone()
     if row is None:
         return False
-    told = blamed(c)
+    told = list_blamed(c)
     told.append({"run": row["run"], "group": row["name"], "error": error})
     set_meta(c, BLAMED, msgspec.json.encode(told[-KEPT:]).decode())
     discard(c, now, group, f"the packer fails on it: {error}")
@@ -95,7 +95,7 @@ def blame(c: sqlite3.Connection, now: int, group: int, error: str) -> bool:
     return True
 
 
-def blamed(c: sqlite3.Connection) -> list[dict[str, str]]:
+def list_blamed(c: sqlite3.Connection) -> list[dict[str, str]]:
     """Return {run, group, error} of each blamed group that no operator has acknowledged."""
     found: list[dict[str, str]] = msgspec.json.decode(get_meta(c, BLAMED, "[]"))
     return found
@@ -103,7 +103,7 @@ def blamed(c: sqlite3.Connection) -> list[dict[str, str]]:
 
 def take_note(c: sqlite3.Connection, run: str, group: str = "") -> None:
     """Acknowledge a blamed group of a run, or all of them: the status shows them no longer."""
-    told = blamed(c)
+    told = list_blamed(c)
     left = [one for one in told if one["run"] != run or group not in ("", one["group"])]
     if left != told:
         set_meta(c, BLAMED, msgspec.json.encode(left).decode())
@@ -118,7 +118,7 @@ def note(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFail
     known = failing(c, run)
     tries = known["tries"] if known and known["step"] == request.step else 0
     if not tries or not known or known["error"] != answer.error:
-        _told(c, now, request, answer)
+        _emit_failure(c, now, request, answer)
     told = {"step": request.step, "error": answer.error, "tries": tries + 1, "at": now}
     note_packing(c, run, msgspec.json.encode(told))
 
@@ -135,7 +135,7 @@ def clear(c: sqlite3.Connection, run: int) -> None:
         note_packing(c, run, None)
 
 
-def _told(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFailure) -> None:
+def _emit_failure(c: sqlite3.Connection, now: int, request: PackRequest, answer: PackFailure) -> None:
     emit(
         c, now, request.run, "batch.failed", request.step, error=answer.error, trajectory=answer.trajectory,
         position=answer.position,

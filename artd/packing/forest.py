@@ -51,7 +51,7 @@ class Forest:
     def logical_tokens(self) -> int:
         return sum(map(len, self.sequence_of.values()))
 
-    def unshared(self, rows: Seq[Seq[Placed]]) -> int:
+    def count_unshared(self, rows: Seq[Seq[Placed]]) -> int:
         """Return how many tokens these rows repeat because equal tokens have different routes."""
         if not self.by_tokens:
             return 0

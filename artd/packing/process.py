@@ -126,11 +126,11 @@ def _spent(guardian: int) -> list[tuple[int, bytes]]:
                 fields = file.read().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        found.append((int(fields[11]) + int(fields[12]), _moved(child.pid)))
+        found.append((int(fields[11]) + int(fields[12]), _read_io(child.pid)))
     return found
 
 
-def _moved(pid: int) -> bytes:
+def _read_io(pid: int) -> bytes:
     """Return the kernel's counts of a process's reads and writes, b"" if they cannot be read: then only processor time
     counts."""
     try:

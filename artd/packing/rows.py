@@ -142,7 +142,7 @@ def _tree_segments(tree: Tree, items: list[Placed], segments: list[Segment]) -> 
         joined[node] = own
 
 
-def shuffled(count: int, seed: int, step: int) -> list[int]:
+def permutation(count: int, seed: int, step: int) -> list[int]:
     """Return a permutation of range(count), sorted by the sha256 of seed, step and index, so that it is the same on
     every Python."""
     return sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}:{step}:{index}".encode()).digest())

@@ -64,8 +64,8 @@ class _Growing:
     pieces: list[Sequence] = field(default_factory=list)
 
     def add(self, turn: Turn) -> None:
-        self.pieces.append(_context(_column(turn.prompt_ids[len(self.tokens) :], np.int32)))
-        self.pieces.append(_sampled(turn))
+        self.pieces.append(_context_part(_column(turn.prompt_ids[len(self.tokens) :], np.int32)))
+        self.pieces.append(_sampled_part(turn))
         self.tokens = turn.prompt_ids + turn.token_ids
 
     def sequence(self) -> Sequence:
@@ -100,7 +100,7 @@ def _column(data: bytes, kind: type[np.generic]) -> NDArray:
     return np.frombuffer(data, np.dtype(kind).newbyteorder("<"))
 
 
-def _sampled(turn: Turn) -> Sequence:
+def _sampled_part(turn: Turn) -> Sequence:
     tokens = _column(turn.token_ids, np.int32)
     count = len(tokens)
     epochs = np.full(count, -1, np.int32)  # unknown
@@ -118,7 +118,7 @@ def _sampled(turn: Turn) -> Sequence:
     )
 
 
-def _context(tokens: I32) -> Sequence:
+def _context_part(tokens: I32) -> Sequence:
     count = len(tokens)
     return Sequence(
         tokens,

@@ -60,7 +60,7 @@ class Equal:
         self._last: tuple[object, ...] = ()
         self._count = 0
 
-    def seen(self, *what: object) -> int:
+    def count(self, *what: object) -> int:
         """Count a failure. Returns how often the same one came in a row, this one included."""
         self._count = self._count + 1 if what == self._last else 1
         self._last = what
@@ -179,7 +179,7 @@ class Packer:
         """Handle a failed try. Returns True if another try makes sense at once."""
         log.warning("packing step %d failed: %s", request.step, answer.error)
         ids = [group.id for group in groups]
-        times = self._failing.setdefault(request.run, Failing()).equal.seen(
+        times = self._failing.setdefault(request.run, Failing()).equal.count(
             request.step, ids, answer.kind, answer.error
         )
         if answer.kind == "code" and times % EQUAL == 0:

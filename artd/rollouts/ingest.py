@@ -276,7 +276,7 @@ class Ingest:
             return w.ExchangeAck(
                 response_id=message.response_id, error=f"{len(bulk)} turns for {message.choices} choices"
             )
-        stored = await self._stored(bulk)
+        stored = await self._store_turns(bulk)
         now = self._store.clock.now_ms()
         rows = [
             (run.id, message.response_id, choice, message.model, message.split, turn, blob, now)
@@ -297,7 +297,7 @@ class Ingest:
         reach("exchange.committed")
         return w.ExchangeAck(response_id=message.response_id)
 
-    async def _stored(self, bulk: list[bytes]) -> list[tuple[bytes | None, str | None]]:
+    async def _store_turns(self, bulk: list[bytes]) -> list[tuple[bytes | None, str | None]]:
         """Return what each turn's row stores: the turn itself, or the digest of the blob that now holds it."""
 
         def put() -> list[tuple[bytes | None, str | None]]:

@@ -254,13 +254,13 @@ class _Book:
         """Return the first answer to this key again. Raises Conflict if the content differs."""
         if known.content != parcel.content:
             raise Conflict(
-                f"key {parcel.key!r} was used for trajectory {known.id} with other content: {self._told(known)}",
+                f"key {parcel.key!r} was used for trajectory {known.id} with other content: {self._describe(known)}",
                 field="key",
             )
         group = self._states.get(known.group)
         return api.Submitted(trajectory=known.id, duplicate=True, group_state=group.state if group else known.state)
 
-    def _told(self, known: _Known) -> str:
+    def _describe(self, known: _Known) -> str:
         """Describe what was submitted under a key. A client that chose no key does not know it: the key is then a
         digest."""
         self.flush()  # the known trajectory may be part of this batch

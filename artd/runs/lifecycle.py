@@ -249,14 +249,14 @@ def _insert(c: sqlite3.Connection, now: int, name: str, spec: RunSpec, base: Bas
     others = c.execute(f"SELECT name, state, step FROM run WHERE {UNFINISHED} ORDER BY id")
     if error := admission_error([Unfinished(*row) for row in others]):
         raise Conflict(error, field="name")
-    stored = _stored(spec)
+    stored = _encode_spec(spec)
     routes = to_json(base.routes) if base.routes and spec.expert_replay else b""
     insert_init_job(c, now, insert_run(c, now, name, stored, base, routes))
     emit(c, now, name, "run.created", name, model=spec.model, mode=spec.rollout_weights_mode)
     return True
 
 
-def _stored(spec: RunSpec) -> bytes:
+def _encode_spec(spec: RunSpec) -> bytes:
     """Return the spec as its row stores it. Raises Invalid if the row would be read back as another spec, or not at
     all."""
     stored = to_json(spec)
@@ -302,7 +302,7 @@ def served_step(c: sqlite3.Connection, run_id: int) -> int:
     return -1 if row["step"] is None else int(row["step"])
 
 
-def _discarded(c: sqlite3.Connection, run_id: int) -> dict[str, int]:
+def _count_discarded(c: sqlite3.Connection, run_id: int) -> dict[str, int]:
     """Return why the newest groups of a run were discarded, with the number of groups for each reason."""
     rows = c.execute(
         "SELECT reason, count(*) AS groups FROM (SELECT reason FROM trajectory_group WHERE run_id = ? AND state = 'discarded'"
@@ -337,13 +337,13 @@ def _progress(c: sqlite3.Connection, name: str, step: int, routed: frozenset[str
             sealed=sealed,
             trainable=sealed,
             needed=run.groups_per_step,
-            discarded=_discarded(c, row["id"]),
+            discarded=_count_discarded(c, row["id"]),
         )
     phase = run.job or ("serve" if run.step >= step else "collect")
     return api.Pending(
         step=run.step,
         phase=phase,
-        problem=_broken(c, row["id"]) or _unpacked(c, row["id"]),
+        problem=_broken_worker(c, row["id"]) or _packing_problem(c, row["id"]),
         doing=_doing(c, now, row["id"], phase, step),
     )
 
@@ -359,13 +359,13 @@ def _doing(c: sqlite3.Connection, now: int, run_id: int, phase: str, step: int) 
             "init": f"making the first checkpoint{since}", "train": f"training step {step}{since}"}.get(phase, phase)  # fmt: skip
 
 
-def _broken(c: sqlite3.Connection, run_id: int) -> str:
+def _broken_worker(c: sqlite3.Connection, run_id: int) -> str:
     """Return which worker of the run the daemon no longer restarts, and why; "" when there is none."""
     row = c.execute(f"{WORKERS} AND state = 'broken' ORDER BY name LIMIT 1", {"run": run_id}).fetchone()
     return f"{label(row['kind'], row['replica'])} is broken: {telling(row['error'])}" if row else ""
 
 
-def _unpacked(c: sqlite3.Connection, run: int) -> str:
+def _packing_problem(c: sqlite3.Connection, run: int) -> str:
     """Return why the packer fails again and again on the run's next batch, "" when it does not."""
     told = failures.failing(c, run)
     if told is None or told["tries"] < 2:

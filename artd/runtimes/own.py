@@ -48,7 +48,8 @@ class Own:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a probe. `said`: its JSON, None when there is none and `error` says why; `late`: it was still running."""
+    """The result of a probe. `said` is its JSON, None if there is none; then `error` says why. `late` says that the
+    probe was still running."""
 
     said: dict[str, Any] | None
     error: str = ""

@@ -1,11 +1,12 @@
 """Stores content-addressed files in `blobs/ab/<sha256>`, and files without references in `blobs/.trash`.
 
-Owner of: the `blobs` folder. Invariants: the file comes first, its row second: only a committed `blob` row proves a file, so
-artd writes a file without a row again in full. The bytes of a file always have the sha256 that its name says.
+Owns the `blobs` folder. The file comes first, its row second: only a committed `blob` row proves a file, so artd writes
+a file without a row again in full. The bytes of a file always have the sha256 that its name says.
 
 A row never points to a collected file, even when a put and a collection run at the same time:
 
-- The row goes first. One transaction deletes a `blob` row without references (foreign keys refuse any other), and only after
+- The row goes first. One transaction deletes a `blob` row without references (foreign keys refuse any other), and only
+  after
   its COMMIT does the collection rename the file to the trash. A crash in between leaves a file without a row, which is no damage.
 - Only the writer's thread inserts rows and renames files, so neither can happen between the other's check and its
   action: `trash` looks for the row right before it renames, and the function that inserts a row calls `missing` right before
@@ -14,7 +15,8 @@ A row never points to a collected file, even when a put and a collection run at 
 - A put never reads: it writes a new file and renames it over the old one, and its fsync of the folder makes an earlier
   rename to the trash durable too, so the order survives a power loss. The renames and unlinks of the collection need
   no fsync: after a power loss that undoes them, the next pass collects the file again.
-- No row names a file in the trash. The pass after the one that moved it there unlinks it, so that a reader that learnt its name
+- No row names a file in the trash. The pass after the one that moved it there unlinks it, so that a reader that learnt
+  its name
   from a row just before the deletion can still open it.
 """
 

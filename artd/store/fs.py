@@ -1,7 +1,7 @@
 """Makes the file-system calls that durability rests on.
 
-Invariants: a name appears only after its contents are durable, and its folder is fsynced before a row may point to it.
-After an fsync error nobody knows what is durable, so this module calls `on_sync_error`, which ends the daemon before it can
+A name appears only after its contents are durable, and its folder is fsynced before a row may point to it. After an
+fsync error nobody knows what is durable, so this module calls `on_sync_error`, which ends the daemon before it can
 answer anybody. A full disk is the exception: the file has no row yet, and artd writes it again from the start.
 """
 

@@ -1,10 +1,11 @@
-"""Migrates the database: runs numbered SQL files of `artd_schema.sql`, one transaction each, which `PRAGMA user_version` counts.
+"""Migrates the database: runs numbered SQL files of `artd_schema.sql`, one transaction each, which `PRAGMA
+user_version` counts.
 
-Owner of: the schema, and the copy of the database that is made before a migration. Invariants: the schema of a database is
-exactly the result of the first `user_version` scripts (`meta.schema_draft` is their digest). A migration changes the database
-only after its copy is durable, and refuses a newer schema. `meta.stored_form` is the digest of the Structs in the JSON and
-msgpack columns; a form that this artd cannot read is refused too. Until the first release there is one script, 0001, which is
-edited in place: a database of another draft is refused.
+Owns the schema, and the copy of the database that is made before a migration. The schema of a database is exactly the
+result of the first `user_version` scripts (`meta.schema_draft` is their digest). A migration changes the database only
+after its copy is durable, and refuses a newer schema. `meta.stored_form` is the digest of the Structs in the JSON and
+msgpack columns; a form that this artd cannot read is refused too. Until the first release there is one script, 0001,
+which is edited in place: a database of another draft is refused.
 """
 
 from __future__ import annotations

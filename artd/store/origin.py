@@ -1,9 +1,9 @@
 """Refuses a write-ahead log that belongs to another database file, before SQLite replays it.
 
-Owner of: the table `origin`, and the tokens in the marker file DATA/artd.folder. Invariants: the token has a database page of its
-own, which artd writes only at boot and in place, so that it can be read without SQLite while a checkpoint has folded only
-part of the log into the file. The marker names a token before the database file can hold it. A folder without a marker (a
-backup, a test) is not checked.
+Owns the table `origin`, and the tokens in the marker file DATA/artd.folder. The token has a database page of its own,
+which artd writes only at boot and in place, so that it can be read without SQLite while a checkpoint has folded only
+part of the log into the file. The marker names a token before the database file can hold it. A folder without a marker
+(a backup, a test) is not checked.
 """
 
 from __future__ import annotations

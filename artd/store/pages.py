@@ -1,8 +1,8 @@
 """Reads the tables page by page, by key, for clients (`lists`) and the command line (`cli.read`).
 
-Invariants: the cost of a page depends on the rows that it shows, never on the size of the table. Each filter is an index
-that gives rows in the order of their ids; one statement merges several such indexes and then looks the rows up by id. A page
-shows the newest rows first; with `after` it shows the oldest first.
+The cost of a page depends on the rows that it shows, never on the size of the table. Each filter is an index that gives
+rows in the order of their ids; one statement merges several such indexes and then looks the rows up by id. A page shows
+the newest rows first; with `after` it shows the oldest first.
 """
 
 from __future__ import annotations

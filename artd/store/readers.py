@@ -1,7 +1,7 @@
 """Answers clients' questions on read-only connections of its own, each question with a deadline.
 
-Owner of: a few threads with a connection each. Invariants: no question waits for the services' connection. A question ends at
-its deadline, when nobody waits for its answer any more, and when the daemon stops, in the middle of a statement if need be.
+Owns a few threads with a connection each. No question waits for the services' connection. A question ends at its
+deadline, when nobody waits for its answer any more, and when the daemon stops, in the middle of a statement if need be.
 `hold` makes new questions wait until no reader uses the write-ahead log, because only then can the log start anew.
 """
 

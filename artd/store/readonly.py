@@ -1,7 +1,7 @@
 """Opens a read-only connection to the database, while the daemon runs or not.
 
-Invariants: with `mode=ro` no row changes through the connection. It reads the write-ahead log but never checkpoints it; only
-the writer does.
+With `mode=ro` no row changes through the connection. It reads the write-ahead log but never checkpoints it; only the
+writer does.
 """
 
 from __future__ import annotations

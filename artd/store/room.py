@@ -1,8 +1,8 @@
 """Tells whether an SQLite error means that the disk has no room.
 
-Owner of: the time when each folder was last found full. Invariants: SQLite reports "full" only for ENOSPC in a write. It
-reports an exceeded quota, and a file that it cannot create or grow, as I/O errors; for those this module tries to write a
-small file. An fsync error never counts as a full disk, because after it nobody knows what is durable.
+Owns the time when each folder was last found full. SQLite reports "full" only for ENOSPC in a write. It reports an
+exceeded quota, and a file that it cannot create or grow, as I/O errors; for those this module tries to write a small
+file. An fsync error never counts as a full disk, because after it nobody knows what is durable.
 """
 
 from __future__ import annotations

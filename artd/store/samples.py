@@ -1,6 +1,6 @@
 """Chooses trajectories of a run for people to read, and reads their bodies.
 
-Invariants: the cost depends on `AMONG` and on the size of a batch, never on the length of the run.
+The cost depends on `AMONG` and on the size of a batch, never on the length of the run.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _pick(found: list[tuple[int, float]], choice: Choice) -> list[int]:
 
 
 def read_body(c: sqlite3.Connection, blobs: Path, trajectory: int) -> bytes:
-    """Return a trajectory's body, msgpack list[Turn]. blobs: the folder of blobs. Raises Missing."""
+    """Return a trajectory's body, msgpack list[Turn]. `blobs` is the folder of blobs. Raises Missing."""
     body, sha, payload = c.execute(BODY, (trajectory,)).fetchone()
     if payload == "expired":
         raise Missing("its contents have expired (retention.trajectories_days)")

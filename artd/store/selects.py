@@ -1,7 +1,7 @@
 """Holds one SELECT a table: the columns that clients (`lists`) and the command line (`cli.read`) show.
 
-Invariants: a column has its name from the schema, except that `run` and `group` are the names of the run and the group, and
-that a column of a joined table starts with that table's name. No SELECT returns payloads or blobs.
+A column has its name from the schema, except that `run` and `group` are the names of the run and the group, and that a
+column of a joined table starts with that table's name. No SELECT returns payloads or blobs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Gives services and clients access to the database: one writer thread, read-only connections, and a signal at each change.
+"""Gives services and clients access to the database: one writer thread, read-only connections, and a signal at each
+change.
 
-Owner of: `artd.db`. Invariants: every state change goes through `move`, which knows the transition tables. The transaction of
-a change also inserts its row into the table `event`.
+Owns `artd.db`. Every state change goes through `move`, which knows the transition tables. The transaction of a change
+also inserts its row into the table `event`.
 """
 
 from __future__ import annotations

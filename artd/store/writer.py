@@ -1,7 +1,7 @@
 """Runs all writes in one thread, on the only read-write connection, with group commit.
 
-Owner of: the connection, the WAL's checkpoints. Invariants: a caller gets the answer to a write only after COMMIT returned. An
-error inside a function fails that function alone. After an error of COMMIT nobody knows whether the group is durable, so
+Owns the connection, the WAL's checkpoints. A caller gets the answer to a write only after COMMIT returned. An error
+inside a function fails that function alone. After an error of COMMIT nobody knows whether the group is durable, so
 nobody gets an answer and `on_fatal` ends the daemon: the next boot reads the file, and that decides. A full disk is the
 exception: `_disown` makes certain that the group is not durable.
 """

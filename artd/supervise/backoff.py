@@ -1,7 +1,7 @@
 """Decides when a worker that died starts again, and when it does not.
 
-Owner of: the recent deaths of one worker. Invariants: pure (clock and random numbers come from the caller). The caller reports
-only deaths that nobody ordered.
+Owns the recent deaths of one worker. Pure (clock and random numbers come from the caller). The caller reports only
+deaths that nobody ordered.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Installs the code that managed children run, under DATA/code/: one content-addressed copy of `artd_schema` and `artd_workers`, and one
-of each package that brings a loss or a model family (`packages.py`).
+"""Installs the code that managed children run, under DATA/code/: one content-addressed copy of `artd_schema` and
+`artd_workers`, and one of each package that brings a loss or a model family (`packages.py`).
 
-Owner of: DATA/code/. Invariants: a folder there is complete or absent (artd writes it aside, fsyncs it, then renames it), and its
-name is the digest of its names and contents. A lock on DATA/code lets one process at a time write there, so an unfinished copy
-that it finds belongs to a dead process. artd locates `artd_workers` but never imports it. This works from a checkout and from a
-wheel.
+Owns DATA/code/. A folder there is complete or absent (artd writes it aside, fsyncs it, then renames it), and its name
+is the digest of its names and contents. A lock on DATA/code lets one process at a time write there, so an unfinished
+copy that it finds belongs to a dead process. artd locates `artd_workers` but never imports it. This works from a
+checkout and from a wheel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Builds the environment of a managed child.
 
-Owner of: the names of the tags. Invariants: the daemon's own tags, secrets and Python settings never reach a child; credentials
-of others reach it only if the settings keep them. Every child gets tags of its own, so that artd can find and attribute every
-descendant (SPT_NOENV keeps setproctitle from blanking them).
+Owns the names of the tags. The daemon's own tags, secrets and Python settings never reach a child; credentials of
+others reach it only if the settings keep them. Every child gets tags of its own, so that artd can find and attribute
+every descendant (SPT_NOENV keeps setproctitle from blanking them).
 """
 
 from __future__ import annotations

@@ -1,20 +1,25 @@
-"""Runs one worker under a guardian: a small process between the daemon and the worker that ends the worker's whole subtree.
+"""Runs one worker under a guardian: a small process between the daemon and the worker that ends the worker's whole
+subtree.
 
-The daemon runs it as `python -I -S guardian.py DEATH_FD -- ARGV...` in a session of its own. DEATH_FD is the read end of a pipe
-whose only write end the daemon holds: a byte in it means that the daemon wants the subtree dead, its end-of-file that the
-daemon is gone.
+The daemon runs it as `python -I -S guardian.py DEATH_FD -- ARGV...` in a session of its own. DEATH_FD is the read end
+of a pipe whose only write end the daemon holds: a byte in it means that the daemon wants the subtree dead, its
+end-of-file that the daemon is gone.
 
-- A byte, end-of-file, or a second SIGTERM: the guardian sends SIGKILL to every descendant until none is left, then exits.
+- A byte, end-of-file, or a second SIGTERM: the guardian sends SIGKILL to every descendant until none is left, then
+  exits.
 - End-of-file before the main child started: the guardian does not start it at all.
 - The first SIGTERM: the guardian passes it on to the main child only.
-- The main child ended: the guardian kills the processes it left behind, then exits with its status (128 + n after signal n).
-- At last, when the daemon is gone: the guardian sends SIGKILL to all processes with the tags of the same daemon, because their
+- The main child ended: the guardian kills the processes it left behind, then exits with its status (128 + n after
+  signal n).
+- At last, when the daemon is gone: the guardian sends SIGKILL to all processes with the tags of the same daemon,
+  because their
   own guardian may have been killed with the daemon. It spares other guardians, which do their own work.
 
-Invariants: stand-alone (standard library only, no threads, no fork without exec). The guardian is a subreaper, so no descendant
-escapes by a session of its own or by the death of its parent. Its own parent-death signal never kills it (it is SIGCONT, which
-only wakes a guardian that somebody had stopped). It signals a process that is no descendant only if that process has this very
-daemon's tags and that daemon is dead. `procfs` reuses the readers below, so that there is one parser of /proc/PID/stat.
+Stand-alone (standard library only, no threads, no fork without exec). The guardian is a subreaper, so no descendant
+escapes by a session of its own or by the death of its parent. Its own parent-death signal never kills it (it is
+SIGCONT, which only wakes a guardian that somebody had stopped). It signals a process that is no descendant only if that
+process has this very daemon's tags and that daemon is dead. `procfs` reuses the readers below, so that there is one
+parser of /proc/PID/stat.
 """
 
 from __future__ import annotations

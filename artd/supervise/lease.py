@@ -1,9 +1,9 @@
 """Keeps leases: artd kills a process that is silent for too long, and requeues its work only after its death is proven.
 
-Owner of: how long each holder has been silent. The caller decides which processes hold a lease and what renews it: any message of
-a ready worker (a worker that still starts has its start time-out instead), or progress of the trainer's job. Invariants: only
-time in which the daemon itself was awake counts, because a daemon that was stopped or starved has not read its workers'
-messages. An order names the silent spawn, so it never hits the process after it.
+Owns how long each holder has been silent. The caller decides which processes hold a lease and what renews it: any
+message of a ready worker (a worker that still starts has its start time-out instead), or progress of the trainer's job.
+Only time in which the daemon itself was awake counts, because a daemon that was stopped or starved has not read its
+workers' messages. An order names the silent spawn, so it never hits the process after it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Offers:
     codes: Mapping[str, PackageCode] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def known(self) -> str:
+    def list_names(self) -> str:
         """Return every name that can be used, for a message."""
         brought = (f"{code.kind} ({code.distribution} {code.version})" for code in self.codes.values())
         return ", ".join([*sorted(self.group.own), *brought])
@@ -70,7 +70,7 @@ class Offers:
         noun = self.group.noun
         why = self.refused.get(name, f"it is no {noun} of artd, and no package installed beside artd offers it")
         return (
-            f"{why}. Known: {self.known()}. Use one of them; or install a package with an entry point {name!r} in the group "
+            f"{why}. Known: {self.list_names()}. Use one of them; or install a package with an entry point {name!r} in the group "
             f"{self.group.name!r} where artd runs, and start artd again"
         )
 

@@ -1,6 +1,6 @@
 """Explains why a worker's process ended, in words that an operator can use.
 
-Invariants: pure, except that `read_tail` reads the end of a log. It names memory or disk only if the evidence does (exit status,
+Pure, except that `read_tail` reads the end of a log. It names memory or disk only if the evidence does (exit status,
 kernel counter, last lines of the log).
 """
 

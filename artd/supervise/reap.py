@@ -1,9 +1,9 @@
 """Ends, at boot, the processes that older boots of this instance left behind, and no others.
 
-Invariants: it signals a process only if that is the recorded (boot id, pid, start ticks), or has this instance's tag with an
-older boot, or descends from (or shares the session of) such a process. It never signals a process whose owner (by daemon.json,
-or by its own ARTD_OWNER tag) lives, so a copied data folder cannot end the original's workers. The time is bounded; it reports
-a process that does not die as broken(pid, state).
+It signals a process only if that is the recorded (boot id, pid, start ticks), or has this instance's tag with an older
+boot, or descends from (or shares the session of) such a process. It never signals a process whose owner (by
+daemon.json, or by its own ARTD_OWNER tag) lives, so a copied data folder cannot end the original's workers. The time is
+bounded; it reports a process that does not die as broken(pid, state).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Removes the scratch folders that dead processes left below the runtime folder.
 
-Invariants: the daemon calls it only after the processes of older boots are proven dead. A folder stays if any living process,
+The daemon calls it only after the processes of older boots are proven dead. A folder stays if any living process,
 whoever owns it, works in it or has its TMPDIR there or below.
 """
 

@@ -1,7 +1,7 @@
 """Starts one process of a worker under a guardian, ends it, and proves its death.
 
-Owner of: the write end of the child's death pipe, its pidfd, and the guardian's unreaped zombie. Invariants: artd reaps the
-guardian only after no process of its session lives, because no other process can get the guardian's number before. Every signal
+Owns the write end of the child's death pipe, its pidfd, and the guardian's unreaped zombie. artd reaps the guardian
+only after no process of its session lives, because no other process can get the guardian's number before. Every signal
 goes to a (pid, start ticks) that was read again. No process inherits the write end of the death pipe.
 """
 

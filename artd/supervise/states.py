@@ -1,6 +1,6 @@
 """Names the states of a worker; `artd.core.states` holds the transitions between them under `process`.
 
-Invariants: pure; a transition that is not in that table is an error. Table `process` has one more state: a ready trainer with a job
+Pure; a transition that is not in that table is an error. Table `process` has one more state: a ready trainer with a job
 is `busy`, which the dispatcher sets in the transaction of the claim.
 """
 

@@ -1,7 +1,7 @@
 """Manages the workers of one daemon, by name.
 
-Owner of: the set of workers; each worker's task owns the rest. Invariants: tasks run in the caller's task group, so a failing
-callback ends the daemon. No process outlives the group. The supervisor refuses reports of an older spawn.
+Owns the set of workers; each worker's task owns the rest. Tasks run in the caller's task group, so a failing callback
+ends the daemon. No process outlives the group. The supervisor refuses reports of an older spawn.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Supervises one worker in a single task: starts its process, watches it, and starts it again by the policy.
 
-Owner of: the worker's state, its living process and its back-off. Invariants: there is at most one process, and the next one starts
-only after the last one is proven dead, whichever boot made it (until then the worker is broken; a tripped breaker also waits for
-the operator). The spawn number is durable before the process exists. The listener learns (and stores) a state before anything
-follows from it. A listener never calls back into the worker that reports to it.
+Owns the worker's state, its living process and its back-off. There is at most one process, and the next one starts only
+after the last one is proven dead, whichever boot made it (until then the worker is broken; a tripped breaker also waits
+for the operator). The spawn number is durable before the process exists. The listener learns (and stores) a state
+before anything follows from it. A listener never calls back into the worker that reports to it.
 """
 
 from __future__ import annotations

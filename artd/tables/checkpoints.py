@@ -12,7 +12,8 @@ from artd_schema.data.manifest import CheckpointManifest
 def insert_checkpoint(
     c: sqlite3.Connection, now: int, job: sqlite3.Row, lineage: int, manifest: CheckpointManifest, sha: str, folder: str
 ) -> int | None:
-    """Insert the committed result of a job; returns its id. sha: of the manifest; folder: relative to the data folder."""
+    """Insert the committed result of a job and return its id. `sha` is that of the manifest; `folder` is relative to
+    the data folder."""
     size = sum(entry.bytes for entry in manifest.files)
     return c.execute(
         "INSERT INTO checkpoint (run_id, step, epoch, lineage, parent_id, job_id, sha, dir, bytes, state, created)"

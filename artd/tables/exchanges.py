@@ -17,7 +17,7 @@ def insert_exchanges(c: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> 
 
 
 def use_exchanges(c: sqlite3.Connection, used: Sequence[tuple[int, int]]) -> None:
-    """Give exchanges to trajectories, and forget their turns. used: (trajectory, exchange)."""
+    """Give exchanges to trajectories and forget their turns. `used` lists (trajectory, exchange)."""
     c.executemany("UPDATE exchange SET trajectory_id = ?, turn = NULL, blob = NULL WHERE id = ?", used)
 
 

@@ -20,7 +20,7 @@ def insert_group(c: sqlite3.Connection, now: int, run: int, name: str, split: st
 
 
 def resize_groups(c: sqlite3.Connection, sizes: Iterable[tuple[int, int]]) -> None:
-    """Set sizes. sizes: (size, group)."""
+    """Set the sizes of groups. `sizes` lists (size, group)."""
     c.executemany("UPDATE trajectory_group SET size = ? WHERE id = ?", sizes)
 
 

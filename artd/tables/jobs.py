@@ -1,6 +1,5 @@
-"""Writes of the tables `job` and `attempt`, and how a job ends without a checkpoint. Invariants: whatever ends a job settles
-its batch in the same transaction; no job of a finished run waits for ever.
-"""
+"""Writes of the tables `job` and `attempt`, and how a job ends without a checkpoint. Whatever ends a job settles its
+batch in the same transaction; no job of a finished run waits for ever."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ FINISHED = "the run was finished"
 
 
 def end_attempt(c: sqlite3.Connection, now: int, job: sqlite3.Row, failure: str, error: str, evidence: str = "") -> str:
-    """Take a running job out of `running` after `failure` (see core.decide.after_failure). evidence: the end of the
-    worker's log, or the failure's stack. Returns its new state."""
+    """Take a running job out of `running` after `failure` (see core.decide.after_failure), and return its new state.
+    `evidence` is the end of the worker's log, or the failure's stack."""
     outcome = "interrupted" if failure in ("killed", "full") else failure
     c.execute(
         "UPDATE attempt SET ended = ?, outcome = ?, error = ?, evidence = ? WHERE job_id = ? AND fence = ?",

@@ -1,6 +1,6 @@
 """Requests that count once although a client repeats them after a reconnect.
 
-Owner of: the table `request`. Invariants: an id is stored in the transaction of its change; what was refused is not stored.
+Owns the table `request`. An id is stored in the transaction of its change; what was refused is not stored.
 """
 
 from __future__ import annotations

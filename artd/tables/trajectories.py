@@ -18,7 +18,7 @@ INSERT_DATA = "INSERT INTO trajectory_data (trajectory_id, metrics, metadata, bo
 def insert_trajectories(
     c: sqlite3.Connection, rows: Sequence[tuple[Any, ...]], data: Sequence[tuple[Any, ...]]
 ) -> None:
-    """Insert queued trajectories; rows, data: columns in the order of `INSERT` and `INSERT_DATA`."""
+    """Insert queued trajectories. `rows` and `data` have their columns in the order of `INSERT` and `INSERT_DATA`."""
     c.executemany(INSERT, rows)
     c.executemany(INSERT_DATA, data)
 
@@ -33,7 +33,7 @@ def drop_trajectory(c: sqlite3.Connection, trajectory: int, reason: str) -> None
 
 
 def note_drops(c: sqlite3.Connection, reasons: Iterable[tuple[str, int]]) -> None:
-    """Set why trajectories were discarded. reasons: (why, trajectory)."""
+    """Note why trajectories were discarded. `reasons` lists (why, trajectory)."""
     c.executemany("UPDATE trajectory SET reason = ? WHERE id = ? AND state = 'discarded'", reasons)
 
 

@@ -246,9 +246,12 @@ class Run:
     async def samples(
         self, step: int | None = None, pick: Pick = "newest", *, split: Split = "train", limit: int = 5
     ) -> list[Trajectory]:
-        """Return trajectories to read: of the batch that made `step`, or among the newest 1,000 of a split if it is None.
+        """Return trajectories to read: those of the batch that made `step`, or some of the newest 1,000 of a split if
+        `step` is None.
 
-        pick: newest, best or worst by reward, or random; limit: 1 to 1,000. A step that has no batch gives none."""
+        `pick` is newest, best or worst (by reward), or random. `limit` is from 1 to 1,000. A step without a batch gives
+        none.
+        """
         op = api.Samples(run=self.name, step=step, split=split, pick=pick, limit=limit)
         answer = await self._connection.ask(op, api.Rows)
         return [await self.trajectory(int(row["id"])) for row in answer.rows]

@@ -18,11 +18,13 @@ _turns = msgspec.msgpack.Decoder(list[Turn])
 
 
 class Trajectory:
-    """Made by `Run.trajectory` and `Run.samples`.
+    """A trajectory for reading. `Run.trajectory` and `Run.samples` make it.
 
-    row: its columns (docs/cli-json.md). turns: without routes. sequences: each has `tokens` and `messages`; turns whose prompts continue
-    each other are one. advantage: with which its sampled tokens are trained; None if it is in no batch, or was left out of its batch's rows.
-    problem: why it has no text, or only what the engine said of its answers; else empty.
+    - `row`: its columns (docs/cli-json.md).
+    - `turns`: its turns, without routes.
+    - `sequences`: each has `tokens` and `messages`. Turns whose prompts continue each other are one sequence.
+    - `advantage`: that of its sampled tokens. None if it is in no batch, or was left out of its batch's rows.
+    - `problem`: why it has no text, or only what the engine said of its answers; "" if nothing is wrong.
     """
 
     def __init__(self, found: api.Body, tokenizer: Tokenizer | None, problem: str) -> None:

@@ -19,8 +19,11 @@ DIGITS = 12
 
 
 class PackageCode(Struct, frozen=True, kw_only=True):
-    """A function that a package brings. kind: the name under which it offers it; target: `package.module:function`; distribution, version:
-    of the package; digest: of the package's files, which is the name of their copy in DATA/code."""
+    """A function that a package offers, under the name `kind`.
+
+    `target` is `package.module:function`. `distribution` and `version` are those of the package. `digest` is that of
+    its files, and names their copy in DATA/code.
+    """
 
     kind: str
     target: str
@@ -37,7 +40,7 @@ class RunCode(Struct, frozen=True):
 
     @property
     def used(self) -> list[PackageCode]:
-        """Return what is a package's."""
+        """The code that comes from packages."""
         return [code for code in (self.loss, self.family) if code is not None]
 
     def folders(self, copies: Path) -> list[str]:

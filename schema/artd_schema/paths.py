@@ -97,10 +97,14 @@ def socket_path(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class DaemonFile:
-    """`daemon.json`, replaced as a whole by the daemon at each change of `state`, and in `artd.lock` without addresses.
+    """`daemon.json`, which the daemon replaces at each change of `state`. `artd.lock` has the same content without
+    addresses.
 
-    state: starting, ready or draining. socket: ZeroMQ endpoint for clients (`ipc://…`). url: the gateway's base URL.
-    started: milliseconds since the epoch. ticks: start time of pid in clock ticks since the machine's start.
+    - `state`: starting, ready or draining.
+    - `socket`: the ZeroMQ endpoint for clients (`ipc://…`).
+    - `url`: the gateway's base URL.
+    - `started`: milliseconds since the epoch.
+    - `ticks`: start time of `pid`, in clock ticks since the machine's start.
     """
 
     pid: int

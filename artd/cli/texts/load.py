@@ -14,10 +14,8 @@ from artd_schema.text import tokenizer, transcript
 
 
 class Loaded(NamedTuple):
-    """A trajectory's row, its sequences and the advantage of its tokens (None if it is in no batch).
-
-    missing: why it has no sequences; untold: why they have no text, or only what the engine said.
-    """
+    """A trajectory's row, its sequences and the advantage of its tokens (None if it is in no batch). `missing` says why
+    it has no sequences. `untold` says why they have no text, or only the engine's."""
 
     row: Row
     passages: list[transcript.Passage]
@@ -27,7 +25,7 @@ class Loaded(NamedTuple):
 
 
 def load(database: read.Database, data: Path, row: Row) -> Loaded:
-    """Read the body of a trajectory. row: of `selects.TRAJECTORIES`."""
+    """Read the body of a trajectory. `row` is one of `selects.TRAJECTORIES`."""
     words, untold = _words(database, row["run"])
     blobs = DataDir(data, data).blobs
     with database.explain_errors() as connection:

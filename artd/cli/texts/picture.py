@@ -89,7 +89,7 @@ def problems(found: Loaded) -> Iterator[str]:
 
 
 def _message(message: Message, most: int) -> Iterator[str]:
-    """Yield a message, its role in front. most: lines at most, 0 for all."""
+    """Yield the lines of a message, with its role in front, at most `most` lines (0: all)."""
     colour = "green" if message.sampled else "dim"
     role = show.one_line(message.role, 12)
     blocks = [(f"{role} thinks", message.thinking, "dim")] if message.thinking else []

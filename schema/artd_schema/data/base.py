@@ -20,8 +20,12 @@ class BaseFile(Struct, frozen=True):
 
 
 class BaseModel(Struct, frozen=True):
-    """digest: sha256 over (name, sha256) of every file; vocab_size: ids that a token may have; routes: of a mixture of
-    experts; architecture: of `config.json`, "" in a run of an artd that did not note it."""
+    """A base model as it was when its run was created.
+
+    `digest` is the sha256 over (name, sha256) of every file. `vocab_size` is the number of token ids. `routes` is the
+    shape of a mixture's routes, None for a dense model. `architecture` is that of `config.json`, "" in runs of older
+    versions of artd.
+    """
 
     digest: str
     vocab_size: int

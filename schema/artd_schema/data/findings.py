@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """A broken rule. where: path such as `turns[1].logprobs[3]`; what: what is wrong there."""
+    """A broken rule. `where` is a path such as `turns[1].logprobs[3]`; `what` says what is wrong there."""
 
     where: str
     what: str

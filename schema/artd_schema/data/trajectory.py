@@ -99,9 +99,12 @@ def untrainable(sampling: Sampling) -> list[Untrainable]:
 
 
 class Given(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """advantages, weights: float32 [C], what the program gives for each sampled token: its advantage, and a factor of its loss, at least 0
-    (0: the token is not trained); b"" = none. example: the tokens are not sampled but given, to be trained by cross-entropy; their
-    logprobs are 0."""
+    """What the program gives for the sampled tokens of a turn.
+
+    `advantages`: float32 [C], the advantage of each token. `weights`: float32 [C], a factor of each token's loss, at
+    least 0; a token of weight 0 is not trained. b"" = none. `example`: the tokens were not sampled but given, to be
+    trained by cross-entropy; their logprobs are 0.
+    """
 
     advantages: bytes = b""
     weights: bytes = b""

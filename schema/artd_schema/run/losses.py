@@ -13,8 +13,8 @@ Normalise = Literal["token", "sequence", "constant"]
 
 
 class Own(NamedTuple):
-    """What a loss of artd takes where the spec is silent. params: lowest and highest value of each; clip_low, clip_high: None where the
-    loss has no such bound."""
+    """The defaults of one of artd's losses. `params` has the lowest and the highest value of each parameter. `clip_low`
+    and `clip_high` are None if the loss has no such bound."""
 
     params: Mapping[str, tuple[float, float]] = {}
     normalise: Normalise = "token"
@@ -35,7 +35,7 @@ OWN: dict[str, Own] = {
     "sft": Own(scale_rewards=False, group_size=1),
 }
 EXAMPLES = "sft"
-"""The loss that is trained on examples, and on nothing else."""
+"""The loss that trains on examples, and only on those."""
 OF_A_PACKAGE = Own(clip_high=5.0)
 LOSSES: dict[str, tuple[str, ...]] = {kind: tuple(own.params) for kind, own in OWN.items()}
 """`loss.kind` -> the names that its `loss.params` may have."""

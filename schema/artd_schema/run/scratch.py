@@ -1,8 +1,8 @@
 """Scratch files of processes that may be killed: recorded while they live, removed once they are proven dead.
 
-Purpose: what an engine leaves in /dev/shm and /tmp outlives a kill of the engine, of its harness and of the daemon alike, so whoever
-comes next finds it in a record. Owner of: the record's form, one `INODE PATH` a line. Invariants: only a file that bears a name of
-Python's, torch's or an engine's own scratch, and still is the recorded inode, is removed.
+What an engine leaves in /dev/shm and /tmp outlives a kill of the engine, of its harness and of the daemon alike, so
+whoever comes next finds it in a record. Owns the record's form, one `INODE PATH` a line. Only a file that bears a name
+of Python's, torch's or an engine's own scratch, and still is the recorded inode, is removed.
 """
 
 from __future__ import annotations

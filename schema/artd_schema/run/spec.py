@@ -75,10 +75,14 @@ def _fill(spec: Struct, **defaults: Any) -> None:
 
 
 class CorrectionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights and masks by k, the trainer's probability of a token by the engine's. docs/losses.md has the formulas.
+    """Weights and masks by k, the trainer's probability of a token divided by the engine's. docs/losses.md has the
+    formulas.
 
-    tis: truncated importance sampling, each token's loss times min(k, tis). icepop, product, geometric: lowest and highest k of a
-    token, product of a sequence's k, and geometric mean of them, that are trained; other tokens have a weight of 0."""
+    - `tis`: truncated importance sampling; each token's loss is multiplied by min(k, tis).
+    - `icepop`, `product`, `geometric`: the lowest and the highest k of a token, product of a sequence's k, and
+      geometric mean of them, that are trained.
+      Other tokens have weight 0.
+    """
 
     tis: Clip | UnsetType = UNSET
     icepop: Bounds | UnsetType = UNSET
@@ -87,8 +91,11 @@ class CorrectionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class KlSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A penalty for the distance to the base model, the adapter off. estimator: of a token's KL, as docs/losses.md defines them; into: the
-    loss, or the token's advantage."""
+    """A penalty for the distance to the base model (the model with the adapter off).
+
+    `estimator` names the estimator of a token's KL, as docs/losses.md defines them. `into` says what the penalty is
+    added to: the loss, or the token's advantage.
+    """
 
     coef: Annotated[float, Meta(gt=0, le=1e3)]
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -96,15 +103,20 @@ class KlSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy loss: docs/losses.md has each formula, its source and its defaults.
+    """The policy loss. docs/losses.md has each formula, its source and its defaults.
 
-    kind: a loss of artd (`artd_schema.run.losses`), or of a package that the daemon's owner installed; the daemon refuses others. clip_low,
-    clip_high: bounds of the importance ratio, as the loss defines them; unset for a loss without them. normalise: the losses of
-    trained tokens are added up and divided by their number in the whole batch (`token`); or added up for each trajectory, divided by
-    the trajectory's trained tokens (`sequence`) or by `divisor` (`constant`), and averaged over trajectories. params: numbers by name
-    for a loss that has parameters of its own. proximal: whose logprobs the importance ratio is taken to: the engine's (unset), or
-    the trainer's own before the step, which leaves the engine's to `correction`. entropy_bonus: taken off each token's loss, times
-    its entropy in nats."""
+    - `kind`: a loss of artd (`artd_schema.run.losses`), or of a package that the daemon's owner installed. The daemon
+      refuses others.
+    - `clip_low`, `clip_high`: bounds of the importance ratio, as the loss defines them; unset for a loss without them.
+    - `normalise`: `token` adds up the losses of trained tokens and divides by their number in the whole batch.
+      `sequence` and `constant` add them up for
+      each trajectory, divide by the trajectory's trained tokens or by `divisor`, and average over trajectories.
+    - `params`: numbers by name, for a loss that has parameters of its own.
+    - `proximal`: whose logprobs the importance ratio compares with: the engine's (unset), or the trainer's own before
+      the step, which leaves the engine's
+      to `correction`.
+    - `entropy_bonus`: each token's entropy in nats times this number is subtracted from its loss.
+    """
 
     kind: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,63}$")] = "cispo"
     clip_high: Clip | UnsetType = UNSET
@@ -124,8 +136,8 @@ class LossSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LengthSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A soft penalty for long answers: it takes up to `penalty` off the reward of a trajectory, in proportion over the last `buffer` of `limit`
-    sampled tokens."""
+    """A soft penalty for long answers: up to `penalty` is subtracted from the reward of a trajectory, in proportion
+    over the last `buffer` of `limit` sampled tokens."""
 
     limit: Tokens
     buffer: Tokens
@@ -135,10 +147,16 @@ class LengthSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdvantageSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rewards become advantages. docs/losses.md has the formulas.
 
-    baseline: what a reward is compared with: the mean of its group, the mean of the others of its group, or nothing; given: the
-    program gives each token's advantage. batch_scale:
-    normalise over the whole batch. positive, negative: factors of advantages above and below 0. truncated: trajectories of which an
-    answer ended at a limit of length are trained, or not trained, or left out of their group's statistics too. length: a soft penalty."""
+    - `baseline`: what a reward is compared with: the mean of its group (`group`), the mean of the others in its group
+      (`leave_one_out`), or nothing
+      (`none`). With `given` the program gives each token's advantage.
+    - `batch_scale`: normalise over the whole batch.
+    - `positive`, `negative`: factors of advantages above and below 0.
+    - `truncated`: what happens to a trajectory with an answer that ended at a length limit: it is trained, it is not
+      trained (`mask`), or it is left
+      out of its group's statistics, too (`drop`).
+    - `length`: a soft penalty for long answers.
+    """
 
     baseline: Literal["group", "leave_one_out", "none", "given"] = "group"
     batch_scale: bool = False
@@ -154,21 +172,25 @@ class AdvantageSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the inference engine is started. Lengths in tokens, memory in MiB.
+    """How the inference engine is started. Lengths are in tokens, memory is in MiB.
 
-    device: `auto` takes a GPU if the engine's torch sees one. transfer: how a merged push travels on a GPU: `auto` directly
-    where it is possible, staged where the GPU has room for the weights a second time beside the KV cache, else in place,
-    else the same over NCCL, else by the engine's own calls; `staged` and `in_place` choose between the first two, `nccl` shares no
-    memory of a GPU between processes, `stock` takes the last. On a CPU it has no effect.
-    in_flight: requests that run when a merged push comes. `drain` waits for them (`push_drain_s`); `keep` stops them where they
-    are and goes on with the KV cache that they have, of the old weights; `recompute` has their cache computed again by the new.
-    The last two count for pushes that are verified before the engine goes on, `direct` ones; others drain: from disk, by the
-    engine's own calls, on a CPU. Such a response has several policy epochs.
-    tool_parser, reasoning_parser: find tool calls and reasoning in what the model says: a name of the engine's, `none`, or `auto`, by the
-    model's family and chat template; the engine's start proves them. chat_template: Jinja text in place of the model's own.
-    args: flags of the engine's server, without dashes, of those that `artd_schema.run.engines` allows.
-    grammar: what becomes of a grammar that a request for training brings (a required or named tool, a response format, strict tools): `drop`
-    samples freely and says so in the reply, `refuse` answers 400.
+    - `device`: `auto` takes a GPU if the engine's torch sees one.
+    - `transfer`: how a merged push travels on a GPU. `auto` takes the first that is possible: `staged` (directly, into
+      a second copy of the weights
+      beside the KV cache), `in_place` (directly), `nccl` (the same over NCCL, so no GPU memory is shared between processes), `stock` (the engine's own
+      calls). On a CPU it has no effect.
+    - `in_flight`: what happens to running requests at a merged push. `drain` waits for them (`push_drain_s`). `keep`
+      pauses them and continues with
+      their KV cache of the old weights. `recompute` computes their cache again with the new weights. Responses of the last two have several policy epochs.
+      They work only for direct pushes, which are verified before the engine continues; all others (from disk, by the engine's own calls, on a CPU) drain.
+    - `tool_parser`, `reasoning_parser`: find tool calls and reasoning in the model's text: a name of the engine's,
+      `none`, or `auto` (by the model's family
+      and chat template). The engine's start tests them.
+    - `chat_template`: Jinja text that replaces the model's own.
+    - `args`: flags of the engine's server, without dashes, of those that `artd_schema.run.engines` allows.
+    - `grammar`: what happens to a grammar of a request for training (a required or named tool, a response format,
+      strict tools). `drop` samples
+      freely and says so in the reply; `refuse` answers 400.
     """
 
     kind: EngineName = DEFAULT
@@ -187,17 +209,22 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the trainer computes, and in what numbers.
+    """Where the trainer computes, and with which number formats.
 
-    device: `auto` takes a GPU if torch sees one. dtype: of base weights and activations; masters of what is trained are
-    float32 in any case; `bfloat16` needs a GPU, and with `parameters` full an engine of the same dtype. recompute: what
-    the backward computes again instead of keeping it: nothing, the experts (`selective`) or every layer (`full`); the CPU
-    keeps all.
-    tensor_parallel: processes, each with a GPU of its own, that share the products of a layer; expert_parallel: processes
-    that share a layer's experts; context_parallel: processes that share a row's tokens in everything;
-    pipeline_parallel: stages of as many layers each. A stage takes tensor_parallel x context_parallel processes, or
-    expert_parallel if that is more, and then trains several rows at a time; one must divide the other. With more than one
-    process an adapter is trained; or every weight, of whose masters each has a part, where only context_parallel is above 1.
+    - `device`: `auto` takes a GPU if torch sees one.
+    - `dtype`: of base weights and activations. Masters of trained parameters are always float32. `bfloat16` needs a
+      GPU, and with `parameters` full an engine
+      of the same dtype.
+    - `recompute`: what the backward computes again instead of keeping it: nothing, the experts (`selective`) or every
+      layer (`full`). The CPU keeps all.
+    - `tensor_parallel`: processes, each with a GPU of its own, that share the products of a layer.
+    - `expert_parallel`: processes that share a layer's experts.
+    - `context_parallel`: processes that share a row's tokens in every operation.
+    - `pipeline_parallel`: stages, each with the same number of layers.
+
+    A stage takes tensor_parallel x context_parallel processes, or expert_parallel if that is more, and then trains
+    several rows at a time; one must divide the other. Several processes train an adapter. They can train every weight
+    only if no size but context_parallel is above 1; each then has a part of the masters.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -220,19 +247,27 @@ class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One policy being trained.
+    """One policy that is trained.
 
-    model: absolute path of a local Hugging Face checkpoint (safetensors).
-    parameters: what is trained: `lora` an adapter on every linear (routers stay frozen), `full` every weight.
-    rollout_weights_mode: `merged` replaces the engine's weights in place, `lora` hot-loads one adapter per step (only
-    with `parameters` lora). expert_replay: train a mixture-of-experts model through the experts that the engine routed
-    each token to, and refuse a batch that lacks them; no effect on a dense model.
-    group_size: trajectories per group, at least 2 where rewards are compared; groups_per_step: trainable groups per batch; group_timeout_s: an open
-    group seals after this many seconds (at most a year). row_length: tokens per packed row, 0 = engine.max_model_len (`row_tokens` says which);
-    a longer sequence is never trained, so less than that is refused unless drop_longer is true. scale_rewards: divide advantages by the population
-    standard deviation (+1e-6); by default all losses but dr_grpo do. trainer: where the trainer computes, and in what numbers. push_drain_s: how long a merged
-    push waits for requests in flight. threads: OpenMP threads of the CPU trainer (0 = all cores of the machine).
-    keep_checkpoints: newest ones kept. advantages: how rewards become advantages, where not by their group's mean alone.
+    - `model`: absolute path of a local Hugging Face checkpoint (safetensors).
+    - `parameters`: what is trained: an adapter on every linear (`lora`; routers stay frozen) or every weight (`full`).
+    - `rollout_weights_mode`: `merged` replaces the engine's weights in place; `lora` loads one adapter for each step
+      (only with `parameters` lora).
+    - `expert_replay`: train a mixture-of-experts model through the experts to which the engine routed each token, and
+      refuse a batch without them. It has
+      no effect on a dense model.
+    - `group_size`: trajectories in a group, at least 2 where rewards are compared.
+    - `groups_per_step`: trainable groups in a batch.
+    - `group_timeout_s`: an open group is sealed after this many seconds (at most a year).
+    - `row_length`: tokens of a packed row, 0 = engine.max_model_len (`row_tokens` is the result). A longer sequence is
+      never trained, so a smaller
+      value is refused unless `drop_longer` is true.
+    - `scale_rewards`: divide advantages by the population standard deviation (+1e-6). By default all losses but dr_grpo
+      do.
+    - `push_drain_s`: how long a merged push waits for running requests.
+    - `threads`: OpenMP threads of the CPU trainer (0 = all cores of the machine).
+    - `keep_checkpoints`: how many of the newest checkpoints are kept.
+    - `advantages`: how rewards become advantages, unless by their group's mean alone.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]

@@ -34,7 +34,8 @@ _THINKING = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
 class Token(NamedTuple):
-    """marker, special: as of `tokenizer.Piece`; turn: the turn that sampled it, -1 for context."""
+    """A token with its text. `marker` and `special` are as in `tokenizer.Piece`. `turn` is the turn that sampled it, -1
+    for context."""
 
     text: str
     marker: bool
@@ -43,7 +44,8 @@ class Token(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one side said. role: as the template spells it, `prompt` where it has no roles; turn: the turn that sampled it, -1 for context."""
+    """One message. `role` is as the template spells it, `prompt` if it has no roles. `turn` is the turn that sampled
+    it, -1 for context."""
 
     role: str
     text: str
@@ -51,7 +53,8 @@ class Part(NamedTuple):
 
 
 def split(tokens: Iterable[Token]) -> list[Part]:
-    """Return the messages of one sequence, in order. What was sampled is a message of its own, of the role that its prompt ends with."""
+    """Return the messages of one sequence, in order. The tokens that a turn sampled are a message of their own, with
+    the role at the end of its prompt."""
     reading = _Reading()
     for token in tokens:
         reading.add(token)
@@ -60,14 +63,17 @@ def split(tokens: Iterable[Token]) -> list[Part]:
 
 
 def thinking(text: str) -> tuple[str, str]:
-    """Return (thinking, the rest) of a message: what stands before its first `</think>`, "" where there is none."""
+    """Split a message into (thinking, the rest). The thinking ends at the first `</think>`, and is "" without one."""
     found = _THINKING.match(text)
     return (found[1].strip(), text[found.end() :]) if found else ("", text)
 
 
 class _Reading:
-    """The messages so far, and the one that is being read. header: what ends the role's name that is being read, "" after it; named_by: the turn
-    that sampled the role's name, -1 for the template; ended: the turns that have a message."""
+    """The messages so far, and the one that is being read.
+
+    `header` is the text that ends the role's name while that is being read, "" after it. `named_by` is the turn that
+    sampled the role's name, -1 for the template. `ended` has the turns whose message is complete.
+    """
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -87,7 +93,7 @@ class _Reading:
         elif token.marker and token.text in ROLES:
             self._open(ROLES[token.text], token.turn)
         elif token.marker and token.text in ENDS:
-            if token.turn < 0 or token.turn not in self._ended:  # an answer may be its end alone
+            if token.turn < 0 or token.turn not in self._ended:  # an answer may consist of its end token alone
                 self._say("", token.turn)
             self._open("", -1)
         else:

@@ -19,9 +19,12 @@ from .tokenizer import Tokenizer, texts
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """What one side said. role: as the chat template spells it, `prompt` where the prompt has no roles; thinking: what the text began with, up to
-    `</think>`; tool_calls: [{name, arguments}] as the engine's parser read them from a sampled message; turn: the number of the turn that sampled
-    it, -1 for context."""
+    """One message of a conversation.
+
+    `role` is as the chat template spells it, `prompt` if the prompt has no roles. `thinking` is the text up to
+    `</think>`. `tool_calls` has {name, arguments} of each call that the engine's parser found in a sampled message.
+    `turn` is the number of the turn that sampled it, -1 for context.
+    """
 
     role: str
     text: str
@@ -35,8 +38,12 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class TokenView(Struct, frozen=True, kw_only=True):
-    """One token. logprob: natural log, as the engine sampled it; epoch, cache: the policy epochs of the weights that sampled it, and that computed
-    its KV cache; all None for context, the epochs also where nobody knows them. turn: the turn that sampled it, -1 for context."""
+    """One token, for people.
+
+    `logprob` is natural log, as the engine sampled the token. `epoch` and `cache` are the policy epochs of the weights
+    that sampled it and that computed its KV cache. All three are None for context; the epochs are also None if unknown.
+    `turn` is the turn that sampled it, -1 for context.
+    """
 
     id: int
     text: str
@@ -151,7 +158,7 @@ def _calls(said: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _column(kind: str, raw: bytes) -> array[Any]:
-    """Return a little-endian column. kind: `i` for int32, `f` for float32."""
+    """Return a little-endian column as an array. `kind` is `i` for int32, `f` for float32."""
     column = array(kind)
     column.frombytes(raw)
     if sys.byteorder == "big":

@@ -337,8 +337,9 @@ class Rows(_Answer, frozen=True):
 
 
 class Body(_Answer, frozen=True):
-    """row: as in Rows; body: msgpack list[Turn] without routes; advantage: of its sampled tokens, None if it is in no batch or was left
-    out of its batch's rows; problem: why there is no body, else empty."""
+    """A trajectory's content. `row` is as in Rows; `body` is msgpack list[Turn] without routes. `advantage` is that of
+    its sampled tokens, None if it is in no batch or was left out of its batch's rows. `problem` says why there is no
+    body, else it is empty."""
 
     row: dict[str, Any]
     body: bytes
@@ -347,7 +348,7 @@ class Body(_Answer, frozen=True):
 
 
 class TokenizerFile(_Answer, frozen=True):
-    """content: of the file; problem: why there is none, else empty."""
+    """The content of a run's tokenizer file. `problem` says why there is none, else it is empty."""
 
     content: bytes
     problem: str = ""

@@ -25,13 +25,18 @@ class ReplayRequest(Struct, frozen=True, kw_only=True):
 
 
 class ReplayRow(Struct, frozen=True, kw_only=True):
-    """One thing that was compared. part: `metrics`, `canary`, `batch`, `replay`, `manifest`, `files`, or the file of a
-    checkpoint that holds it; committed, replayed: its value, its sha256 in hex or its 64-bit checksum (null: not there).
+    """One comparison.
 
-    equal: bit for bit (null: a clock's reading, which no run repeats, or a sha256 beside a checksum, which cannot be compared). close: equal, or within the tolerance that is
-    allowed where the environments differ. difference: of floats: |a - b| of two numbers, the largest |a - b| of logprobs,
-    |a - b| in the 2-norm over the larger of |a| and |b| of tensors, the largest of its tensors of a file; null where there is
-    nothing to subtract.
+    - `part`: `metrics`, `canary`, `batch`, `replay`, `manifest`, `files`, or the file of the checkpoint that contains
+      it.
+    - `committed`, `replayed`: the two values, their sha256 in hex or their 64-bit checksums (null: absent).
+    - `equal`: whether they are equal bit for bit. null for a clock's reading, which no run repeats, and for a sha256
+      beside a checksum, which cannot be
+      compared.
+    - `close`: whether they are equal, or within the tolerance that is allowed if the environments differ.
+    - `difference`: |a - b| of two numbers; the largest |a - b| of logprobs; of tensors |a - b| in the 2-norm over the
+      larger of |a| and |b|; of a file the
+      largest of its tensors; null if there is nothing to subtract.
     """
 
     part: str
@@ -44,7 +49,7 @@ class ReplayRow(Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentRow(Struct, frozen=True, kw_only=True):
-    """A part of the environment in which the two runs differ. name: dotted, as in the manifest; "" = not recorded."""
+    """A part of the environment in which the two runs differ. `name` is dotted, as in the manifest. "" = not recorded."""
 
     name: str
     committed: str
@@ -52,8 +57,9 @@ class EnvironmentRow(Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(Struct, frozen=True, kw_only=True):
-    """environment: empty when the bits must repeat. threads: of torch, those of the committed run. seconds: of the
-    trainer's work. error: why there is nothing to compare (damaged files, a failed step), else ""."""
+    """The result of a replay. `environment` is empty if the bits must be equal. `threads` is torch's number of threads
+    in the committed run. `seconds` is the time that the trainer worked. `error` says why there is nothing to compare
+    (damaged files, a failed step), else it is ""."""
 
     rows: tuple[ReplayRow, ...] = ()
     environment: tuple[EnvironmentRow, ...] = ()

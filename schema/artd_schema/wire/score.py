@@ -1,12 +1,13 @@
-"""What a scoring process is asked and answers: a folder with `request.json`, `sequences.safetensors`, `scores.safetensors`.
+"""The request and the answer of a scoring process: a folder with `request.json`, `sequences.safetensors`,
+`scores.safetensors`.
 
-The command line writes the first two, `python -m artd_workers.trainer.tools.score FOLDER` the last. Tensors are little-endian, in
-the order of the sequences; N sequences have T tokens together, of which M are scored: each sequence's tokens from its
-`prompts` on. Temperature 1, natural logarithms.
+The command line writes the first two, `python -m artd_workers.trainer.tools.score FOLDER` the last. Tensors are
+little-endian, in the order of the sequences. N sequences have T tokens together, of which M are scored: each sequence's
+tokens from its `prompts` on. Temperature 1, natural logarithms.
 
-sequences: `tokens` I32 [T]; `lengths` I32 [N], summing to T; `prompts` I32 [N], 1 <= prompt < length; `candidates` I32 [M, K],
-ids that are scored besides the token itself; with `ScoreRequest.routes` also `routes` U8 or U16 [T, layers, topk], where the
-row of a sequence's last token is ignored (it is nobody's input).
+sequences: `tokens` I32 [T]; `lengths` I32 [N], summing to T; `prompts` I32 [N], 1 <= prompt < length; `candidates` I32
+[M, K], ids that are scored besides the token itself; with `ScoreRequest.routes` also `routes` U8 or U16 [T, layers,
+topk], where the row of a sequence's last token is ignored, because that token is never an input.
 
 scores: for each pass P, `P.logprobs` F32 [M], `P.candidates` F32 [M, K], `P.top_ids` I32 [M, K] (best first) and
 `P.top_logprobs` F32 [M, K].
@@ -33,9 +34,12 @@ REPLAY: Pass = "replay"
 
 
 class ScoreRequest(Struct, frozen=True, kw_only=True):
-    """spec: of the run, which names base model, what is trained, and threads; checkpoint: the committed one whose weights
-    score, None = the weights of step 0; routes: shape of `routes`, None = there are none and only `live` is scored;
-    family: the package's code that plans the model, None = artd's own."""
+    """What to score, and with which weights.
+
+    `spec` is the run's: it names the base model, what is trained, and threads. `checkpoint` has the weights, None =
+    those of step 0. `routes` is the shape of the tensor `routes`; with None there is none, and only `live` is scored.
+    `family` is the package's code that plans the model, None = artd's own.
+    """
 
     spec: RunSpec
     checkpoint: CheckpointRef | None = None

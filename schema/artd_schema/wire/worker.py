@@ -20,10 +20,10 @@ LISTENER = "ARTD_LISTENER"
 """Environment of a gateway: the number of the listening TCP socket that it inherits."""
 WorkerKind = Literal["trainer", "engine", "gateway"]
 FailureClass = Literal["transient", "permanent", "interrupted", "full"]
-"""full: there was no space for the result."""
+"""`full`: there was no space for the result."""
 Transfer = Literal["gloo", "stock", "direct", "nccl"]
-"""How a live push's weights travel. gloo: broadcast tensor by tensor between CPUs; stock: the engine's own transfer calls over
-NCCL; direct: the engine pulls the trainer's memory; nccl: the same plan, sent over NCCL (docs/weights.md)."""
+"""How a live push's weights travel (docs/weights.md): broadcast between CPUs (gloo), by the engine's own NCCL calls
+(stock), pulled by the engine from the trainer's memory (direct), or sent over NCCL by the plan of direct (nccl)."""
 
 
 class _Message(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_defaults=True, gc=False):
@@ -31,7 +31,7 @@ class _Message(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, 
 
 
 class CheckpointRef(Struct, frozen=True, kw_only=True):
-    """A committed checkpoint. dir: absolute path; sha: sha256 hex of its manifest.json."""
+    """A committed checkpoint. `dir` is an absolute path; `sha` is the sha256 of its manifest.json in hex."""
 
     run: str
     step: int
@@ -45,7 +45,8 @@ class CheckpointRef(Struct, frozen=True, kw_only=True):
 
 
 class Welcome(_Message, frozen=True):
-    """Answer to Hello. heartbeat_s: send `Beat` this often; max_message: bytes, all frames of one message together."""
+    """The answer to Hello. `heartbeat_s` is the time between two `Beat`s. `max_message` limits all frames of one
+    message, in bytes."""
 
     worker: str
     heartbeat_s: float
@@ -62,9 +63,9 @@ class Reject(_Message, frozen=True):
 
 
 class Run(_Message, frozen=True):
-    """Do a job. dir: staging folder for this (job, fence), made by the worker; parent: checkpoint to start from (none
-    for init); batch, manifest: paths of the packed tensors and their JSON manifest; replay,
-    replay_manifest: paths of the batch's replay bundle ("" = none); epoch: policy epoch of the result."""
+    """An order to do a job in the staging folder `dir`, which the worker creates. `parent` is the checkpoint to start
+    from, None for init. `batch` and `manifest` are the paths of the packed tensors and their JSON manifest; `replay`
+    and `replay_manifest` those of the batch's replay bundle ("" = none). `epoch` is the policy epoch of the result."""
 
     job: int
     fence: int
@@ -83,14 +84,14 @@ class Run(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Stop this job as soon as it can be; answer `Failed` with class interrupted."""
+    """An order to stop this job as soon as possible. The worker answers `Failed` with the class interrupted."""
 
     job: int
     fence: int
 
 
 class Committed(_Message, frozen=True):
-    """The staged result is durable: the worker's resident state now is this checkpoint."""
+    """The staged result is durable: the weights in the worker's memory are now this checkpoint."""
 
     job: int
     fence: int
@@ -98,30 +99,32 @@ class Committed(_Message, frozen=True):
 
 
 class Fenced(_Message, frozen=True):
-    """The message came too late; drop the work and remove its files."""
+    """The message came too late: the worker drops the work and removes its files."""
 
     job: int
     fence: int
 
 
 class Ack(_Message, frozen=True):
-    """A terminal report was taken; stop resending it."""
+    """The daemon has taken a final report: the worker stops resending it."""
 
     job: int
     fence: int
 
 
 class Push(_Message, frozen=True):
-    """Bring a committed checkpoint into an engine. To the harness always; to the trainer too when `source` is `live`.
+    """An order to bring a committed checkpoint into an engine. The harness always gets it; the trainer gets it, too, if
+    `source` is `live`.
 
-    name: served model name, `RUN@STEP`. source disk: the engine reads the checkpoint folder; live: the weights come out of
-    the trainer's memory, by `transfer`. rendezvous: a path of one per (trainer spawn, engine spawn), below the engine's
-    folder. gloo: the FileStore file in which a group of two meets (trainer rank 0), which then broadcasts the tensors of
-    weights.json in order; stock: the same for NCCL; direct: a folder, made by the trainer, in which it writes its `Offer`
-    as `offer` for the `EngineTable` that the harness wrote as `table` beside it, before it feeds the push; nccl: the same.
-    engine: the worker that is pushed to; a trainer keeps apart what it has for each engine. A push with a lower fence than one seen for
-    its engine is refused. deadline_s: seconds without a sign of progress (a phase, a tensor loaded)
-    that are the end.
+    - `name`: the served model name, `RUN@STEP`.
+    - `source`: with `disk` the engine reads the checkpoint folder; with `live` the weights come from the trainer's
+      memory, by `transfer`.
+    - `rendezvous`: a path for each (trainer spawn, engine spawn), below the engine's folder. gloo, stock: a file
+      through which the two sides meet. direct, nccl:
+      a folder that the trainer creates. It writes its `Offer` there as `offer`, in answer to the `EngineTable` that the harness wrote as `table` beside it.
+    - `engine`: the worker that gets the weights. A push with a lower fence than an earlier one for its engine is
+      refused.
+    - `deadline_s`: the push fails after this many seconds without a sign of progress (a phase, a loaded tensor).
     """
 
     push: int
@@ -138,27 +141,27 @@ class Push(_Message, frozen=True):
 
 
 class Proceed(_Message, frozen=True):
-    """To the harness, after its `Pausing`: nothing more is admitted to the engine, pause it."""
+    """To the harness, after its `Pausing`: no more requests are admitted to the engine, so pause it."""
 
     push: int
     fence: int
 
 
 class PushEnd(_Message, frozen=True):
-    """To the trainer: the push has ended (live or failed); abort what is left of it."""
+    """To the trainer: the push has ended (live or failed), so it aborts what is left of it."""
 
     push: int
     fence: int
 
 
 class Unload(_Message, frozen=True):
-    """To the harness: unload this adapter name when its last request has ended (lora mode)."""
+    """To the harness: unload this adapter when its last request has ended (lora mode)."""
 
     name: str
 
 
 class Hold(_Message, frozen=True):
-    """To the gateway: admit nothing more to this engine until a newer Route; answer Held at once."""
+    """To the gateway: admit no more requests to this engine until a newer Route, and answer Held at once."""
 
     push: int
     fence: int
@@ -175,9 +178,9 @@ class Served(Struct, frozen=True, kw_only=True):
 
 
 class EngineRoute(Struct, frozen=True, kw_only=True):
-    """engine: worker name; socket: Unix socket of the OpenAI server; served: newest last; hold: admit nothing now;
-    routes: the engine captures routed experts in this shape, and the gateway takes them for the ledger; kind, grammar: as in
-    its spec."""
+    """How the gateway reaches one engine. `socket` is the Unix socket of its OpenAI server. `served` has the newest
+    step last. `hold` says that no request may be admitted now. `routes` is the shape of the experts that the gateway
+    takes for the ledger. `kind` and `grammar` are those of the engine spec."""
 
     engine: str
     socket: str
@@ -192,8 +195,7 @@ class EngineRoute(Struct, frozen=True, kw_only=True):
 
 
 class Route(_Message, frozen=True):
-    """To the gateway: the whole routing table. Replaces the last one; runs lists names that exist even if none
-    serves."""
+    """To the gateway: the whole routing table. `runs` lists all existing names, even those that no engine serves."""
 
     seq: int
     runs: tuple[str, ...]
@@ -235,8 +237,8 @@ ToWorker = (
 
 
 class Hello(_Message, frozen=True):
-    """First message. instance: of the data folder that this process was started for (ARTD_INSTANCE); spawn: number that
-    the supervisor gave it (ARTD_SPAWN); build: code digest."""
+    """A worker's first message. `instance` is that of its data folder (ARTD_INSTANCE), `spawn` the supervisor's number
+    for the process (ARTD_SPAWN), `build` the digest of its code."""
 
     kind: WorkerKind
     name: str
@@ -249,9 +251,9 @@ class Hello(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The worker can take work. socket: engine's OpenAI socket; url: gateway's address. transfers: how trainer or engine
-    can do its part of a live push, best first; obstacle: why the engine takes no direct one ("" = it does, or it is on
-    a CPU)."""
+    """The worker can take work. `socket` is the engine's OpenAI socket, `url` the gateway's address. `transfers` are
+    those that it can use for a live push, best first. `obstacle` says why the engine takes no direct one; "" if it
+    does, or if it is on a CPU."""
 
     socket: str = ""
     url: str = ""
@@ -260,8 +262,8 @@ class Ready(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """Heartbeat from a thread of its own. push: of an engine, that of (push, fence) in place of a job; progress: marks so far, of which a job that goes on makes ever more (a row
-    forward or backward, a phase that is over); rss: bytes held now."""
+    """A heartbeat. `progress` rises with every part of the job that is done (a row's forward or backward, a phase).
+    `push` replaces `job` for an engine that is pushed to. `rss` is the memory in use, in bytes."""
 
     job: int = 0
     fence: int = 0
@@ -271,17 +273,15 @@ class Beat(_Message, frozen=True):
 
 
 class Accepted(_Message, frozen=True):
-    """The job was taken up."""
+    """The trainer has begun the job."""
 
     job: int
     fence: int
 
 
 class Staged(_Message, frozen=True):
-    """A job's result lies complete and fsynced in its folder; resent until Committed, Ack or Fenced comes.
-
-    manifest_sha: sha256 hex of manifest.json; metrics: loss, grad_norm, ... ; seconds: named durations.
-    """
+    """A job's result is complete and fsynced in its folder. The worker resends this until Committed, Ack or Fenced
+    comes. `metrics` are loss, grad_norm, ...; `seconds` are named durations."""
 
     job: int
     fence: int
@@ -292,8 +292,8 @@ class Staged(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """A job ended without a result; resent until Ack or Fenced. error: what, where, what next; trace: tail of the
-    stack."""
+    """A job ended without a result; the worker resends this until Ack or Fenced comes. `error` says what failed and
+    what to do; `trace` is the end of the stack."""
 
     job: int
     fence: int
@@ -303,8 +303,8 @@ class Failed(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The trainer does not hold the checkpoint that a push names, or cannot send it by the push's transfer; the daemon
-    pushes from disk instead. transfer: what it cannot do at all, for this engine (None: another push may go that way)."""
+    """The trainer does not have the checkpoint of a push, or cannot send it by the push's transfer: the daemon pushes
+    from disk. `transfer` names a transfer that never works for this engine; None: another push may use it."""
 
     push: int
     fence: int
@@ -313,19 +313,16 @@ class Refused(_Message, frozen=True):
 
 
 class Pausing(_Message, frozen=True):
-    """Harness: this merged push has done all that it does beside running requests; the engine is paused, and its weights are
-    touched, after `Proceed`."""
+    """From the harness: this merged push did all that it can do while requests run. The engine pauses after `Proceed`."""
 
     push: int
     fence: int
 
 
 class Live(_Message, frozen=True):
-    """The engine serves the push's checkpoint, verified by its canary, or by every tensor's checksum alone where requests went on
-    across it. Only the harness says so.
-
-    seconds: phases (hold, pause, transfer, load, resume, verify); max_abs, mean_abs: canary differences in nats, None without.
-    """
+    """The engine serves the push's checkpoint. Only the harness says so, after the canary or, if requests continued
+    across the push, every tensor's checksum has verified it. `seconds` has the phases (hold, pause, transfer, load,
+    resume, verify). `max_abs` and `mean_abs` are the canary's differences in nats."""
 
     push: int
     fence: int
@@ -335,7 +332,7 @@ class Live(_Message, frozen=True):
 
 
 class PushFailed(_Message, frozen=True):
-    """A push did not get to live; the engine's weights are unknown and its process is ended by the harness."""
+    """A push did not become live. The engine's weights are unknown, and the harness ends the engine's process."""
 
     push: int
     fence: int
@@ -344,7 +341,7 @@ class PushFailed(_Message, frozen=True):
 
 
 class Held(_Message, frozen=True):
-    """Gateway: nothing more is admitted to the engine. in_flight: requests still running there."""
+    """From the gateway: it admits no more requests to the engine. `in_flight` counts those that still run there."""
 
     push: int
     fence: int
@@ -353,16 +350,14 @@ class Held(_Message, frozen=True):
 
 
 class RouteTaken(_Message, frozen=True):
-    """Gateway: this routing table is in force."""
+    """From the gateway: it routes by this table now."""
 
     seq: int
 
 
 class Exchange(_Message, frozen=True):
-    """Gateway: one response for the ledger; bulk frames: one msgpack `Turn` per choice, in order of choice.
-
-    The HTTP response's last byte leaves only after ExchangeAck. model: name served, `RUN@STEP`.
-    """
+    """From the gateway: one response for the ledger. Each bulk frame is the msgpack `Turn` of one choice. The HTTP
+    response's last byte leaves only after ExchangeAck. `model` is the served name, `RUN@STEP`."""
 
     response_id: str
     run: str
@@ -376,7 +371,7 @@ class Exchange(_Message, frozen=True):
 
 
 class Down(_Message, frozen=True):
-    """The harness's server died or could not start; tail: its last log lines. The harness exits after this."""
+    """The harness's server died or could not start, and the harness exits next. `tail` is the end of the server's log."""
 
     error: str
     tail: str = ""

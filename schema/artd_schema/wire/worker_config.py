@@ -1,4 +1,4 @@
-"""What the daemon tells a worker of its task, in `Welcome`."""
+"""The configuration that a worker gets in `Welcome`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from artd_schema.run.spec import RunSpec
 
 
 class TrainerConfig(Struct, frozen=True, kw_only=True):
-    """What a trainer process needs to know of its run. base: the files of the base model, which it checks before it is ready
-    (None: it does not). loss: the package's code that the spec's loss is, whose copy is on PYTHONPATH (None: artd's own);
-    family: that which plans the base model, likewise."""
+    """What a trainer process needs to know about its run.
+
+    `base` has the files of the base model, which the trainer checks before it is ready (None: it does not check).
+    `loss` is the package's code of the spec's loss, whose copy is on PYTHONPATH (None: artd's own). `family` is
+    likewise the package's code that plans the base model.
+    """
 
     run: str
     spec: RunSpec
@@ -24,10 +27,13 @@ class TrainerConfig(Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """What an engine harness needs. dir: 0700 folder of this spawn (socket, FileStore, TMPDIR); log: the server's
-    output. routes: capture the experts of every token, in this shape (None: a dense model, or expert_replay=false). stall_s: end an
-    engine that computed nothing for so many seconds while requests ran, 0: never.
-    base: as for the trainer."""
+    """What an engine harness needs.
+
+    `dir` is the folder of this spawn, with mode 0700 (socket, FileStore, TMPDIR). `log` is the file of the server's
+    output. `routes` asks for the experts of every token, in this shape (None: a dense model, or expert_replay=false).
+    The harness ends an engine that computed nothing for `stall_s` seconds while requests ran; 0: never. `base` is as in
+    TrainerConfig.
+    """
 
     run: str
     spec: RunSpec
@@ -40,7 +46,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):
-    """token: bearer token that every request must carry. Where to listen is no word: the process inherits the socket
-    (ARTD_LISTENER)."""
+    """What a gateway needs. Every request must carry the bearer token `token`. The gateway inherits its listening
+    socket (ARTD_LISTENER), so no address is here."""
 
     token: str

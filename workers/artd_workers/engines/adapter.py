@@ -20,8 +20,13 @@ from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 
 Routes = Literal["hooks", "field"]
-"""How an engine tells routed experts. hooks: artd's extension catches them in the worker, and they are asked for by request;
-a cached prefix is never routed, so there is none. field: the server puts them into its replies, by a flag."""
+"""How an engine reports experts.
+
+- `hooks`: artd's extension catches them in the worker, and the gateway asks for them by request. Tokens of a cached
+  prefix are never routed, so prefix
+  caching is off.
+- `field`: the server puts them into its replies, by a flag.
+"""
 
 
 class EngineError(Exception):

@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose manifest has the committed sha, and whose weight table has the manifest's."""
+    """A checkpoint folder whose manifest has the committed sha256, and whose weight table has the sha256 that the
+    manifest names."""
 
     folder: Path
     manifest: CheckpointManifest

@@ -15,8 +15,8 @@ from typing import Literal
 from .adapter import Fence
 
 Way = Literal["calls", "direct"]
-"""How an update writes. calls: tensor by tensor, from disk or from a trainer, between a `begin` and a `finish`; direct: within
-one call that pulls or swaps."""
+"""How an update writes: tensor by tensor, from disk or from a trainer, between a `begin` and a `finish` (`calls`); or
+within one call that pulls or swaps (`direct`)."""
 
 
 class FenceError(Exception):

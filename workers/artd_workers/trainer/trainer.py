@@ -48,7 +48,7 @@ from . import placement
 
 @dataclass(frozen=True)
 class Resident:
-    """The committed checkpoint that the weights in memory are. fence: of the job that made them."""
+    """The committed checkpoint that the weights in memory are. `fence` is that of the job that made it."""
 
     run: str
     step: int
@@ -94,7 +94,8 @@ class Trainer:
     def __init__(
         self, config: TrainerConfig, versions: dict[str, str], ranks: Ranks | None = None, port: Port | None = None
     ) -> None:
-        """ranks: the processes that train one model, of which this is one. port: replaces the GPU's memory in tests."""
+        """Prepare a trainer; the first job builds the model. `ranks` are the processes that train one model, of which
+        this is one. `port` replaces the GPU's memory in tests."""
         self.config, self.spec = config, config.spec
         self._base_files = BaseFiles(config.spec.model, config.base, hashing=False)
         self.resident: Resident | None = None

@@ -74,11 +74,15 @@ def sums_of_stacked(stacked: Tensor) -> Tensor:
 class Span:
     """Words of one tensor at one place in memory.
 
-    address: in bytes. first: position of the first word in its tensor. words: their number. part: the tensor whose
-    sum they belong to. other: a second address with the same layout, from which they are copied (0: none). width: 0
-    for contiguous words at consecutive positions; otherwise the span is rows of `width` words, and each row's
-    positions start `pitch` words after those of the row before. step: the same distance in memory; 0 means that the
-    rows are contiguous there.
+    - `address`: in bytes.
+    - `first`: the position of the first word in its tensor.
+    - `words`: the number of words.
+    - `part`: the tensor whose sum they belong to.
+    - `other`: a second address with the same layout, from which they are copied (0: none).
+    - `width`: 0 for contiguous words at consecutive positions; otherwise the span has rows of `width` words, and each
+      row's positions start `pitch` words
+      after those of the row before.
+    - `step`: the same distance in memory; 0 means that the rows are contiguous there.
     """
 
     address: int
@@ -98,8 +102,8 @@ Column = npt.NDArray[np.int64]
 class Blocks:
     """Spans cut into blocks for the GPU kernel: int64 [blocks] columns in the host's memory.
 
-    The blocks of span i are ends[i - 1] .. ends[i]. striped: how many of the first i spans have rows, [spans + 1].
-    rows: None when no span has rows, else int64 [blocks, 4]: the number of the span's words in blocks before this
+    The blocks of span i are ends[i - 1] .. ends[i]. `striped` says how many of the first i spans have rows, [spans +
+    1]. `rows` is None if no span has rows, else int64 [blocks, 4]: the number of the span's words in blocks before this
     one, width, pitch, step. A block of rows has its span's address and first position.
     """
 

@@ -39,9 +39,8 @@ class _Box(NamedTuple):
 
 
 def check(what: str, names: Sequence[str], sizes: Sequence[int], pieces: Iterable[Piece]) -> None:
-    """Check that the pieces fill every tensor exactly once. sizes: elements of each tensor; what: says whose tensors
-    they are. Raises CoverError.
-    """
+    """Check that the pieces fill every tensor exactly once. `sizes` has the number of elements of each tensor; `what`
+    says whose tensors they are. Raises CoverError."""
     found: list[list[_Run]] = [[] for _ in names]
     for piece in pieces:
         if not 0 <= piece[0] < len(names):

@@ -205,8 +205,8 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, contiguous tensor of `dtype`) for every base tensor, in the order of `base`.
 
-    base: `BaseWeights`, or a mapping in its order. adapter: tensors by PEFT name; empty gives the base alone. scale:
-    alpha / rank. Raises ValueError when the adapter names a weight that the base lacks.
+    `base` is a `BaseWeights`, or a mapping in its order. `adapter` has tensors by PEFT name; if it is empty, the result
+    is the base alone. `scale` is alpha / rank. Raises ValueError if the adapter names a weight that the base lacks.
     """
     targets = adapter_targets(adapter)
     if unknown := sorted(set(targets) - set(base)):

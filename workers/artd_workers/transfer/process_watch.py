@@ -15,11 +15,11 @@ from artd_schema.paths import process_ticks
 
 
 class ProcessWatch:
-    """Watches one process until `stop`: when the process has ended, sets `gone` and calls `then` in a thread of its
+    """Watches one process until `stop`. When the process has ended, it sets `gone` and calls `then` in a thread of its
     own.
 
-    pid, ticks: the process, and its start time in clock ticks. A process that does not exist has ended; so has one
-    whose number another process has now.
+    `pid` and `ticks` are the process and its start time in clock ticks. A process that does not exist has ended, and so
+    has one whose pid now belongs to another process.
     """
 
     def __init__(self, pid: int, ticks: int, then: Callable[[ProcessWatch], None]) -> None:

@@ -26,8 +26,8 @@ _FENCE, _READY, _DONE, _FAILED = range(4)
 class Intake(Protocol):
     """The ring as a pull sees it, inside `take`.
 
-    fence: of the push that is fed. ready: number of slots filled so far. failed: the rest never comes. done: number
-    of slots copied so far; the pull sets it.
+    `fence` is that of the push that is fed. `ready` is the number of slots filled so far. `failed` says that the rest
+    never comes. `done` is the number of slots copied so far; the pull sets it.
     """
 
     done: int

@@ -30,11 +30,8 @@ from artd_workers.transfer.ring import Intake, slot_bytes
 
 
 class Receiver:
-    """`ring.Intake` over a connection.
-
-    sizes: bytes of each slot's message. bases: addresses of the ring's buffers. joining: the thread in which the two
-    sides meet, or None when they have met.
-    """
+    """`ring.Intake` over a connection. `sizes` has the bytes of each slot's message, `bases` the addresses of the
+    ring's buffers. `joining` is the thread in which the two sides meet, or None after they have met."""
 
     def __init__(
         self, wire: Wire, sizes: Sequence[int], bases: Sequence[int], joining: threading.Thread | None = None
@@ -124,8 +121,8 @@ class Receiver:
 class NcclFeed:
     """`ipc_feed.OpenFeed` over a connection.
 
-    bases: addresses of the ring's buffers, in this process. `on_end` is called in a thread of its own when the
-    trainer's process has ended, if that runs on this machine.
+    `bases` has the addresses of the ring's buffers, in this process. If the trainer's process runs on this machine,
+    `on_end` is called in a thread of its own when that process has ended.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ class WrongWeights(Exception):
 
 
 class OpenOffer:
-    """tensors: the engine's. `on_end` gets this offer when a process whose memory it maps has ended."""
+    """An open offer. `tensors` are the engine's. `on_end` gets this offer when a process whose memory it maps has
+    ended."""
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ Grid = tuple[int, int, int, int, int]
 
 
 class Puller:
-    """One feed's copies into one set of tensors. addresses: of the tensors to fill, by index in the engine's table."""
+    """One feed's copies into one set of tensors. `addresses` has those of the tensors to fill, by index in the engine's
+    table."""
 
     def __init__(self, port: Port, opened: OpenFeed, feed: Feed, itemsize: int, addresses: Sequence[int]) -> None:
         self.pid, self.gone = feed.pid, opened.gone
@@ -92,10 +93,8 @@ class Puller:
 
 
 class Pull:
-    """All feeds of an offer into one set of tensors.
-
-    poll_s: seconds to sleep when every feed waits; 0 does not sleep, because the caller has nothing else to do.
-    """
+    """All feeds of an offer into one set of tensors. `poll_s` is how long to sleep when every feed waits; 0 does not
+    sleep, because the caller has nothing else to do."""
 
     def __init__(self, pullers: Sequence[Puller], poll_s: float = 0.0) -> None:
         self._pullers, self._poll_s = tuple(pullers), poll_s

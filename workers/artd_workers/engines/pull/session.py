@@ -35,7 +35,7 @@ OPEN_S = 60.0
 
 
 class Session:
-    """The direct pushes of one engine worker. names, tensors: the engine's, in the order of its table."""
+    """The direct pushes of one engine worker. `names` and `tensors` are the engine's, in the order of its table."""
 
     def __init__(self, gate: Gate, port: Port, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._gate, self._port = gate, port

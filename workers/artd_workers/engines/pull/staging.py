@@ -69,7 +69,7 @@ def _end(span: Span) -> int:
 
 
 class Staging:
-    """Runs a pull in a thread, from now on. work: the pull; returns its named seconds."""
+    """Runs a pull in a thread, from now on. `work` is the pull; it returns named seconds."""
 
     def __init__(self, fence: Fence, work: Callable[[], dict[str, float]]) -> None:
         self.fence = fence

@@ -137,7 +137,7 @@ class Extension(DirectExtension):
 
     def artd_held_routes(self) -> dict[str, int]:
         """Return what is captured and not yet taken, see `RouteCapture.held`; empty when nothing is captured."""
-        return CAPTURES[0].held() if CAPTURES else {}
+        return CAPTURES[0].count_held() if CAPTURES else {}
 
 
 def _load_into(worker: Any) -> Load:

@@ -51,7 +51,8 @@ class LoraExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     ) -> None:  # fmt: skip
         """Fill output [tokens, hidden] with the sum over a token's experts of weight x expert(token).
 
-        w1: [experts, gate and up, hidden]; w2: [experts, hidden, inner]; topk_weights, topk_ids: [tokens, topk].
+        `w1`: [experts, gate and up, hidden]. `w2`: [experts, hidden, inner]. `topk_weights`, `topk_ids`: [tokens,
+        topk].
         """
         slots = self._slots(len(hidden_states))
         total = torch.zeros(hidden_states.shape, dtype=torch.float32)

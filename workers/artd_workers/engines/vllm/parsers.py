@@ -56,7 +56,8 @@ class Parsers:
 
 
 def choose(spec: EngineSpec, model: Path, series: str) -> Parsers:
-    """Return the parsers of a run. model: its folder; series: of the installed vLLM. Raises EngineError for a name that it lacks."""
+    """Return the parsers of a run. `model` is its folder, `series` that of the installed vLLM. Raises EngineError for a
+    name that this vLLM lacks."""
     for field in ("tool_parser", "reasoning_parser"):
         if refused := VLLM.parser_refusal(field, getattr(spec, field), series):
             raise EngineError(refused)

@@ -31,9 +31,9 @@ _COLUMN, _ROW = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"),
 class Parallel:
     """The sizes of a layout.
 
-    tp: tensor-parallel size. ep: expert-parallel size; with 1, experts are cut as all other weights are. pp: number
-    of pipeline stages, each with the same number of layers. cp: context-parallel size, the ranks that share a row's
-    tokens in every operation.
+    `tp` is the tensor-parallel size. `ep` is the expert-parallel size; if it is 1, experts are sharded like all other
+    weights. `pp` is the number of pipeline stages, each with the same number of layers. `cp` is the context-parallel
+    size: the ranks that share a row's tokens in every operation.
     """
 
     tp: int = 1

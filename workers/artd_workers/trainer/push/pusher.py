@@ -36,7 +36,8 @@ before our sending thread notices.
 
 @dataclass
 class Pair:
-    """One (trainer spawn, engine spawn). `in_use` is held by the push that uses the way."""
+    """The connection between one process (spawn) of the trainer and one of an engine. The push that uses `way` holds
+    the lock `in_use`."""
 
     rendezvous: str
     way: Way

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class Snapshot:
     """What one checkpoint serves.
 
-    entries: the rows of weights.json, in its order. tensors: each row with its tensor, made on demand unless it is a
-    copy. device: of the tensors. weight_source, version: the weights on a GPU from which they are made. team: other
-    processes that hold parts of the weights; `tensors` is then not available.
+    `entries` has the rows of weights.json, in its order. `tensors` has each row with its tensor, which is made on
+    demand unless it is a copy. `device` is that of the tensors. `weight_source` and `version` name the weights on a GPU
+    from which the tensors are made. `team` has the other processes with parts of the weights; if there is one,
+    `tensors` is not available.
     """
 
     entries: tuple[WeightEntry, ...]

@@ -28,8 +28,8 @@ _POLL_S = 0.0002
 class Sender:
     """One pair's sender.
 
-    rendezvous: the file in which the engine finds the communicator's id. device: where tensors are packed. Any thread
-    may call `abort`, and one thread at a time the rest. Abort a sender before you drop it.
+    `rendezvous` is the file in which the engine finds the communicator's id. `device` is where tensors are packed. Any
+    thread may call `abort`, and one thread at a time the rest. Abort a sender before you drop it.
     """
 
     def __init__(self, rendezvous: Path, device: torch.device, library: Library | None = None) -> None:

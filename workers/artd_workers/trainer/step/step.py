@@ -1,8 +1,8 @@
-"""One optimizer step over a packed batch.
+"""One optimizer step over a packed batch: forward and backward row by row, gradient clipping, AdamW.
 
-Purpose: forward and backward row by row, clip, AdamW. Owner of: the optimizer's moments (fp32, one pair a parameter).
-Invariants: nothing is changed before every loss and gradient was found finite; the same batch, state and threads give the
-same bits (one row at a time, in order; no fused or foreach kernels); a cancel is looked at between rows.
+Owns the optimizer's moments (fp32, two for each parameter). Nothing changes before every loss and every gradient was
+found to be finite. The same batch, state and threads give the same bits (one row at a time, in order; no fused or
+foreach kernels on the CPU). A cancel takes effect between rows.
 """
 
 from __future__ import annotations
@@ -130,10 +130,11 @@ def train_step(
     cancelled: Callable[[], bool] = lambda: False,
     cancelled_now: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
-    """Train on a batch; returns metrics. epoch: policy epoch of the weights as they are now.
+    """Train on a batch and return its metrics. `epoch` is the policy epoch of the weights before the step.
 
-    progress() is called after each forward and each backward of a row. cancelled() is asked before each row, and may tell late;
-    cancelled_now (None = the same) is asked once, before weights change. Raises NonFinite and Cancelled, both before any weight changed.
+    `progress()` is called after each forward and each backward of a row. `cancelled()` is asked before each row, and
+    may answer late. `cancelled_now` (None: the same) is asked once, before weights change. Raises NonFinite and
+    Cancelled, both before any weight has changed.
     """
     started = time.perf_counter()
     parameters = optimizer.parameters

@@ -44,7 +44,7 @@ class _Config(ctypes.Structure):
 
 
 class Library:
-    """libnccl. path: by default the library that torch has loaded."""
+    """The library libnccl. `path` is by default the library that torch has loaded."""
 
     def __init__(self, path: str = "libnccl.so.2") -> None:
         try:

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class Cut:
-    """The text of one choice on its way to the client. params: `sampling_params` as rendered."""
+    """Cuts the text of one choice on its way to the client. `params` are the `sampling_params` as rendered."""
 
     def __init__(self, params: Json) -> None:
         self._params = params

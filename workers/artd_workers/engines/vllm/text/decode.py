@@ -16,7 +16,8 @@ _BROKEN = "\ufffd"
 
 
 class Decoder:
-    """prompt: token ids before the first sampled one; special: whether special tokens are text."""
+    """Decodes the tokens of one choice. `prompt` has the token ids before the first sampled one. `special` says whether
+    special tokens are text."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], special: bool) -> None:
         from vllm.tokenizers.detokenizer_utils import convert_prompt_ids_to_tokens

@@ -11,8 +11,11 @@ Json = dict[str, Any]
 
 
 class Speaker:
-    """One generate request. generate: its body; chat, completion: the client's body, one of them; logprobs: whether
-    their tokens are shown. derenderer: vLLM's `OnlineDerenderer`, which has tokenizer and parsers."""
+    """What the client sees of one generate request.
+
+    `generate` is the request's body. `chat` or `completion` is the client's body. `logprobs` says whether the client
+    gets those of the tokens. `derenderer` is vLLM's `OnlineDerenderer`, which has tokenizer and parsers.
+    """
 
     def __init__(
         self, derenderer: Any, generate: Json, chat: Json | None, completion: Json | None, logprobs: bool

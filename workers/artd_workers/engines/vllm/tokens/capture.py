@@ -79,7 +79,7 @@ class RouteCapture:
         with self._lock:
             self._book.drop(request_ids)
 
-    def held(self) -> dict[str, int]:
+    def count_held(self) -> dict[str, int]:
         """Count what is held: `sequences` that have rows and their `bytes`; `known` sequences, which run, or have ended
         and nobody took them."""
         with self._lock:

@@ -85,7 +85,7 @@ class _Sequence:
         self.ids, self.lost = self.ids[:0].copy(), True
         self.start = self.end = 0
 
-    def taken(self) -> Taken:
+    def to_taken(self) -> Taken:
         return Taken(self.ids[: self.end - self.start], self.start, tuple((a, b) for a, b in self.recomputed))
 
     def _append(self, rows: Rows) -> None:
@@ -170,7 +170,7 @@ class RouteBook:
             for worker_id in sorted(self._names.get(request, ())):
                 sequence = self._ended.get(worker_id) or self._open[worker_id]
                 if not sequence.lost:  # a lost sequence stays known as long as it runs
-                    found[f"{request}#{sequence.owner[1]}"] = sequence.taken()
+                    found[f"{request}#{sequence.owner[1]}"] = sequence.to_taken()
                     self._pop(worker_id)
         self.sweep()
         return found

@@ -36,11 +36,11 @@ _Told = tuple[str, tuple[Piece, ...]]
 
 
 class ServedWeights:
-    """The weights that a run serves.
+    """The weights that a run serves. `names` lists every served tensor, in push order. `ranks` are the processes that
+    each hold a part.
 
-    names: every served tensor, in push order. ranks: the processes that each hold a part. Raises PlanError when the
-    bytes of a tensor are not whole 64-bit words, which a checksum needs, and CoverError when the parts do not make up
-    the model; each is raised on all ranks. Collective: every rank makes one.
+    Raises PlanError if the bytes of a tensor are not whole 64-bit words, which a checksum needs, and CoverError if the
+    parts do not make up the model; each is raised on all ranks. Collective: every rank makes one.
     """
 
     def __init__(self, weight_source: WeightSource, names: Sequence[str], ranks: Collectives = SINGLE_RANK) -> None:

@@ -43,8 +43,8 @@ class Aborted(Exception):
 class Outlet(Protocol):
     """Where a feed announces filled slots: a `ring.Page` for an engine that pulls, a `Sender` for one that receives.
 
-    ready: number of slots announced so far; the feed sets it. done: number of slots whose buffers may be filled
-    again.
+    `ready` is the number of slots announced so far; the feed sets it. `done` is the number of slots whose buffers may
+    be filled again.
     """
 
     ready: int
@@ -57,11 +57,8 @@ class Outlet(Protocol):
 
 
 class Feeder:
-    """Makes one pair's offer and feeds its pushes.
-
-    folder: the pair's, made by the caller. wire: the connection over which the engine gets everything, or None when
-    it pulls by CUDA IPC.
-    """
+    """Makes one pair's offer and feeds its pushes. `folder` is the pair's, which the caller creates. `wire` is the
+    connection over which the engine gets everything, or None if it pulls by CUDA IPC."""
 
     def __init__(self, weight_source: WeightSource, plan: Plan, folder: Path, wire: Wire | None = None) -> None:
         self._weight_source = weight_source

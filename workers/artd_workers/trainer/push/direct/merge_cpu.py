@@ -26,9 +26,8 @@ class Filler(Protocol):
 
 
 class PlainFiller:
-    """Fills slots with plain torch. weights: by source index; adapter: by PEFT name, empty for weights that are only
-    rounded.
-    """
+    """Fills slots with plain torch. `weights` are by source index. `adapter` is by PEFT name, empty for weights that
+    are only rounded."""
 
     def __init__(
         self, slots: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],

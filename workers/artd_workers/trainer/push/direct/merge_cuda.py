@@ -85,9 +85,8 @@ def _fill(
 
 
 class CudaFiller:
-    """Fills slots with the kernel. adapter: views of `flat` (fp32) by PEFT name; tile: replaces the rank's tile, for
-    measurements.
-    """
+    """Fills slots with the kernel. `adapter` has views of `flat` (fp32) by PEFT name. `tile` replaces the rank's tile,
+    for measurements."""
 
     def __init__(
         self, slots: Sequence[Sequence[Fill]], weights: Sequence[Tensor], parts: Sequence[str],

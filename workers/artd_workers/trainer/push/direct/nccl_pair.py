@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class NcclWay:
-    """The pair at `rendezvous`, a folder that does not exist yet. The engine's table lies beside it."""
+    """The pair at `rendezvous`, a folder that does not exist yet. The engine's table is beside it."""
 
     def __init__(self, rendezvous: str) -> None:
         self._folder = Path(rendezvous)

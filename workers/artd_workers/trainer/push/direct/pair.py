@@ -40,7 +40,7 @@ END_S = 5.0
 class LocalPart:
     """One process's part of a pair: its page and what it feeds.
 
-    folder: the pair's folder, which does not exist yet; the engine's table lies beside it. One thread at a time uses
+    `folder` is the pair's folder, which does not exist yet; the engine's table is beside it. One thread at a time uses
     a part; only `abort` may come from any thread.
     """
 
@@ -83,10 +83,10 @@ class LocalPart:
 
 
 class DirectWay:
-    """The pair at `rendezvous`, a folder that does not exist yet. The engine's table lies beside it.
+    """The pair at `rendezvous`, a folder that does not exist yet. The engine's table is beside it.
 
-    When several processes give the weights, each makes its own folder beside it, and this process speaks to the
-    engine for all of them.
+    If several processes give the weights, each creates its own folder beside it, and this process speaks to the engine
+    for all of them.
     """
 
     def __init__(self, rendezvous: str) -> None:
@@ -171,7 +171,7 @@ class DirectWay:
 
 
 def make_engine_plan(folder: Path, weight_source: WeightSource) -> Plan:
-    """Create the pair's folder, and return the plan for the engine whose table lies beside it. Raises Unable."""
+    """Create the pair's folder, and return the plan for the engine whose table is beside it. Raises Unable."""
     table = _read_table(folder.parent / TABLE)
     dtypes = sorted({tensor.dtype for tensor in table.tensors} - {weight_source.dtype_name})
     if dtypes:

@@ -23,7 +23,7 @@ WORD = 8
 
 
 class PlanError(ValueError):
-    """There is no plan for this engine: the reason, and where."""
+    """There is no plan for this engine. The text says why, and where."""
 
 
 def make_plan(
@@ -35,9 +35,9 @@ def make_plan(
 ) -> Plan:
     """Return this process's plan for an engine.
 
-    shapes: of every Megatron tensor, by the codec's names. itemsize: bytes of a served element. sharding: set when
-    other processes give the rest of the model; the caller must then run `check_coverage` on the pieces of all
-    processes. Raises PlanError, CoverError.
+    `shapes` has those of every Megatron tensor, by the codec's names. `itemsize` is the number of bytes of a served
+    element. `sharding` is set if other processes give the rest of the model; the caller must then run `check_coverage`
+    on the pieces of all processes. Raises PlanError, CoverError.
     """
     if table.obstacles:
         first = table.obstacles[0]

@@ -25,7 +25,8 @@ class Fill:
 
 @dataclass(frozen=True)
 class Schedule:
-    """in_place: pieces that are copied from the trainer's own tensors. slots: what each slot contains."""
+    """The order of a plan's copies. `in_place` has the pieces that are copied from the trainer's own tensors. `slots`
+    says what each slot contains."""
 
     in_place: tuple[Piece, ...]
     slots: tuple[tuple[Fill, ...], ...]
@@ -34,8 +35,8 @@ class Schedule:
 def make_schedule(plan: Plan, made: Mapping[int, int], buffer: int) -> Schedule:
     """Return the schedule of a plan.
 
-    made: maps the index of each source that needs arithmetic to the elements in one of its rows. buffer: elements of
-    a buffer. Raises ValueError when a row does not fit a buffer.
+    `made` maps the index of each source that needs arithmetic to the number of elements in one of its rows. `buffer` is
+    the number of elements in a buffer. Raises ValueError if a row does not fit into a buffer.
     """
     in_place: list[Piece] = []
     slots: list[list[Fill]] = []

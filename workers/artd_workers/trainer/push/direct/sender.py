@@ -17,9 +17,8 @@ from artd_workers.transfer.nccl.stock import TRAINER
 
 
 class Sender:
-    """`feeder.Outlet` over a connection. sizes: bytes of each slot's message; buffers: the ring. Call it within
-    `Wire.within`.
-    """
+    """`feeder.Outlet` over a connection. `sizes` has the bytes of each slot's message; `buffers` is the ring. Call it
+    within `Wire.within`."""
 
     def __init__(self, wire: Wire, sizes: Sequence[int], buffers: Sequence[Tensor]) -> None:
         self.name = wire.name()

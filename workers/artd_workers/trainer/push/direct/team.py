@@ -54,7 +54,7 @@ class Close(Struct, frozen=True, tag=True):
 
 
 class Opened(Struct, frozen=True, tag=True):
-    """Answer to Open. feed: what the rank offers, or None, and then `unable` says why."""
+    """The answer to Open. `feed` is the rank's offer; if it is None, `unable` says why."""
 
     pair: str
     feed: Feed | None
@@ -62,7 +62,7 @@ class Opened(Struct, frozen=True, tag=True):
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """Answer to Give. error: "" means that the engine has copied everything."""
+    """The answer to Give. `error` is "" if the engine has copied everything."""
 
     pair: str
     fence: int
@@ -80,9 +80,8 @@ class Line(Protocol):
 
 
 class Team:
-    """The ranks other than 0 that give a part. lines: one for each rank; the caller makes them and lets each call
-    `take`. lost: ranks whose processes have ended.
-    """
+    """The ranks other than 0 that give a part. `lines` has a channel for each rank; the caller makes them and lets each
+    call `take`. `lost` has the ranks whose processes have ended."""
 
     def __init__(self) -> None:
         self.lines: Mapping[int, Line] = {}
@@ -117,9 +116,8 @@ class Team:
 
 
 class PeerParts:
-    """The other ranks' parts of one pair. error: what went wrong on the first rank that failed. One thread at a time
-    uses it; only `abort` may come from any thread.
-    """
+    """The other ranks' parts of one pair. `error` says what went wrong on the first rank that failed. One thread at a
+    time uses it; only `abort` may come from any thread."""
 
     def __init__(self, team: Team, name: str, failed: Callable[[], None]) -> None:
         self._team, self._name, self._failed = team, name, failed
