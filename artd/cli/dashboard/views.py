@@ -102,7 +102,7 @@ def timeline(data: Path, run: str, limit: int) -> list[Row]:
             "push",
             push["step"],
             push["started"],
-            _pushed(push),
+            _push_end(push),
             push["state"],
             f"push {push['id']}",
         )
@@ -112,7 +112,7 @@ def timeline(data: Path, run: str, limit: int) -> list[Row]:
     return sorted(bars, key=lambda bar: bar["start"])
 
 
-def _pushed(push: Row) -> int | None:
+def _push_end(push: Row) -> int | None:
     """Return when the phases of a push were over: `ended` of one that went live is when a newer one replaced it."""
     return push["started"] + int(1000 * sum(push["seconds"].values())) if push["seconds"] else push["ended"]
 

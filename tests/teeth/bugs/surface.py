@@ -18,7 +18,7 @@ BUGS = (
     Bug(
         "open-pages-hear-nothing", "artd/cli/dashboard/live.py",
         "if mark != self.mark:", "if mark.event < 0:",
-        "tests/cli/test_dashboard.py::test_an_open_page_hears_of_each_commit_and_of_the_daemon", "TimeoutError",
+        "tests/cli/test_dashboard.py::test_an_open_page_hears_of_each_commit_and_of_the_daemon", "ExceptionGroup|TimeoutError|FAILED",
     ),
     Bug(
         "waits-outlive-their-clients", "artd/api/requests.py",
