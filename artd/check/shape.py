@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 
 import msgspec
 
@@ -57,9 +58,7 @@ def schema(c: sqlite3.Connection) -> Outcome:
 
 
 def _schema(c: sqlite3.Connection) -> Iterator[Violation]:
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
-        migrate(fresh)
-        expected = dict(fresh.execute(OBJECTS).fetchall())
+    expected = _expected_objects()
     found = {row[0]: row[1] for row in c.execute(OBJECTS)}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
@@ -71,6 +70,13 @@ def _schema(c: sqlite3.Connection) -> Iterator[Violation]:
                 else "is defined differently"
             )
             yield Violation(name, what)
+
+
+@cache
+def _expected_objects() -> dict[str, str]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
+        migrate(fresh)
+        return dict(fresh.execute(OBJECTS).fetchall())
 
 
 def runs(c: sqlite3.Connection) -> Outcome:

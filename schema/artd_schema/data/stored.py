@@ -5,6 +5,7 @@ The digest covers names, types, bounds and defaults of the fields, but neither d
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -33,7 +34,13 @@ READABLE: frozenset[str] = frozenset(
 
 def form() -> str:
     """Return the sha256 of the fields of all `STORED` Structs."""
-    return digest(msgspec.json.encode([_plain(inspect.type_info(kind), ()) for kind in STORED]))
+    return form_of(STORED)
+
+
+@cache
+def form_of(kinds: tuple[type, ...]) -> str:
+    """Return the sha256 of the fields of these Structs."""
+    return digest(msgspec.json.encode([_plain(inspect.type_info(kind), ()) for kind in kinds]))
 
 
 def _plain(value: Any, above: tuple[type, ...]) -> Any:
