@@ -237,20 +237,28 @@ def test_a_start_on_a_damaged_database_says_restore_and_leaves_no_trace(data: Pa
 # ---- a log of another database --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def killed(tmp_path: Path) -> Path:
-    """The database of a daemon that was killed: a row of it is only in the log. Beside it, `older` is the one from a boot before."""
-    root = tmp_path / "killed"
+@pytest.fixture(scope="module")
+def killed_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data folder `killed` of a daemon that was killed in two boots, and with the database `older` of the first one."""
+    made = tmp_path_factory.mktemp("lives")
+    root = made / "killed"
     code = "import asyncio, os, pathlib, sys; from tests.attack.test_disks import live; asyncio.run(live(pathlib.Path(sys.argv[1])))"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code, str(root)], cwd=ROOT, env=ENVIRONMENT, check=True)
-        if not (tmp_path / "older").exists():
-            (tmp_path / "older").mkdir()
+        if not (made / "older").exists():
+            (made / "older").mkdir()
             for name in (DATABASE, f"{DATABASE}-wal"):
-                shutil.copy(root / name, tmp_path / "older" / name)
-            with closing(connect(tmp_path / "older" / DATABASE)) as c:
+                shutil.copy(root / name, made / "older" / name)
+            with closing(connect(made / "older" / DATABASE)) as c:
                 c.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return root / DATABASE
+    return made
+
+
+@pytest.fixture
+def killed(killed_twice: Path, tmp_path: Path) -> Path:
+    """The database of a daemon that was killed: a row of it is only in the log. Beside it, `older` is the one from a boot before."""
+    shutil.copytree(killed_twice, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "killed" / DATABASE
 
 
 async def live(root: Path) -> None:

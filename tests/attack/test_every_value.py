@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from artd.api.job_orders import end_job
 from artd.api.requests import Requests
 from artd.errors import RequestError
-from artd.packing import child, service
+from artd.packing import service
 from artd.packing.service import Packer
 from artd.recover import recover
 from artd.retention.checkpoints import CheckpointRetention
@@ -48,7 +48,7 @@ from tests.fakes.rows import (
     open_store,
 )
 from tests.fakes.rows import spec as a_spec
-from tests.fakes.steps import commit_next, make_dispatch, make_pusher, room
+from tests.fakes.steps import commit_next, make_dispatch, make_pusher, pack_here, room
 
 WIRE = Codec[api.Request](api.Request)
 ALWAYS = settings(
@@ -98,10 +98,7 @@ class World:
 
 @pytest.fixture(name="world")
 def a_world(tmp_path, monkeypatch):
-    async def here(request: child.PackRequest, stall_s: float) -> child.PackResult | child.PackFailure:
-        return child.attempt(request)
-
-    monkeypatch.setattr(service, "run_child", here)
+    monkeypatch.setattr(service, "run_child", pack_here)
     with World(tmp_path) as world:
         yield world
 

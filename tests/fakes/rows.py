@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sqlite3
+import tempfile
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
@@ -22,7 +24,9 @@ from artd.errors import RequestError
 from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import _insert
 from artd.store.blobs import Blobs
+from artd.store.migrate import migrate
 from artd.store.store import Store
+from artd.store.writer import connect
 from artd_schema.data.base import BaseModel
 from artd_schema.data.trajectory import ExchangeRef, RouteShape, Sampling, Turn
 from artd_schema.run.spec import RunSpec
@@ -95,8 +99,21 @@ def never(error: BaseException) -> None:
     raise AssertionError(f"the store failed: {error!r}")
 
 
+@functools.cache
+def empty_database() -> bytes:
+    """Return a database without rows, as `migrate` makes it: to make one for each test would be a good part of their time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "artd.db"
+        with contextlib.closing(connect(path)) as connection:
+            migrate(connection)
+        return path.read_bytes()
+
+
 @contextlib.asynccontextmanager
 async def open_store(root: Path, clock: Clock | None = None, on_fatal: Any = never) -> AsyncIterator[Store]:
+    """Open the store of `root`, and make it where there is none."""
+    if not (root / "artd.db").exists():
+        (root / "artd.db").write_bytes(empty_database())
     store = Store(root / "artd.db", clock or FakeClock(), on_fatal)
     await store.open()
     store._writer._connection.execute("PRAGMA synchronous = OFF")  # no test pulls the plug, and disks are slow

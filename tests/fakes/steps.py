@@ -76,9 +76,9 @@ async def serve(store: Store, spawn: int = 1, data: DataDir | None = None) -> No
     await pusher.live(w.Live(push=message.push, fence=message.fence, max_abs=1e-6, mean_abs=1e-7))
 
 
-async def pack_here(request: child.PackRequest, stall_s: float = 0.0) -> child.PackResult:
-    """What the packing child does, without its start."""
-    return child.run(request)
+async def pack_here(request: child.PackRequest, stall_s: float = 0.0) -> child.PackResult | child.PackFailure:
+    """Do what the packing child does, in this process."""
+    return child.attempt(request)
 
 
 async def pack(store: Store, data: DataDir, by: Callable[..., Awaitable[Any]] = pack_here) -> bool:

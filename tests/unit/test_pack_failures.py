@@ -20,15 +20,10 @@ from artd.store.blobs import Blobs
 from artd_schema.wire import client_api as api
 from tests.awake import Awake
 from tests.fakes.rows import EVERY_STEP, add_run, count, data_dir, make_ingest, one, open_store, submit
-from tests.fakes.steps import commit_next, room
+from tests.fakes.steps import commit_next, pack_here, room
 
 pytestmark = pytest.mark.asyncio
 GROUPS = 4
-
-
-async def here(request, stall_s=0.0):
-    """The child without its process."""
-    return child.attempt(request)
 
 
 class Place:
@@ -37,7 +32,7 @@ class Place:
     def __init__(self, store, root, monkeypatch):
         self.store, self.data = store, data_dir(root)
         self.packer = Packer(store, Blobs(self.data.blobs), self.data, room)
-        monkeypatch.setattr(service, "run_child", here)
+        monkeypatch.setattr(service, "run_child", pack_here)
         monkeypatch.setattr(child, "READ_AGAIN_S", (0.0, 0.0))
 
     async def fill(self, groups=GROUPS):

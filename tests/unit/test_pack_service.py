@@ -1,4 +1,5 @@
-"""packing.service on a real store with the real child: what is due, what is committed, what is left out."""
+"""packing.service on a real store: what is due, what is committed, what is left out. Where nothing else is said the child's code
+runs in this process; test_packing_child.py tests its own."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 
 from artd.api.job_orders import end_job
 from artd.api.listing import read_rows
+from artd.packing import service
 from artd.packing.child import PackFailure, PackRequest
 from artd.packing.process import run_child
 from artd.packing.service import Packer
@@ -33,10 +35,14 @@ from tests.fakes.rows import (
     submit,
     turn,
 )
-from tests.fakes.steps import claim, commit_next, room
-from tests.fakes.steps import pack as pack_by
+from tests.fakes.steps import claim, commit_next, pack, pack_here, room
 
 pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(autouse=True)
+def pack_in_this_process(monkeypatch):
+    monkeypatch.setattr(service, "run_child", pack_here)
 
 
 async def make(store, tmp_path, **changes):
@@ -44,10 +50,6 @@ async def make(store, tmp_path, **changes):
     await add_run(store, **changes)
     await commit_next(store, data)
     return data, make_ingest(store, data), Packer(store, Blobs(data.blobs), data, room)
-
-
-async def pack(store, data):
-    return await pack_by(store, data, run_child)
 
 
 async def group(ingest, name, **changes):
@@ -64,7 +66,7 @@ async def test_batch_job_and_states_are_one_transaction(tmp_path):
     async with open_store(tmp_path) as store:
         data, ingest, _ = await make(store, tmp_path)
         await group(ingest, "g")
-        assert await pack(store, data)
+        assert await pack(store, data, run_child)
         (batch,) = await store.read("SELECT * FROM batch")
         (job,) = await store.read("SELECT * FROM job WHERE kind = 'train'")
         assert (job["batch_id"], job["step"], job["epoch"], job["state"]) == (batch["id"], 1, 1, "queued")
@@ -175,7 +177,7 @@ async def test_the_replay_bundle_is_committed_with_its_batch_and_given_to_the_tr
     async with open_store(tmp_path) as store:
         data, ingest, _ = await make(store, tmp_path, base=MIXTURE)
         await replayed(ingest, "g")
-        assert await pack(store, data)
+        assert await pack(store, data, run_child)
         (batch,) = await store.read("SELECT * FROM batch")
         kinds = {"tensors": "batch", "manifest": "manifest", "replay": "replay", "replay_manifest": "manifest"}
         files = {column: Blobs(data.blobs).path(batch[column]).read_bytes() for column in kinds}

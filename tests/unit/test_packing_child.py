@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from artd.core.groups import group_outcome
 from artd.packing.advantages import group_statistics
 from artd.packing.batch import Bundle, PackError
-from artd.packing.child import PackFailure, PackRequest, run
+from artd.packing.child import PackFailure, PackRequest, attempt, run
 from artd_schema.codec import digest, to_json
 from artd_schema.data.manifest import BatchManifest, ReplayManifest
 from artd_schema.data.trajectory import RouteShape
@@ -143,7 +143,9 @@ def test_bad_routes_are_named_and_nothing_is_written(replayed):
     bad = source(5, 2, 5.0, [msgspec.structs.replace(good, routes=good.routes[:68] + good.routes[69:70] * 140)])
     put_body(connection, 5, bad.body)
     connection.commit()
-    answer = msgspec.json.decode(spawn(msgspec.json.encode(request)).stdout, type=PackFailure)
+    done = spawn(msgspec.json.encode(request))
+    answer = msgspec.json.decode(done.stdout, type=PackFailure)
+    assert (done.returncode, answer.kind) == (1, "data")
     assert (answer.trajectory, answer.position) == (5, "turns[0].routes[17]") and "not distinct" in answer.error
     assert not Path(request.out_dir).exists()
 
@@ -193,13 +195,14 @@ def not_turns(connection, request):
 
 
 @pytest.mark.parametrize("harm", [damage_body, damage_blob, lose_blob, lose_row, expire, not_turns])
-def test_a_damaged_store_is_named(store, harm):
+def test_a_damaged_store_is_named(store, harm, monkeypatch):
+    monkeypatch.setattr("artd.packing.child.READ_AGAIN_S", (0.0, 0.0))
     connection, request, _ = store
     number, position, text, kind = harm(connection, request)
     connection.commit()
-    done = spawn(msgspec.json.encode(request))
-    answer = msgspec.json.decode(done.stdout, type=PackFailure)
-    assert (done.returncode, answer.kind, answer.trajectory, answer.position) == (1, kind, number, position)
+    answer = attempt(request)
+    assert isinstance(answer, PackFailure)
+    assert (answer.kind, answer.trajectory, answer.position) == (kind, number, position)
     assert text in answer.error
     assert not (Path(request.out_dir) / "manifest.json").exists()
 
