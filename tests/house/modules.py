@@ -29,6 +29,8 @@ SOURCES = (*(str(folder.relative_to(ROOT)) for folder in PACKAGES.values()), "te
 NAME = re.compile(r"(?<![\w./@-])(?:artd|artd_workers|artd_schema|artd_client)(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 NO_MODULES = re.compile(r"artd\.(db|lock|toml|folder|pth|log|gateway|losses|refused|deep\..*)$|artd_workers\.NAME$")
 """Names of files, of a logger, of a group of entry points, of a key of a request's scope, of samples in tests, and a word for any module."""
+_DEFINES = re.compile(r"^(?:(?:async )?def \w+\(|class \w+[(:])", re.MULTILINE)
+"""A function or class of a module; to parse the others is quick."""
 _IMPORTS = re.compile(r"^ *(from|import) .*$", re.MULTILINE)
 
 
@@ -71,8 +73,13 @@ def unresolved() -> list[Mention]:
     return [mention for mention in mentions() if not (NO_MODULES.match(mention.name) or resolves(mention.name))]
 
 
-def mentions() -> Iterator[Mention]:
-    """Yield every dotted name of artd in a string of the source, docstrings too, and in TEXTS."""
+@cache
+def mentions() -> tuple[Mention, ...]:
+    """Return every dotted name of artd in a string of the source, docstrings too, and in TEXTS."""
+    return tuple(_mentions())
+
+
+def _mentions() -> Iterator[Mention]:
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield from _strings(path)
@@ -134,7 +141,10 @@ def reexports() -> list[str]:
 
 
 def _only_imports(path: Path) -> bool:
-    body = ast.parse(path.read_text()).body
+    text = path.read_text()
+    if _DEFINES.search(text):
+        return False
+    body = ast.parse(text).body
     rest = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     return bool(rest) and all(isinstance(node, ast.Import | ast.ImportFrom) or _is_all(node) for node in rest)
 

@@ -70,7 +70,6 @@ Places = list[str]
 """`path:line: what`, one for each break of a rule."""
 
 
-@cache
 def read_modules(root: Path = ROOT) -> tuple[Module, ...]:
     """Parse every source module under `root`."""
     found = []

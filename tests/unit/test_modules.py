@@ -45,7 +45,7 @@ def test_names_are_looked_up(package: str, rest: str, there: bool) -> None:
 def test_names_are_found_in_texts() -> None:
     text = "{artd_client.Client}; artd.check/1, x/artd.toml, artd.replay-job/1; python -m artd.cli.main, `artd.cli.`"
     assert modules.NAME.findall(text) == ["artd_client.Client", "artd.cli.main", "artd.cli"]
-    assert len(list(modules.mentions())) > 100, "hardly a name was found"
+    assert len(modules.mentions()) > 100, "hardly a name was found"
 
 
 def test_a_module_that_is_not_there_is_told() -> None:

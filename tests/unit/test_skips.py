@@ -15,8 +15,8 @@ from tests import skips
 CONFTEST = "from tests.conftest import pytest_collection_modifyitems, pytest_configure\n"
 
 
-def outcome(folder: Path, text: str, **environment: str) -> tuple[int, str]:
-    """Exit code and output of a pytest of its own over one file."""
+def outcome(folder: Path, text: str) -> tuple[int, str]:
+    """Exit code and output of a pytest of its own, without plugins, over one file."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(f"import pytest\n{text}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
@@ -24,7 +24,7 @@ def outcome(folder: Path, text: str, **environment: str) -> tuple[int, str]:
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = mounts\n")
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": str(skips.ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": str(skips.ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,
