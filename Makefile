@@ -52,34 +52,42 @@ check: venv ## check lint, format, types and import rules
 format: venv ## let ruff fix and format the code
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
-# Two halves of about the same length, one for each core. The first runs beside the second and prints its log behind it; both
-# run to their end, whatever fails.
-define HALVES
-@log=$$(mktemp); { rc=0; $(1); exit $$rc; } >$$log 2>&1 & half=$$!; \
-	trap 'kill $$half 2>/dev/null || true; rm -f $$log' EXIT; \
-	main=0; $(2) || main=$$?; rc=0; wait $$half || rc=$$?; cat $$log; [ $$main -eq 0 ] && [ $$rc -eq 0 ]
+# Parts of about the same length beside each other. The first one prints as it runs, each other one's log follows; all run to their
+# end, whatever fails.
+define PARTS
+@logs=$$(mktemp -d) jobs= red=0; trap 'kill $$jobs 2>/dev/null || true; rm -rf $$logs' EXIT; \
+	$(foreach part,2 3 4 5,$(if $($(part)),{ rc=0; $($(part)) || rc=1; exit $$rc; } >$$logs/$(part) 2>&1 & jobs+=" $$!";)) \
+	( rc=0; $(1) || rc=1; exit $$rc ) || red=1; for job in $$jobs; do wait $$job || red=1; done; cat $$logs/*; exit $$red
 endef
 
 # Temporary folders in memory, where there is such a folder: half of the fast tests' time is fsync. What durability needs of a disk is
-# proved by tests/crash, which `make test` runs on the disk.
-FAST := $(if $(wildcard /dev/shm/.),PYTEST_DEBUG_TEMPROOT=/dev/shm) $(BIN)/python -m pytest -q -x -m "not slow and not real and not torch and not simulation"
+# proved by tests/crash and tests/daemon, which `make test` runs on the disk.
+MEMORY := $(if $(wildcard /dev/shm/.),TMPDIR=/dev/shm)
+FAST := $(MEMORY) $(BIN)/python -m pytest -q -x -p no:cacheprovider -m "not slow and not real and not torch and not simulation"
+A := tests/attack/test_
 
+# Five parts for two cores: a good part of their time they wait.
 quick: venv ## run ruff and the fast tests: no engine, no runtime (1 minute)
 	@$(BIN)/ruff check .
-	$(call HALVES,$(FAST) -p no:cacheprovider tests/model tests/attack || rc=$$?,$(FAST) tests/unit)
+	$(call PARTS,$(FAST) tests/unit/test_[a-l]*.py,$(FAST) tests/unit/test_[m-z]*.py,$(FAST) tests/model $(A)[a-c]*.py,\
+		$(FAST) $(A)[d-h]*.py $(A)[s-z]*.py,$(FAST) $(A)[i-r]*.py)
 
 ##@ Test it
-BESIDE := tests/model tests/crash tests/security tests/gateway tests/process tests/conformance tests/cli
+# Three parts for two cores. The first one is everything that the others leave.
+BESIDE := tests/daemon tests/conformance
+SHORT := tests/unit tests/attack tests/model
+ALONE := tests/cli tests/crash tests/gateway tests/process tests/security
 test: venv runtimes ## run every test that is not slow, with the real trainer and the real engine (15 minutes)
-	$(call HALVES,$(PYTEST_TORCH) -m "not slow" tests/trainer || rc=$$?; \
-		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(BESIDE) || rc=$$?,\
-		$(BIN)/python -m pytest -m "not slow and not torch" $(BESIDE:%=--ignore=%) --ignore=tests/trainer)
+	$(call PARTS,$(BIN)/python -m pytest -m "not slow and not torch" --ignore=tests/trainer $(patsubst %,--ignore=%,$(BESIDE) $(SHORT) $(ALONE)),\
+		$(PYTEST_TORCH) -m "not slow" tests/trainer || rc=1; $(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(BESIDE),\
+		$(MEMORY) $(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(SHORT) || rc=1; \
+		$(BIN)/python -m pytest -p no:cacheprovider -m "not slow" $(ALONE))
 
 ENGINES := tests/conformance tests/engine tests/e2e
 test-slow: venv runtimes ## run the slow tests (40 minutes)
-	$(call HALVES,$(BIN)/python -m pytest -p no:cacheprovider -m "slow and not torch" $(ENGINES) || rc=$$?,\
-		{ main=0; $(BIN)/python -m pytest -m "slow and not torch" $(ENGINES:%=--ignore=%) --ignore=tests/trainer || main=$$?; \
-		$(PYTEST_TORCH) -m slow tests/trainer || main=$$?; (exit $$main); })
+	$(call PARTS,$(BIN)/python -m pytest -m "slow and not torch" $(ENGINES:%=--ignore=%) --ignore=tests/trainer || rc=1; \
+		$(PYTEST_TORCH) -m slow tests/trainer,\
+		$(BIN)/python -m pytest -p no:cacheprovider -m "slow and not torch" $(ENGINES))
 
 test-teeth: venv runtimes ## plant bugs one by one in a copy of the tree: each must turn its test red; ARGS=NAME...
 	@$(BIN)/python -m tests.teeth.run $(ARGS)
