@@ -14,7 +14,7 @@ from typing import Any
 from artd_schema.data.trajectory import RouteShape
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, EngineError, EngineTimeout, Fence
-from tests.engine.daemon import INSTANCE
+from tests.fake_daemon import INSTANCE
 
 from .bench import Bench
 from .spawn import refused

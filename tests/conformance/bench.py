@@ -21,7 +21,7 @@ from artd_schema.data.manifest import WeightTable
 from artd_schema.wire import worker as w
 from artd_workers.engines.adapter import DiskLoad, Fence
 from tests.awake import SOON_S
-from tests.engine.daemon import INSTANCE
+from tests.fake_daemon import INSTANCE
 
 from .spawn import Feed, Kind, Spawn, reference
 

@@ -20,7 +20,7 @@ from artd_workers.engines.vllm.adapter import VllmAdapter
 from artd_workers.engines.vllm.versions import VERSIONS
 from artd_workers.transfer.nccl.stock import ID_BYTES, leave_id
 from tests.engine import folders
-from tests.engine.daemon import ROOT
+from tests.fake_daemon import ROOT
 
 from .abacus import engine as abacus
 from .abacus.speech import SPEECH as ABACUS

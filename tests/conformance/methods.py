@@ -20,7 +20,7 @@ from artd_schema.wire import worker as w
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, EngineError, Fence
 from tests.awake import SOON_S
-from tests.engine.daemon import INSTANCE
+from tests.fake_daemon import INSTANCE
 
 from .answers import GUARDED, METHODS
 from .bench import Bench, fence_of

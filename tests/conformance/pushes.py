@@ -138,7 +138,7 @@ def unknown(spawn: Spawn, push: w.Push, phase: str) -> None:
     assert mine == ([failed] if push.mode == "lora" or phase in BEFORE else [asked, failed]), mine
     assert [type(message) for message in daemon.received[-1:]] == [w.Down]
     assert spawn.living() == []
-    assert not Path(spawn.daemon.config.dir).exists()
+    assert not Path(spawn.config.dir).exists()
 
 
 # ---- how a push is made to fail ---------------------------------------------------------------------------------------

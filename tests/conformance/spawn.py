@@ -31,7 +31,7 @@ from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import Adapter, Capabilities, EngineError, model_name
 from tests.engine import folders
-from tests.engine.daemon import INSTANCE, FakeDaemon
+from tests.fake_daemon import INSTANCE, WorkerDaemon, start_engine
 from tests.process.helpers import session_members
 from tests.spare_cpu import leave_a_cpu
 
@@ -97,7 +97,8 @@ class Spawn:
     kind: Kind
     root: Path
     number: int
-    daemon: FakeDaemon
+    config: EngineConfig
+    daemon: WorkerDaemon
     socket: str = ""
 
     @classmethod
@@ -112,7 +113,8 @@ class Spawn:
         config = EngineConfig(run="toy", spec=kind.spec, dir=str(root / "e"), log=str(root / "engine.log"),
                                 python=str(python), routes=kind.routes)  # fmt: skip
         tags = {"ARTD_RELAY": str(relay), "ARTD_RELAY_QUIET": ",".join(kind.speech.quiet), CRASH_DIR: str(root)}
-        made = cls(kind, root, number, FakeDaemon(config, kind.python, kind.env | tags, number, kind.harness))
+        daemon = start_engine(config, kind.python, kind.env | tags, number, kind.harness)
+        made = cls(kind, root, number, config, daemon)
         answer = made.daemon.expect((w.Ready, w.Down), 600.0)
         made.socket = answer.socket if isinstance(answer, w.Ready) else ""
         leave_a_cpu(one.pid for one in made._engine())
@@ -199,7 +201,7 @@ class Spawn:
     def name(self, step: int) -> str:
         """The name under which it serves a step."""
         merged = self.kind.spec.rollout_weights_mode == "merged"
-        return model_name(self.daemon.config) if merged else f"toy@{step}"
+        return model_name(self.config) if merged else f"toy@{step}"
 
     def serves(self, step: int, model: str = "") -> bool:
         """Whether what it answers is what the trainer computed for this checkpoint. model: asked (that step's name)."""

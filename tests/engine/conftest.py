@@ -29,8 +29,8 @@ from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.awake import SOON_S
 from tests.engine import folders
-from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
 from tests.engine.real import HERE, tool
+from tests.fake_daemon import INSTANCE, SPAWN, WorkerDaemon, start_engine
 from tests.fakes import driver
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -78,12 +78,12 @@ class Bench:
             stall_s=self.stall_s,
         )
 
-    def start(self) -> FakeDaemon:
+    def start(self) -> WorkerDaemon:
         """A harness process with a fake server."""
         self.prepare()
         wanted = self.config.spec.engine.device == "cuda"
         met = driver.environment(self.root / "driver", self.gpus) if wanted else {}
-        return FakeDaemon(self.config, env={"FAKE_VLLM": str(self.root / "script")} | met, spawn=self.spawn)
+        return start_engine(self.config, env={"FAKE_VLLM": str(self.root / "script")} | met, spawn=self.spawn)
 
     @contextmanager
     def serve(self) -> Iterator[Pusher]:

@@ -27,7 +27,7 @@ from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.awake import LOOK_S, SOON_S, Awake
 from tests.engine import folders
-from tests.engine.daemon import INSTANCE, ROOT, SPAWN, FakeDaemon
+from tests.fake_daemon import INSTANCE, ROOT, SPAWN, WorkerDaemon, start_engine
 from tests.process.helpers import session_members
 from tests.spare_cpu import leave_a_cpu
 
@@ -73,7 +73,7 @@ class HuggingFace:
 class Engine:
     """A real server under a harness under a fake daemon."""
 
-    daemon: FakeDaemon
+    daemon: WorkerDaemon
     toys: Path
     mode: Mode
     socket: str = ""
@@ -167,7 +167,7 @@ def start(
             run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python, routes=routes,
             stall_s=stall_s,
         )  # fmt: skip
-        with FakeDaemon(config, python) as daemon:
+        with start_engine(config, python) as daemon:
             started = Engine(daemon, toys, mode)
             answer = daemon.expect((w.Ready, w.Down), START_S)
             assert isinstance(answer, w.Ready), answer

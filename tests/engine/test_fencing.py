@@ -22,7 +22,7 @@ from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.awake import SOON_S, wait_until
 from tests.engine import folders
 from tests.engine.conftest import Bench
-from tests.engine.daemon import SPAWN, FakeDaemon
+from tests.fake_daemon import SPAWN, WorkerDaemon
 
 LAST = {
     "/pause": "artd_begin",
@@ -43,7 +43,7 @@ def newer() -> Iterator[Bench]:
         made.shm.unlink(missing_ok=True)
 
 
-def serve(daemon: FakeDaemon, push: w.Push) -> str:
+def serve(daemon: WorkerDaemon, push: w.Push) -> str:
     """Bring the push to live; the engine's socket."""
     socket = daemon.ready()
     daemon.send(push)

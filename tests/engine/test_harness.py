@@ -21,7 +21,7 @@ from artd_workers.engines.process.server import TERM_S
 from artd_workers.engines.vllm import guard
 from tests.awake import SOON_S, Awake, wait_until
 from tests.engine.conftest import Bench
-from tests.engine.daemon import INSTANCE, SPAWN, FakeDaemon
+from tests.fake_daemon import INSTANCE, SPAWN, WorkerDaemon
 
 RUNNING = 'vllm:num_requests_running{engine="0"} 1.0'
 MERGED_CALLS = [
@@ -62,7 +62,7 @@ def gone(bench: Bench) -> None:
     assert Path(bench.config.log).exists()
 
 
-def live(daemon: FakeDaemon, push: w.Push) -> w.Live:
+def live(daemon: WorkerDaemon, push: w.Push) -> w.Live:
     daemon.send(push)
     return daemon.expect(w.Live, where=lambda message: message.fence == push.fence)
 
@@ -166,13 +166,13 @@ def test_an_older_fence_is_refused_and_changes_nothing(bench: Bench) -> None:
         live(daemon, bench.push(2))
 
 
-def waits(daemon: FakeDaemon, bench: Bench, route: str) -> None:
+def waits(daemon: WorkerDaemon, bench: Bench, route: str) -> None:
     """The push under way has come to this call."""
     daemon.expect(w.Pausing)
     wait_until(lambda: route in bench.routes())
 
 
-def asked(daemon: FakeDaemon, push: w.Push) -> None:
+def asked(daemon: WorkerDaemon, push: w.Push) -> None:
     """The push is sent, and waits for the gateway's hold."""
     daemon.holds = False
     daemon.send(push)

@@ -17,7 +17,7 @@ from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.adapter import VllmAdapter
 from tests.awake import SOON_S
 from tests.engine.conftest import Bench
-from tests.engine.daemon import INSTANCE, SPAWN
+from tests.fake_daemon import INSTANCE, SPAWN
 
 TOKENS, MANY = 200, 10_000
 """2 s and 100 s of the scripted server."""

@@ -16,8 +16,8 @@ from artd_workers.engines.adapter import EngineError
 from artd_workers.engines.process import marks
 from artd_workers.engines.vllm import work
 from tests.awake import SOON_S
-from tests.engine.daemon import ROOT
 from tests.engine.real import HERE, Engine, start, tool
+from tests.fake_daemon import ROOT
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 STALL_S = 15.0

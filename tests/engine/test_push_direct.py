@@ -20,7 +20,7 @@ from artd_workers.engines.transfers import table_of, transfers_of
 from artd_workers.engines.vllm import guard
 from artd_workers.engines.vllm.versions import VERSIONS
 from tests.engine.conftest import Bench
-from tests.engine.daemon import INSTANCE, SPAWN
+from tests.fake_daemon import INSTANCE, SPAWN
 
 OPEN = ["artd_direct_open", "artd_direct_expect"]
 STAGE = ["artd_direct_stage", "artd_direct_staged", "artd_direct_staged"]

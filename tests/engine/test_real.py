@@ -25,8 +25,8 @@ from artd_workers.engines.adapter import EngineError, Fence
 from artd_workers.engines.http import StatusError
 from artd_workers.engines.process.server import KILL_S
 from tests.awake import SOON_S, Awake
-from tests.engine.daemon import INSTANCE, ROOT, SPAWN
 from tests.engine.real import HERE, Engine, Sender, load, logprob, start, tool
+from tests.fake_daemon import INSTANCE, ROOT, SPAWN
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 V6_LOOPBACK = "00000000000000000000000001000000"

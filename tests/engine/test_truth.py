@@ -19,8 +19,8 @@ from artd_schema.run.spec import EngineSpec, LoraSpec, RunSpec
 from artd_schema.wire.worker_config import EngineConfig
 from artd_workers.deadline import Deadline
 from artd_workers.engines.adapter import EngineError
-from tests.engine.daemon import ROOT, FakeDaemon
 from tests.engine.real import HERE, START_S, Engine, HuggingFace, Sender
+from tests.fake_daemon import ROOT, start_engine
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 EXACT = 1e-5
@@ -55,7 +55,7 @@ def engine(moe_toys: Path, reference: Reference) -> Iterator[Engine]:
                        lora=LoraSpec(rank=4, alpha=8), engine=settings)  # fmt: skip
         config = EngineConfig(run="toy", spec=spec, dir=f"{name}/e", log=f"{name}/engine.log", python=python)
         path = ":".join(str(ROOT / part) for part in ("", "workers", "schema"))
-        with FakeDaemon(config, str(probed), env={"PYTHONPATH": path}) as daemon:
+        with start_engine(config, str(probed), env={"PYTHONPATH": path}) as daemon:
             started = Engine(daemon, moe_toys, "merged")
             started.socket = daemon.ready(START_S)
             yield started

@@ -28,9 +28,9 @@ from artd_workers.engines.vllm.warm import Experts, steps
 from artd_workers.engines.warm import WARM_S, warm
 from artd_workers.engines.worker import EngineWorker
 from tests.engine.conftest import Bench
-from tests.engine.daemon import FakeDaemon
 from tests.engine.real import HERE, TOOL_ENV
 from tests.engine.test_push_direct import PLAIN
+from tests.fake_daemon import WorkerDaemon
 
 TRITON = msgspec.structs.replace(PLAIN, moe_backend="TRITON")
 BEFORE_READY = ["/version", "artd_direct_table"]
@@ -162,14 +162,14 @@ def test_the_monitor_is_back_after_a_failure(hooks: Any) -> None:
 # ---- in the harness ---------------------------------------------------------------------------------------------------
 
 
-def on_gpu(bench: Bench, table: Any = TRITON, **script: Any) -> FakeDaemon:
+def on_gpu(bench: Bench, table: Any = TRITON, **script: Any) -> WorkerDaemon:
     """A harness whose server would run on a GPU and says this table."""
     bench.engine = {"device": "cuda"}
     bench.script = {"version": "0.25.1", "table": msgspec.to_builtins(table)} | script
     return bench.start()
 
 
-def wait_for(bench: Bench, daemon: FakeDaemon, route: str) -> None:
+def wait_for(bench: Bench, daemon: WorkerDaemon, route: str) -> None:
     end = time.monotonic() + 20
     while route not in bench.routes():
         assert time.monotonic() < end, f"nobody called {route}"

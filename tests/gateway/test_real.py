@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from artd_schema.wire import worker as w
-from tests.engine.daemon import ROOT
 from tests.engine.real import HERE, Engine, start, tool
+from tests.fake_daemon import ROOT
 from tests.gateway.rig import TOKEN, Rig, floats, ints, served
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

@@ -14,8 +14,7 @@ from artd_workers.trainer.checkpoint import held
 from artd_workers.transfer.checksum import sum_of, sums_of_stacked
 
 from . import rig
-from .fake_daemon import FakeDaemon
-from .jobs import batches, manifest, spec_for, table_of
+from .jobs import TrainerDaemon, batches, manifest, spec_for, table_of
 
 pytestmark = pytest.mark.torch
 
@@ -60,7 +59,7 @@ def test_a_job_of_lora_mode_tells_what_an_engine_must_hold_and_score(
         toy_folders["moe"], rollout_weights_mode="lora", engine=EngineSpec(dtype="bfloat16"), expert_replay=False,
         lora=LoraSpec(rank=rig.RANK, alpha=6),
     )  # fmt: skip
-    daemon = FakeDaemon(tmp_path / "d", spec)
+    daemon = TrainerDaemon(tmp_path / "d", spec)
     try:
         daemon.start()
         zero = daemon.commit(0, None, None)

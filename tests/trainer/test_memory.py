@@ -31,8 +31,7 @@ from artd_workers.trainer.worker import TrainerWorker
 from artd_workers.transfer.contracts import Port
 
 from . import rig
-from .fake_daemon import FakeDaemon
-from .jobs import batches, files, files_in, push_of, spec_for
+from .jobs import TrainerDaemon, batches, files, files_in, push_of, spec_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 KINDS = [("llama", "lora"), ("tied", "full"), pytest.param(("moe", "full"), marks=pytest.mark.slow)]
@@ -314,7 +313,7 @@ def test_a_kill_at_every_point_of_a_job_leaves_nothing(
     points = tmp_path / "points"
     points.mkdir()
     monkeypatch.setenv(crashpoint.VARIABLE, str(points))
-    daemon = FakeDaemon(tmp_path / "d", spec_for(toy_folders["llama"]))
+    daemon = TrainerDaemon(tmp_path / "d", spec_for(toy_folders["llama"]))
     try:
         daemon.start()
         one, two = batches(daemon, 2)

@@ -26,17 +26,16 @@ from tests import listening
 from tests.awake import LOOK_S, SOON_S, Awake
 
 from . import moe_rig
-from .fake_daemon import FakeDaemon
-from .jobs import batches, manifest, spec_for
+from .jobs import TrainerDaemon, batches, manifest, spec_for
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+def daemon(tmp_path: Path) -> Iterator[TrainerDaemon]:
     layout = TrainerSpec(device="cpu", tensor_parallel=2, expert_parallel=2)
     spec = spec_for(moe_rig.folder(tmp_path / "model"), trainer=layout, expert_replay=False)
-    fake = FakeDaemon(tmp_path / "d", spec)
+    fake = TrainerDaemon(tmp_path / "d", spec)
     fake.start()
     yield fake
     fake.close()
@@ -44,7 +43,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_of_two_ranks(daemon: FakeDaemon) -> None:
+def test_a_run_of_two_ranks(daemon: TrainerDaemon) -> None:
     """Two steps; nothing listens beyond loopback; each death ends them all, and the next trainer goes on from the disk."""
     zero = daemon.commit(0, None, None)
     one, two = batches(daemon, 2)
@@ -74,13 +73,13 @@ def test_a_run_of_two_ranks(daemon: FakeDaemon) -> None:
     assert "ended, and with it" not in daemon.log()[told:]
 
 
-def family(daemon: FakeDaemon) -> list[int]:
+def family(daemon: TrainerDaemon) -> list[int]:
     """Process numbers: rank 0, torchrun, rank 1."""
     assert daemon.process is not None
     return [daemon.process.pid, *(stat.pid for stat in procfs.descendants([daemon.process.pid], procfs.all_stats()))]
 
 
-def killed(daemon: FakeDaemon, pid: int) -> int:
+def killed(daemon: TrainerDaemon, pid: int) -> int:
     """Kill one of the family: rank 0 ends within 2 s, and all others do without a guardian's help. Rank 0's exit status."""
     left = family(daemon)
     os.kill(pid, signal.SIGKILL)

@@ -23,8 +23,7 @@ from artd_workers.transfer.merge import BaseWeights, merged_tensors
 from tests import toys
 
 from . import rig
-from .fake_daemon import FakeDaemon
-from .jobs import batches, files, files_in, manifest, push_of, receive, spec_for, table_of
+from .jobs import TrainerDaemon, batches, files, files_in, manifest, push_of, receive, spec_for, table_of
 
 pytestmark = [
     pytest.mark.torch,
@@ -33,9 +32,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+def daemon(tmp_path: Path, toy_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerDaemon]:
     monkeypatch.setenv(crashpoint.VARIABLE, str(tmp_path))
-    fake = FakeDaemon(tmp_path / "d", spec_for(toy_folders["llama"]))
+    fake = TrainerDaemon(tmp_path / "d", spec_for(toy_folders["llama"]))
     fake.start()
     yield fake
     fake.close()
@@ -55,7 +54,7 @@ def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path]
     spec = spec_for(toy_folders[family], parameters=parameters, expert_replay=False)
     results = []
     for name, kill_after in (("straight", None), ("killed", 2)):
-        daemon = FakeDaemon(tmp_path / name, spec)
+        daemon = TrainerDaemon(tmp_path / name, spec)
         try:
             daemon.start()
             ref = daemon.commit(0, None, None)
@@ -85,7 +84,7 @@ def test_two_and_two_steps_are_four(tmp_path: Path, toy_folders: dict[str, Path]
     assert json.loads(straight["state.json"])["batches"] == 4
 
 
-def test_killed_after_training_before_committed(daemon: FakeDaemon) -> None:
+def test_killed_after_training_before_committed(daemon: TrainerDaemon) -> None:
     """The staged step is thrown away; the next process does it again from the parent's files, to the same bytes."""
     batch = batches(daemon, 1)[0]
     parent = daemon.commit(0, None, None)
@@ -97,7 +96,7 @@ def test_killed_after_training_before_committed(daemon: FakeDaemon) -> None:
     assert files(again) == files(lost)
 
 
-def test_fenced_memory_is_dirty(daemon: FakeDaemon) -> None:
+def test_fenced_memory_is_dirty(daemon: TrainerDaemon) -> None:
     """After Fenced the same process reloads its parent: same bytes as the fenced result, not a second step on top."""
     batch = batches(daemon, 1)[0]
     parent = daemon.commit(0, None, None)
@@ -111,7 +110,7 @@ def test_fenced_memory_is_dirty(daemon: FakeDaemon) -> None:
     assert json.loads(files(again)["state.json"])["batches"] == 1
 
 
-def test_a_parent_that_is_not_resident(daemon: FakeDaemon) -> None:
+def test_a_parent_that_is_not_resident(daemon: TrainerDaemon) -> None:
     """Memory holds step 1, the next job starts from step 0 (a rollback): it reads step 0."""
     one, _ = batches(daemon, 2)
     zero = daemon.commit(0, None, None)
@@ -122,7 +121,7 @@ def test_a_parent_that_is_not_resident(daemon: FakeDaemon) -> None:
 STAGED = ["stage.files", "stage.manifest", "train.committed"]
 
 
-def test_memory_is_used_when_it_is_the_parent(daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_memory_is_used_when_it_is_the_parent(daemon: TrainerDaemon, tmp_path: Path) -> None:
     zero = daemon.commit(0, None, None)
     one, two = batches(daemon, 2)
     first = daemon.commit(1, zero, one)
@@ -132,7 +131,7 @@ def test_memory_is_used_when_it_is_the_parent(daemon: FakeDaemon, tmp_path: Path
     assert crashpoint.list_reached(tmp_path)[:9] == [*init, *step]
 
 
-def test_damaged_inputs_are_permanent(daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_damaged_inputs_are_permanent(daemon: TrainerDaemon, tmp_path: Path) -> None:
     zero = daemon.commit(0, None, None)
     batch = batches(daemon, 1)[0]
     other = tmp_path / "other.safetensors"
@@ -151,7 +150,7 @@ def test_damaged_inputs_are_permanent(daemon: FakeDaemon, tmp_path: Path) -> Non
     assert failed.failure == "permanent" and "adapter_model.safetensors" in failed.error
 
 
-def test_a_non_finite_loss_is_permanent_and_leaves_no_trace(daemon: FakeDaemon) -> None:
+def test_a_non_finite_loss_is_permanent_and_leaves_no_trace(daemon: TrainerDaemon) -> None:
     zero = daemon.commit(0, None, None)
     batch = batches(daemon, 1)[0]
     columns = load_file(batch.tensors)
@@ -167,7 +166,7 @@ def test_a_non_finite_loss_is_permanent_and_leaves_no_trace(daemon: FakeDaemon) 
     assert files(daemon.commit(1, zero, batch)) == files(first)
 
 
-def test_cancel_between_rows(daemon: FakeDaemon) -> None:
+def test_cancel_between_rows(daemon: TrainerDaemon) -> None:
     zero = daemon.commit(0, None, None)
     columns = load_file(batches(daemon, 1)[0].tensors)
     many = rig.save_columns(daemon.work / "many", "many", {n: t.repeat(60, 1) for n, t in columns.items()}, 8)
@@ -178,16 +177,16 @@ def test_cancel_between_rows(daemon: FakeDaemon) -> None:
     daemon.process.send_signal(signal.SIGUSR1)  # where are you? (asked of one that stands still)
     daemon.marked(run, first + 1)  # heartbeats go on while it trains, and tell of ever more
     daemon.send(w.Cancel(job=run.job, fence=run.fence))
-    report = daemon.expect(w.Staged, w.Failed)
+    report = daemon.take((w.Staged, w.Failed))
     assert isinstance(report, w.Failed) and report.failure == "interrupted" and "cancelled" in report.error
     assert " in train_step" in daemon.log()
 
 
-def test_a_repeated_run_is_done_once_and_its_report_resent(daemon: FakeDaemon) -> None:
+def test_a_repeated_run_is_done_once_and_its_report_resent(daemon: TrainerDaemon) -> None:
     run = daemon.order(0, None, None)
     daemon.send(run)
     daemon.send(run)
-    first, second = daemon.expect(w.Staged), daemon.expect(w.Staged)
+    first, second = daemon.take(w.Staged), daemon.take(w.Staged)
     assert first == second
     ref = daemon.publish(run, first)
     daemon.send(w.Committed(job=run.job, fence=run.fence, checkpoint=ref))
@@ -196,7 +195,7 @@ def test_a_repeated_run_is_done_once_and_its_report_resent(daemon: FakeDaemon) -
     assert not Path(run.dir).exists(), "the job was done twice"
 
 
-def test_exit(daemon: FakeDaemon) -> None:
+def test_exit(daemon: TrainerDaemon) -> None:
     daemon.commit(0, None, None)
     daemon.send(w.Exit(grace_s=5.0))
     assert daemon.process is not None and daemon.process.wait(60) == 0
@@ -204,7 +203,7 @@ def test_exit(daemon: FakeDaemon) -> None:
 
 def test_unsupported_model_is_permanent(tmp_path: Path) -> None:
     folder = toys.make(tmp_path / "biased", attention_bias=True)
-    daemon = FakeDaemon(tmp_path / "d", spec_for(folder))
+    daemon = TrainerDaemon(tmp_path / "d", spec_for(folder))
     try:
         daemon.start()
         failed = daemon.failed(daemon.order(0, None, None))
@@ -231,7 +230,7 @@ def test_live_pushes(
     """Two pushes over one group give the tensors of weights.json, which are the merge of what lies on disk, or its weights."""
     folder, engine = toy_folders[family], EngineSpec(dtype=dtype)
     spec = spec_for(folder, parameters=parameters, rollout_weights_mode=mode, engine=engine, expert_replay=False)
-    daemon = FakeDaemon(tmp_path / "d", spec)
+    daemon = TrainerDaemon(tmp_path / "d", spec)
     try:
         daemon.start()
         ref, rendezvous, group = daemon.commit(0, None, None), daemon.work / "pair", None
@@ -258,25 +257,25 @@ def on_disk(base: Path, folder: Path, parameters: str, mode: str, dtype: torch.d
     return dict(merged_tensors(BaseWeights(base), adapter, rig.ALPHA / rig.RANK, dtype))
 
 
-def test_pushes_that_are_refused(daemon: FakeDaemon) -> None:
+def test_pushes_that_are_refused(daemon: TrainerDaemon) -> None:
     one = batches(daemon, 1)[0]
     zero = daemon.commit(0, None, None)
     first = daemon.commit(1, zero, one)
     daemon.send(push_of(zero, daemon.work / "pair", 1, 5))
-    assert "r@0" in daemon.expect(w.Refused).reason
+    assert "r@0" in daemon.take(w.Refused).reason
     daemon.send(push_of(first, daemon.work / "pair", 2, 4))
-    assert "older than 5" in daemon.expect(w.Refused).reason
+    assert "older than 5" in daemon.take(w.Refused).reason
     run = daemon.order(1, zero, one)
     staged = daemon.publish(run, daemon.staged(run))
     daemon.send(push_of(staged, daemon.work / "pair", 3, 6))
-    assert daemon.expect(w.Refused).push == 3, "uncommitted weights were offered"
+    assert daemon.take(w.Refused).push == 3, "uncommitted weights were offered"
     daemon.kill()
     daemon.start()
     daemon.send(push_of(first, daemon.work / "pair", 4, 7))
-    assert daemon.expect(w.Refused).push == 4
+    assert daemon.take(w.Refused).push == 4
 
 
-def test_a_push_survives_the_next_job_and_a_dead_engine(daemon: FakeDaemon) -> None:
+def test_a_push_survives_the_next_job_and_a_dead_engine(daemon: TrainerDaemon) -> None:
     """Training goes on while a push waits for its engine; the tensors sent are the pushed step's. Then the engine dies
     in the middle of a push: the trainer stays, and a new pair works."""
     one, two = batches(daemon, 2)
@@ -293,7 +292,7 @@ def test_a_push_survives_the_next_job_and_a_dead_engine(daemon: FakeDaemon) -> N
     daemon.send(push_of(second, daemon.work / "never", 3, 3))
     daemon.send(w.PushEnd(push=3, fence=3))
     daemon.send(push_of(second, daemon.work / "never", 4, 4))
-    assert "afresh" in daemon.expect(w.Refused).reason
+    assert "afresh" in daemon.take(w.Refused).reason
     daemon.send(push_of(second, daemon.work / "b", 5, 5))
     receive(gloo.join(str(daemon.work / "b"), gloo.ENGINE, 30.0), table_of(second))
 
@@ -302,7 +301,7 @@ def test_a_base_model_with_other_bytes_is_refused_by_its_hash(tmp_path: Path, to
     """Also where size, time and inode say that it is the same."""
     folder = tmp_path / "base"
     shutil.copytree(toy_folders["llama"], folder)
-    fake = FakeDaemon(tmp_path / "d", spec_for(folder))
+    fake = TrainerDaemon(tmp_path / "d", spec_for(folder))
     fake.base = pin(str(folder))
     try:
         fake.start()
@@ -328,7 +327,7 @@ def test_a_base_model_that_changes_while_it_is_used_ends_the_trainer(
     """Its weights are read again for what an engine is served. The next process finds the old ones, when they are back."""
     folder = tmp_path / "base"
     shutil.copytree(toy_folders["llama"], folder)
-    fake = FakeDaemon(tmp_path / "d", spec_for(folder))
+    fake = TrainerDaemon(tmp_path / "d", spec_for(folder))
     fake.base = pin(str(folder))
     try:
         fake.start()

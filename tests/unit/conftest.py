@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fake_daemon import FakeDaemon
+from tests.fake_daemon import ClientDaemon
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "data") as fake:
+def daemon(tmp_path: Path) -> Iterator[ClientDaemon]:
+    with ClientDaemon(tmp_path / "data") as fake:
         yield fake

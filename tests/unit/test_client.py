@@ -20,7 +20,7 @@ from artd_client.connection import Connection
 from artd_schema.codec import digest, to_json
 from artd_schema.data.trajectory import Turn
 from artd_schema.wire import client_api as api
-from tests.unit.fake_daemon import RUN, usual
+from tests.fake_daemon import RUN, usual
 
 ONE = turn([1, 2], [3], [-0.5])
 

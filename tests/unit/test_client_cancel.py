@@ -13,7 +13,7 @@ from artd_client import Client, SyncClient, turn
 from artd_client.blocking import Loop
 from artd_schema.wire import client_api as api
 from tests.awake import until
-from tests.unit.fake_daemon import usual
+from tests.fake_daemon import usual
 
 ONE = turn([1, 2], [3], [-0.5])
 

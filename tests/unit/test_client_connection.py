@@ -20,7 +20,8 @@ from artd_schema import PROTOCOL
 from artd_schema.codec import Codec
 from artd_schema.data.trajectory import Turn
 from artd_schema.wire import client_api as api
-from tests.unit.fake_daemon import RUN, FakeDaemon, until, usual
+from tests.awake import until
+from tests.fake_daemon import RUN, ClientDaemon, usual
 
 ONE = turn([1, 2], [3], [-0.5])
 
@@ -43,8 +44,8 @@ async def test_a_request_is_greeted_sent_and_answered(daemon):
 @pytest.mark.parametrize("same_socket", [True, False])
 async def test_a_restarted_daemon_gets_the_unanswered_again_with_the_same_key(tmp_path, same_socket):
     data = tmp_path / "data"
-    deaf = FakeDaemon(data, lambda op: None if isinstance(op, api.Submit) else usual(op))
-    with FakeDaemon(data) as second, deaf as first:
+    deaf = ClientDaemon(data, lambda op: None if isinstance(op, api.Submit) else usual(op))
+    with ClientDaemon(data) as second, deaf as first:
         second.die()
         first.announce()
         async with Client(data) as art:
@@ -255,7 +256,7 @@ def test_every_code_has_a_class_of_its_own():
 
 @pytest.mark.asyncio
 async def test_a_message_over_the_limit_is_refused_before_it_is_sent(tmp_path):
-    with FakeDaemon(tmp_path / "data", max_message=1000) as daemon:
+    with ClientDaemon(tmp_path / "data", max_message=1000) as daemon:
         async with Client(daemon.data) as art:
             run = await art.run("r")
             with pytest.raises(artd_client.TooLarge, match=r"1000") as caught:
@@ -268,7 +269,7 @@ async def test_a_message_over_the_limit_is_refused_before_it_is_sent(tmp_path):
 
 @pytest.mark.asyncio
 async def test_a_lower_limit_after_a_restart_ends_the_waiting_request(tmp_path):
-    with FakeDaemon(tmp_path / "data", lambda op: None if isinstance(op, api.Submit) else usual(op)) as daemon:
+    with ClientDaemon(tmp_path / "data", lambda op: None if isinstance(op, api.Submit) else usual(op)) as daemon:
         async with Client(daemon.data) as art:
             run = await art.run("r")
             waiting = asyncio.create_task(run.submit("g", 1.0, turns=[turn(range(300), [1], [-1.0])]))
@@ -374,10 +375,10 @@ async def test_no_daemon_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(artd_client.DaemonNotRunning) as caught:
         await Client().__aenter__()
     assert caught.value.command == "artd start --detach"
-    dead = FakeDaemon(data)
-    dead.announce(ticks=1)  # the pid lives, but is not that process
-    with pytest.raises(artd_client.DaemonNotRunning, match="no daemon runs on"):
-        await Client(data).__aenter__()
+    with ClientDaemon(data) as dead:
+        dead.announce(ticks=1)  # the pid lives, but is not that process
+        with pytest.raises(artd_client.DaemonNotRunning, match="no daemon runs on"):
+            await Client(data).__aenter__()
 
 
 @pytest.mark.asyncio

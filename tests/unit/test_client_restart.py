@@ -10,7 +10,8 @@ import artd_client
 from artd_client import Client, turn
 from artd_client import connection as connection_module
 from artd_schema.wire import client_api as api
-from tests.unit.fake_daemon import until, usual
+from tests.awake import until
+from tests.fake_daemon import usual
 
 ONE = turn([1, 2], [3], [-0.5])
 

@@ -10,7 +10,7 @@ import pytest
 
 from artd_client import Client, Run, SyncClient, SyncRun, turn
 from artd_schema.wire import client_api as api
-from tests.unit.fake_daemon import RUN, FakeDaemon, usual
+from tests.fake_daemon import RUN, ClientDaemon, usual
 
 Row = dict[str, Any]
 
@@ -29,7 +29,7 @@ def following(op: api.Op) -> Any:
     return api.Rows(rows=[{"id": op.after + 1}]) if isinstance(op, api.Events) else usual(op)
 
 
-def test_what_may_be_closed_says_so(daemon: FakeDaemon) -> None:
+def test_what_may_be_closed_says_so(daemon: ClientDaemon) -> None:
     daemon.handle = following
     with Mine(daemon.data) as art:
         assert art.label == "mine"
@@ -44,7 +44,7 @@ def test_what_may_be_closed_says_so(daemon: FakeDaemon) -> None:
 
 
 @pytest.mark.asyncio
-async def test_so_do_those_of_the_asynchronous_client(daemon: FakeDaemon) -> None:
+async def test_so_do_those_of_the_asynchronous_client(daemon: ClientDaemon) -> None:
     daemon.handle = following
     async with MyAsync(daemon.data) as art:
         assert art.label == "mine"
@@ -54,7 +54,7 @@ async def test_so_do_those_of_the_asynchronous_client(daemon: FakeDaemon) -> Non
             assert (await anext(events))["id"] == 1
 
 
-def test_numbers_of_any_kind_are_metrics(daemon: FakeDaemon) -> None:
+def test_numbers_of_any_kind_are_metrics(daemon: ClientDaemon) -> None:
     counts: dict[str, int] = {"tokens": 3}
     with SyncClient(daemon.data) as art:
         art.run("r").submit("g", 1, turns=[turn([1], [2], [-0.5])], metrics=counts, key="k")
