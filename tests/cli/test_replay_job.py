@@ -26,7 +26,7 @@ from artd.cli.artd import replay_job as verb
 from artd_schema.codec import digest
 from artd_schema.run.spec import RunSpec
 from artd_schema.wire.replay_job import EnvironmentRow, ReplayReport, ReplayRow
-from tests.awake import SOON_S
+from tests.awake import SOON_S, wait_until
 from tests.cli.replay_rig import CORES, NEARLY, OTHERWISE, SAME, Interpreter, Past
 from tests.cli.test_golden import check
 
@@ -308,5 +308,5 @@ def test_interrupted(number: int, past: Past, interpreter: Interpreter, scratch:
             time.sleep(0.01)
         child.send_signal(number)
         assert child.wait(SOON_S) == 130
-    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+    wait_until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), what="the trainer's end")
     assert not list(scratch.iterdir())
