@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest
 from artd_schema.data.trajectory import RouteShape
-from artd_schema.run.spec import LoraSpec, OptimizerSpec, RunSpec
+from artd_schema.run.spec import LoraSpec, OptimizerSpec, RunSpec, ScheduleSpec
 from artd_schema.wire import worker as w
 from artd_schema.wire.replay_job import ReplayRequest
 from artd_schema.wire.worker_config import TrainerConfig
@@ -44,6 +45,11 @@ class Past:
     def request(self, step: int, target: Path) -> ReplayRequest:
         order = msgspec.structs.replace(self.orders[step], dir=str(target / "replayed"))
         return ReplayRequest(config=self.config, run=order, committed=self.refs[step])
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What the manifest of a step says that was measured."""
+        raw = (Path(self.refs[step].dir) / MANIFEST_FILE).read_bytes()
+        return msgspec.json.decode(raw, type=CheckpointManifest).metrics
 
 
 def make_past(root: Path, spec: RunSpec, batch: Callable[[Path, int], Files]) -> Past:
@@ -86,9 +92,10 @@ def sparse_batch(folder: Path, step: int) -> Files:
 
 
 def make_dense(root: Path, model: Path) -> Past:
-    """A dense model with LoRA."""
+    """A dense model with LoRA, whose learning rate is another one at each step."""
     lora = LoraSpec(rank=rig.RANK, alpha=rig.ALPHA)
-    spec = RunSpec(model=str(model), seed=3, lora=lora, optimizer=OptimizerSpec(lr=0.01))
+    optimizer = OptimizerSpec(lr=0.01, schedule=ScheduleSpec(kind="linear", warmup=1, steps=4))
+    spec = RunSpec(model=str(model), seed=3, lora=lora, optimizer=optimizer)
     return make_past(root, spec, dense_batch)
 
 

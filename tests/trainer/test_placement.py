@@ -230,7 +230,7 @@ def test_grouped_adapters_are_stored_as_any_other(toy_folders: dict[str, Path]) 
             slot.fill_(index)
         for _, parameter in policy.lora.list_parameters():
             parameter.grad = parameter.detach().clone()
-        optimizer.torch.step()
+        optimizer.step()
         optimizers.append(optimizer)
     assert_same(one.lora.state(), grouped.lora.state())
     stored = optimizers[0].state()

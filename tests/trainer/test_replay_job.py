@@ -153,7 +153,8 @@ def test_another_learning_rate(past: Past, replay: Callable[..., ReplayReport]) 
     """What follows from it differs, what comes before it does not."""
     spec = msgspec.structs.replace(past.config.spec, optimizer=OptimizerSpec(lr=0.011))
     rows = different(replay(config=msgspec.structs.replace(past.config, spec=spec)))
-    assert parts(rows) == {ADAPTER, "weights.json", "canary", "files", "manifest"}
+    assert parts(rows) == {ADAPTER, "weights.json", "canary", "files", "manifest", "metrics"}
+    assert {row.name for row in rows if row.part == "metrics"} == {"lr"}
     assert {row.name for row in rows if row.part == "files"} == {ADAPTER, "weights.json"}
 
 

@@ -36,6 +36,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss": {"kind": "sft", "proximal": "trainer"}}, "loss.proximal", "examples are not sampled"),
     ({"loss": {"kind": "sft"}, "advantages": {"truncated": "mask"}}, "advantages", "examples have none"),
     ({"advantages": {"baseline": "given", "negative": 0.5}}, "advantages.baseline", "as they are"),
+    ({"optimizer": {"schedule": {"kind": "cosine"}}}, "optimizer.schedule.steps", "such as steps=200"),
+    (
+        {"optimizer": {"schedule": {"kind": "linear", "warmup": 5, "steps": 5}}},
+        "optimizer.schedule.steps",
+        "must be more than warmup=5",
+    ),
+    ({"optimizer": {"schedule": {"floor": 0.1}}}, "optimizer.schedule", "use 'linear' or 'cosine'"),
     ({"loss": {"divisor": 100}}, "loss.divisor", "normalise='constant' alone, and it is 'token'"),
 ]
 

@@ -1,4 +1,4 @@
-"""What of a run's `loss` excludes what, and each number's bounds: a run is refused by the first rule that it breaks.
+"""What of the fields that a run learns with excludes what, and each number's bounds: a run is refused by the first rule that it breaks.
 
 Pure. The daemon asks before it makes a run; the trainer relies on it.
 """
@@ -17,7 +17,8 @@ Finding = tuple[str, str]
 
 
 def loss_finding(spec: RunSpec) -> Finding | None:
-    """Return the first rule that a run's loss breaks; None where it can be trained with, or is no loss of artd."""
+    """Return the first rule that a run's loss, advantages or schedule breaks; None where it can be trained with them, or its loss is none
+    of artd."""
     return next((found for rule in RULES for found in rule(spec)), None)
 
 
@@ -119,6 +120,28 @@ def _advantages(spec: RunSpec) -> Iterator[Finding]:
         )
 
 
+def _schedule(spec: RunSpec) -> Iterator[Finding]:
+    schedule = spec.optimizer.schedule
+    if schedule is UNSET:
+        return
+    if schedule.kind == "constant":
+        if schedule.steps is not UNSET or schedule.floor:
+            yield (
+                "optimizer.schedule",
+                "optimizer.schedule: 'constant' does not fall, and has neither steps nor floor: leave them out, or use 'linear' or 'cosine'",
+            )
+    elif schedule.steps is UNSET:
+        yield (
+            "optimizer.schedule.steps",
+            f"optimizer.schedule: {schedule.kind!r} falls until an optimizer step: give its number, such as steps=200",
+        )
+    elif schedule.steps <= schedule.warmup:
+        yield (
+            "optimizer.schedule.steps",
+            f"optimizer.schedule: steps={schedule.steps} counts from the run's first step and must be more than warmup={schedule.warmup}",
+        )
+
+
 def _group_size(spec: RunSpec) -> Iterator[Finding]:
     compares = (spec.advantages or AdvantageSpec()).baseline in ("group", "leave_one_out")
     if spec.group_size < 2 and compares:
@@ -156,6 +179,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (
     _divisor,
     _corrections,
     _kl,
+    _schedule,
     _advantages,
     _examples,
     _group_size,

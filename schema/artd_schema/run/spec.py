@@ -52,8 +52,20 @@ class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     alpha: Count = 32
 
 
+class ScheduleSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the learning rate changes from one optimizer step to the next; docs/losses.md has the formulas.
+
+    warmup: steps with less than `lr`, in a rising line. kind: what comes after them, up to optimizer step `steps`; `constant` has no end.
+    floor: the share of `lr` that is left from then on. Steps count from the run's first one."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
+    steps: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | UnsetType = UNSET
+    floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
 class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW (arXiv:1711.05101) with a global gradient-norm clip."""
+    """AdamW (arXiv:1711.05101) with a global gradient-norm clip. schedule: of `lr`, which is constant without."""
 
     lr: Rate = 1e-5
     beta1: Beta = 0.9
@@ -61,6 +73,8 @@ class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
     weight_decay: Rate = 0.0
     clip_grad_norm: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    # Unset as far as a run does not ask for it: the bytes and the digest of a stored spec stay what they were.
+    schedule: ScheduleSpec | UnsetType = UNSET
 
 
 BY_LOSS: Any = UNSET

@@ -86,6 +86,22 @@ BUGS = (
         "AssertionError: half_a_step", torch=True,
     ),
     Bug(
+        "the-rate-starts-again-at-a-resume", "workers/artd_workers/trainer/step/step.py",
+        '        self.updates = int(state["step"])\n        self.torch.state.clear()\n        if self.updates == 0:\n',
+        '        counted = int(state["step"])\n        self.torch.state.clear()\n        if counted == 0:\n',
+        "tests/trainer/test_schedule.py::test_steps_with_a_schedule_are_transformers_steps", "assert .* == approx", torch=True,
+    ),
+    Bug(
+        "the-first-step-of-a-warm-up-is-lost", "workers/artd_workers/trainer/step/schedule.py",
+        "spec.lr * update / (schedule.warmup + 1)", "spec.lr * (update - 1) / schedule.warmup",
+        "tests/trainer/test_schedule.py::test_every_rate_is_torchs", "assert .* == approx", torch=True,
+    ),
+    Bug(
+        "a-cosine-forgets-its-warm-up", "workers/artd_workers/trainer/step/schedule.py",
+        "passed / (schedule.steps - schedule.warmup)", "passed / schedule.steps",
+        "tests/trainer/test_schedule.py::test_every_rate_is_torchs", "assert .* == approx", torch=True,
+    ),
+    Bug(
         "norms-decay", "workers/artd_workers/trainer/step/step.py",
         'inner.endswith("norm") or ', "",
         "tests/trainer/test_full.py::test_weight_decay_leaves_out_norms_biases_embeddings_and_routers",

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from artd_workers.trainer.parameters.contract import ParameterSet
 
 from .measures import Measures
 from .objective import Beside, LossError, Objective, Tally, shares
+from .schedule import learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,11 +41,12 @@ class Cancelled(Exception):
 
 @dataclass
 class Optimizer:
-    """AdamW over a set of parameters."""
+    """AdamW over a set of parameters. updates: steps that it has taken."""
 
     spec: OptimizerSpec
     set: ParameterSet
     torch: torch.optim.AdamW
+    updates: int = 0
 
     @classmethod
     def make(cls, parameters: ParameterSet, spec: OptimizerSpec) -> Optimizer:
@@ -53,23 +54,26 @@ class Optimizer:
         kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in parameters.list_parameters():
             kinds[decays(name)].append(parameter)
-        decay = {True: spec.weight_decay, False: 0.0}
-        groups: list[dict[str, Any]] = [
-            {"params": own, "weight_decay": decay[kind]} for kind, own in kinds.items() if own
-        ]
-        # torch wants a tuple of floats and no decay of a zero kind: exactly the spec's numbers.
-        adamw = torch.optim.AdamW(
-            groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False,
-            fused=groups[0]["params"][0].is_cuda,
-        )  # fmt: skip
+        groups = [{"params": own, "decays": kind} for kind, own in kinds.items() if own]
+        adamw = torch.optim.AdamW(groups, foreach=False, fused=groups[0]["params"][0].is_cuda)
         return cls(spec, parameters, adamw)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.set.list_parameters()]
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step; before the first one, of that."""
+        return learning_rate(self.spec, max(self.updates, 1))
+
     def step(self) -> None:
         """Change the parameters by their gradients."""
+        self.updates += 1
+        for group in self.torch.param_groups:
+            decay = self.spec.weight_decay if group["decays"] else 0.0
+            betas = (self.spec.beta1, self.spec.beta2)
+            group.update(lr=self.rate, betas=betas, eps=self.spec.eps, weight_decay=decay)
         self.torch.step()
         self.set.refresh_weights()
 
@@ -77,29 +81,27 @@ class Optimizer:
         """Return the tensors `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32) and `step` (int64 []). Moments are zero before
         the first step. The tensors are the live ones; where that would take copies, they are copies on the CPU."""
         out: dict[str, Tensor] = {}
-        step = 0
         for key in MOMENTS:
             own = {}
             for name, parameter in self.set.list_parameters():
                 moments = self.torch.state.get(parameter, {})
                 held = moments[key] if moments else torch.zeros_like(parameter.detach())
                 own[name] = held if self.set.views else held.cpu()
-                step = max(step, int(moments["step"]) if moments else 0)
             out |= {f"{name}.{key}": tensor for name, tensor in self.set.outward(own).items()}
-        return out | {"step": torch.tensor(step, dtype=torch.int64)}
+        return out | {"step": torch.tensor(self.updates, dtype=torch.int64)}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Set the moments and the step count. Raises ValueError or KeyError if the names are not those of the
         parameters."""
-        step = float(state["step"])
+        self.updates = int(state["step"])
         self.torch.state.clear()
-        if step == 0:
+        if self.updates == 0:
             return
         moments = {key: self.set.inward(_of_kind(state, key)) for key in MOMENTS}
         for name, parameter in self.set.list_parameters():
             own = {key: moments[key][name].to(parameter.device, copy=True) for key in MOMENTS}
             # torch's fused kernel reads the count on the parameter's device.
-            counted = torch.tensor(step, device=parameter.device)
+            counted = torch.tensor(float(self.updates), device=parameter.device)
             self.torch.state[parameter] = {"step": counted} | own
 
 
@@ -169,7 +171,7 @@ def train_step(
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
     if batch.coverage is not None:
         rates |= {"replay_coverage": batch.coverage, "replay_calls": float(calls)}
-    return {"loss": sum(parts), "grad_norm": norm} | found | rates
+    return {"loss": sum(parts), "grad_norm": norm, "lr": optimizer.rate} | found | rates
 
 
 @dataclass
