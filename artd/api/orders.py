@@ -64,6 +64,10 @@ async def resume(parts: Parts, op: api.Resume) -> api.Answer:
     return answer
 
 
+async def update(parts: Parts, op: api.UpdateRun) -> api.Answer:
+    return await parts.runs.update(op)
+
+
 async def finish(parts: Parts, op: api.Finish) -> api.Answer:
     return await parts.runs.set_state(op.run, "finished")
 
@@ -108,6 +112,7 @@ ORDERS: dict[type[api.Op], Handler] = {
     api.Flush: flush,
     api.Pause: pause,
     api.Resume: resume,
+    api.UpdateRun: update,
     api.Finish: finish,
     api.DeleteRun: delete,
     api.Rollback: rollback,

@@ -53,7 +53,7 @@ MEMBERS = """
 SELECT t.id, g.name AS "group", t.key, t.reward, t.tokens, t.state FROM trajectory t JOIN trajectory_group g ON g.id = t.group_id
 WHERE t.batch_id = :batch ORDER BY t.id"""
 REPLAYABLE = """
-SELECT j.id, j.kind, j.step, j.epoch, j.fence, r.name AS run, r.spec, r.base_digest, r.base_manifest,
+SELECT j.id, j.kind, j.step, j.epoch, j.fence, j.learning, r.name AS run, r.spec, r.base_digest, r.base_manifest,
   k.sha, k.dir, k.lineage, k.state, k.bytes,
   p.sha AS parent_sha, p.dir AS parent_dir, p.lineage AS parent_lineage, p.state AS parent_state, p.step AS parent_step,
   p.epoch AS parent_epoch, b.payload, b.tensors, b.manifest, b.replay, b.replay_manifest

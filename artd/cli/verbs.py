@@ -19,7 +19,9 @@ _FAMILY = re.compile(r"^VERBS = (\(.*?\))$", re.MULTILINE | re.DOTALL)
 _WITH_VALUE = ("--data-dir", "--config", "--color")
 COMMANDS = ("artd", "artctl")
 """Names of the one program. Each runs the verbs of both; its --help lists those of its own folder."""
-STEERING = frozenset({"cancel", "discard", "discard-group", "retry", "pause", "resume", "finish", "delete", "rollback"})
+STEERING = frozenset(
+    {"cancel", "discard", "discard-group", "retry", "pause", "resume", "set", "finish", "delete", "rollback"}
+)
 NEVER_PROPOSED = STEERING | {"stop", "restore", "gc"}
 """Verbs that change or end something: a word that was mistyped proposes none of them."""
 MEANT = {

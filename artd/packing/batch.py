@@ -93,6 +93,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
         unshared_tokens=forest.count_unshared(placed),
         metrics=measure(sources, [bool(rows) for rows in rows_of], forest, drops),
         advantages=spec.advantages,
+        learning=spec.learning,
     )
     return Packed(tensors, manifest, replay)
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from artd_schema.data.manifest import Drop
 from artd_schema.data.trajectory import RouteShape
-from artd_schema.run.spec import AdvantageSpec
+from artd_schema.run.spec import AdvantageSpec, Learning
 
 
 class PackError(Exception):
@@ -35,7 +35,8 @@ class StoreDamaged(Exception):
 
 class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What determines a batch beside its trajectories. `row_length` is in tokens. Every token must have routes of the
-    shape `routes`, and the batch then has a replay bundle; None means a dense model or expert_replay=false."""
+    shape `routes`, and the batch then has a replay bundle; None means a dense model or expert_replay=false. `learning`
+    says what the batch will be trained with."""
 
     run: str
     step: int
@@ -45,6 +46,7 @@ class PackSpec(msgspec.Struct, frozen=True, kw_only=True):
     base_digest: str
     routes: RouteShape | None = None
     advantages: AdvantageSpec | UnsetType = UNSET
+    learning: Learning | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,13 @@ from artd.datadir.layout import DataDir
 from artd.store import fs
 from artd.store.blobs import Blobs, add_row
 from artd.store.store import Store, emit
-from artd.store.views import active_runs, load_run, route_shape, stored_spec
+from artd.store.views import active_runs, learning_of, load_run, route_shape, stored_spec
 from artd.tables.batches import insert_batch
 from artd.tables.groups import mark_discarded, mark_packed
 from artd.tables.jobs import insert_train_job
 from artd.tables.runs import end_flush, note_packed
 from artd.tables.trajectories import drop_trajectory, pack_trajectory
+from artd_schema.codec import to_json
 from artd_schema.crashpoint import reach
 from artd_schema.data.manifest import BatchManifest
 
@@ -148,6 +149,7 @@ class Packer:
             base_digest=row["base_digest"],
             routes=route_shape(row),
             advantages=spec.advantages,
+            learning=learning_of(row),
             db=str(self._store.path),
             blobs_dir=str(self._blobs.root),
             trajectory_ids=ids,
@@ -265,6 +267,9 @@ class Packer:
         run = c.execute("SELECT * FROM run WHERE name = ?", (manifest.run,)).fetchone()
         if run["step"] + 1 != manifest.step or run["state"] != "active" or not _all_sealed(c, groups):
             return  # the run moved on meanwhile, or a group was discarded: the next look at the rows decides again
+        learning = learning_of(run)
+        if learning != manifest.learning:
+            return  # changed meanwhile; the change counts for every batch committed after it, so this one is packed again
         failures.clear(c, run["id"])
         if self._blobs.missing(blob.sha for blob in blobs.values()):
             return  # a blob was garbage-collected before its row was committed: the batch is packed again
@@ -288,7 +293,7 @@ class Packer:
             else:
                 mark_discarded(c, group.id, "no trajectory could be packed", start="sealed")
         spent, measured = msgspec.json.encode({"pack": seconds}), msgspec.json.encode(manifest.metrics)
-        insert_train_job(c, now, run, manifest.step, batch, measured, spent)
+        insert_train_job(c, now, run, manifest.step, batch, to_json(learning), measured, spent)
         note_packed(c, run["id"])
         emit(
             c, now, manifest.run, "batch.packed", batch, step=manifest.step, rows=result.rows, fill=result.fill,

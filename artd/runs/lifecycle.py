@@ -25,8 +25,8 @@ from artd.packing import failures
 from artd.rollouts import slices
 from artd.store.selects import NOT_DELETED, UNFINISHED
 from artd.store.store import Store, emit, get_meta
-from artd.store.views import load_run, push_failed, stored_spec, unreadable
-from artd.supervise.packages import NO_PACKAGES, Offers, Packages
+from artd.store.views import learning_of, load_run, push_failed, stored_spec, unreadable
+from artd.supervise.packages import NO_PACKAGES, Packages
 from artd.supervise.postmortem import telling
 from artd.tables import pauses
 from artd.tables.jobs import give_up, insert_init_job
@@ -37,12 +37,12 @@ from artd_schema.crashpoint import reach
 from artd_schema.data.base import BaseModel
 from artd_schema.run.engines import UnknownEngine, engine_kind
 from artd_schema.run.families import SEEDED
-from artd_schema.run.loss_rules import loss_finding
-from artd_schema.run.losses import EXAMPLES, LOSSES
-from artd_schema.run.spec import LossSpec, RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.run.losses import EXAMPLES
+from artd_schema.run.spec import RunSpec, first_difference, in_flight_error, layout_error, length_error
 from artd_schema.wire import client_api as api
 from artd_schema.wire.worker_names import label
 
+from .learning import check_loss, check_rules, update_learning
 from .waits import Waits
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -84,7 +84,7 @@ class Runs:
                 field="name",
             )
         _check_spec(op.spec)
-        _check_loss(op.spec.loss, self._packages.losses)
+        check_loss(op.spec.loss, self._packages.losses)
         model = await self._model(op.spec)
         if isinstance(model, str):
             return api.Pending(step=-1, phase="fetch", doing=model)
@@ -124,6 +124,7 @@ class Runs:
                 base_url=get_meta(c, "gateway_url") + "/v1",
                 api_key=get_meta(c, "gateway_token"),
                 lineage=run["lineage"],
+                learning=None if unreadable(run) else learning_of(run),
             )
 
         return await self._store.ask(read)
@@ -159,6 +160,11 @@ class Runs:
         row = c.execute("SELECT id FROM run WHERE name = ?", (name,)).fetchone()
         return row is not None and slices.discard_waiting(c, self._store.clock.now_ms(), row["id"])
 
+    async def update(self, op: api.UpdateRun) -> api.Done:
+        """Change what a run learns with; its next batch has it. Raises NotFound, Conflict, Invalid, Unreadable."""
+        await self._store.write(lambda c: update_learning(c, self._store.clock.now_ms(), op, self._packages.losses))
+        return api.Done()
+
     async def wait(self, op: api.WaitStep) -> api.Answer:
         """Return StepInfo of a committed and served step, Stalled if the step needs more submissions, Pending at the
         time-out."""
@@ -193,20 +199,7 @@ def _check_spec(spec: RunSpec) -> None:
         raise Invalid(error, field="spec.trainer")
     if error := in_flight_error(spec):
         raise Invalid(error, field="spec.engine.in_flight")
-    if found := loss_finding(spec):
-        raise Invalid(found[1], field=f"spec.{found[0]}")
-
-
-def _check_loss(spec: LossSpec, losses: Offers) -> None:
-    """Raise Invalid if neither artd nor an installed package has the loss, or if artd's own loss has no such parameter."""
-    if unknown := losses.missing(spec.kind):
-        raise Invalid(f"loss.kind={spec.kind!r}: {unknown}", field="spec.loss.kind")
-    if spec.kind in LOSSES and (extra := sorted((spec.params or {}).keys() - set(LOSSES[spec.kind]))):
-        has = ", ".join(LOSSES[spec.kind]) or "none"
-        raise Invalid(
-            f"loss.params: {spec.kind!r} has no parameter {extra[0]!r}; it has: {has}. Leave it out",
-            field="spec.loss.params",
-        )
+    check_rules(spec)
 
 
 def _check_base(spec: RunSpec, base: BaseModel) -> None:

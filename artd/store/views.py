@@ -11,7 +11,7 @@ from artd.core.decide import Group, JobView, PushView, RunView, WorkerView
 from artd.errors import Unreadable
 from artd_schema.codec import UNREADABLE
 from artd_schema.data.trajectory import RouteShape
-from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec import Learning, RunSpec
 
 from .selects import UNFINISHED
 
@@ -29,6 +29,12 @@ def stored_spec(run: sqlite3.Row) -> RunSpec:
     if why := unreadable(run):
         raise Unreadable(f"{why}. Next: {REMEDY.format(run['name'])}")
     return _spec(run["spec"])
+
+
+def learning_of(run: sqlite3.Row) -> Learning:
+    """Return what the next batch of a run (a row with `name`, `spec` and `learning`) is trained with. Raises Unreadable."""
+    spec = stored_spec(run)
+    return msgspec.json.decode(run["learning"], type=Learning) if run["learning"] else spec.learning
 
 
 def unreadable(run: sqlite3.Row) -> str:

@@ -75,13 +75,14 @@ def insert_init_job(c: sqlite3.Connection, now: int, run: int | None) -> None:
 
 
 def insert_train_job(
-    c: sqlite3.Connection, now: int, run: sqlite3.Row, step: int, batch: int | None, metrics: bytes, seconds: bytes
-) -> None:
-    """Queue the job that trains a batch, from the run's newest checkpoint and with its next epoch."""
+    c: sqlite3.Connection, now: int, run: sqlite3.Row, step: int, batch: int | None, learning: bytes, metrics: bytes,
+    seconds: bytes,
+) -> None:  # fmt: skip
+    """Queue the job that trains a batch, from the run's newest checkpoint and with its next epoch. `learning`: JSON."""
     c.execute(
-        "INSERT INTO job (run_id, kind, step, epoch, batch_id, parent_id, state, metrics, seconds, created)"
-        " VALUES (?, 'train', ?, ?, ?, ?, 'queued', ?, ?, ?)",
-        (run["id"], step, run["next_epoch"], batch, run["checkpoint_id"], metrics, seconds, now),
+        "INSERT INTO job (run_id, kind, step, epoch, batch_id, parent_id, state, learning, metrics, seconds, created)"
+        " VALUES (?, 'train', ?, ?, ?, ?, 'queued', ?, ?, ?, ?)",
+        (run["id"], step, run["next_epoch"], batch, run["checkpoint_id"], learning, metrics, seconds, now),
     )
 
 

@@ -34,6 +34,11 @@ def set_reason(c: sqlite3.Connection, run: int, reason: str) -> None:
     c.execute("UPDATE run SET reason = ? WHERE id = ?", (reason, run))
 
 
+def set_learning(c: sqlite3.Connection, run: int, learning: bytes) -> None:
+    """Set what the run's next batch is trained with: JSON Learning."""
+    c.execute("UPDATE run SET learning = ? WHERE id = ?", (learning, run))
+
+
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from artd.core.fleet import engines_of
 from artd.datadir.layout import DataDir
@@ -27,7 +28,7 @@ from artd.tables.runs import advance_run
 from artd.tables.trajectories import mark_trained
 from artd_schema.codec import UNREADABLE, digest
 from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest
-from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec import Learning, RunSpec
 from artd_schema.wire.worker import CheckpointRef
 
 from .sampled import since_last_step
@@ -141,6 +142,7 @@ def _check(c: sqlite3.Connection, run: sqlite3.Row, job: sqlite3.Row, manifest: 
         "parent": parent["sha"] if parent else "",
         "batch": batch["manifest"] if batch else "",
         "base_digest": run["base_digest"],
+        "learning": msgspec.json.decode(job["learning"], type=Learning) if job["learning"] else UNSET,
     }
     for name, value in expected.items():
         if (found := getattr(manifest, name)) != value:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from artd.core.decide import job_to_claim
 from artd.datadir.layout import DataDir
@@ -26,6 +27,7 @@ from artd.supervise.lease import Holder
 from artd.tables.jobs import end_attempt, insert_attempt, note_waiting, start_job
 from artd.tables.processes import mark_busy, mark_free
 from artd_schema.crashpoint import reach
+from artd_schema.run.spec import Learning
 from artd_schema.wire import worker as w
 from artd_schema.wire.worker_names import trainer_name
 
@@ -147,6 +149,7 @@ class Dispatch:
             batch_sha=batch["manifest"] if batch else "",
             replay=self._data.blob(batch["replay"]) if batch and batch["replay"] else "",
             replay_manifest=self._data.blob(batch["replay_manifest"]) if batch and batch["replay"] else "",
+            learning=msgspec.json.decode(job["learning"], type=Learning) if job["learning"] else None,
         )
 
     def _send_again(self) -> None:

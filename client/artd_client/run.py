@@ -16,7 +16,7 @@ import msgspec
 from artd_schema.codec import digest, to_json
 from artd_schema.data.trajectory import Given as Credited
 from artd_schema.data.trajectory import Pick, Split, Turn
-from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec import Learning, RunSpec
 from artd_schema.wire import client_api as api
 
 from .connection import Connection
@@ -75,6 +75,11 @@ class Run:
         if self.info.spec is None:
             raise Failed(f"run {self.name!r} is {self.state}: {self.info.reason}", "spec")
         return self.info.spec
+
+    @property
+    def learning(self) -> Learning:
+        """What the run's next batch is trained with: `spec`, and what `update` has changed since. Raises as `spec`."""
+        return self.info.learning or self.spec.learning
 
     @property
     def step(self) -> int:
@@ -294,6 +299,15 @@ class Run:
     async def resume(self) -> None:
         """Train again, and start again the workers that the daemon had given up. Raises Conflict when the run is finished."""
         await self._connection.ask(api.Resume(run=self.name), api.Done)
+
+    async def update(self, **changes: Any) -> None:
+        """Change what the run learns with, from the next batch that is packed on: `update(optimizer={"lr": 1e-6}, loss={"kl": None})`.
+
+        Fields that are not named stay as they are; None takes one back to its default. All of `optimizer` and of `loss` but `kind` may
+        change. The change is durable when this returns. Raises Invalid with the field, NotFound, Conflict when the run is finished.
+        """
+        await self._connection.ask(api.UpdateRun(run=self.name, changes=changes), api.Done)
+        await self.refresh()
 
     async def discard_group(self, group: str) -> None:
         """Discard an open or sealed group with its trajectories, which are never trained. Raises NotFound, Conflict."""

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from artd_schema.data.trajectory import Pick, Split, Turn
-from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec import Learning, RunSpec
 from artd_schema.wire import client_api as api
 
 from .address import Remote
@@ -103,6 +103,10 @@ class SyncRun(BlockingRun):
     @property
     def spec(self) -> RunSpec:
         return self._run.spec
+
+    @property
+    def learning(self) -> Learning:
+        return self._run.learning
 
     @property
     def step(self) -> int:
@@ -206,6 +210,9 @@ class SyncRun(BlockingRun):
 
     def resume(self) -> None:
         self._client._call(self._run.resume())
+
+    def update(self, **changes: Any) -> None:
+        self._client._call(self._run.update(**changes))
 
     def discard_group(self, group: str) -> None:
         self._client._call(self._run.discard_group(group))

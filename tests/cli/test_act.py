@@ -87,6 +87,13 @@ SENT = [
     (("pause",), api.Pause(run="toy", reason="operator"), "run toy is paused"),
     (("pause", "toy", "--reason", "lunch"), api.Pause(run="toy", reason="lunch"), "run toy is paused"),
     (("resume", "toy"), api.Resume(run="toy"), "run toy is active"),
+    (
+        ("set", "toy", "optimizer.lr=1e-6", "loss.kl=null", "optimizer.schedule.kind=cosine"),
+        api.UpdateRun(
+            run="toy", changes={"optimizer": {"lr": 1e-6, "schedule": {"kind": "cosine"}}, "loss": {"kl": None}}
+        ),
+        "run toy learns with it from its next batch on",
+    ),
     (("finish", "toy"), api.Finish(run="toy"), "run toy is finished"),
     (("delete", "toy", "--yes"), api.DeleteRun(run="toy"), "run toy is deleted; its files go by themselves"),
 ]

@@ -53,6 +53,27 @@ async def test_paused_trains_nothing_and_goes_on_when_resumed(rig):
     rig.check(2)
 
 
+async def test_what_a_run_learns_with_changes_while_it_goes_on(rig):
+    """From the next batch on, across a kill -9; a program that knows nothing of the change attaches as before."""
+    rig.start()
+    async with rig.run() as (_, run):
+        await run.wait(0, timeout=60)
+        await fill(run, 1)
+        await run.wait(1, timeout=60)
+        await run.update(optimizer={"lr": 0.5})
+        assert (run.spec.optimizer.lr, run.learning.optimizer.lr) == (1e-5, 0.5)
+        rig.restart()
+        await fill(run, 2)
+        await run.wait(2, timeout=60)
+        with pytest.raises(Invalid, match=r"loss\.kind stays as the run was made"):
+            await run.update(loss={"kind": "ppo"})
+    async with rig.run() as (_, again):
+        assert again.learning.version == 1
+    rates = "SELECT json_extract(learning, '$.optimizer.lr') FROM job WHERE kind = 'train' ORDER BY id"
+    assert rig.rows(rates) == [(1e-5,), (0.5,)]
+    rig.check(4)
+
+
 async def test_finish_ends_the_workers_and_the_next_run_gets_its_own(rig):
     rig.start()
     async with rig.run() as (client, run):

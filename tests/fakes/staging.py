@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from artd_schema.data.manifest import Canary
 from artd_schema.wire import worker as w
 from artd_workers.trainer.checkpoint.writer import Files
@@ -31,5 +33,6 @@ def stage(folder: Path, order: w.Run, base_digest: str = "b" * 64, **changes: An
         "fence": order.fence,
         "canary": Canary(prompts=(), logprobs=(), max_abs=1e-4, mean_abs=1e-5),
         "metrics": {"loss": 0.5},
+        "learning": order.learning or UNSET,
     }
     return files.finish(**(fields | changes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest
 from artd_schema.data.trajectory import RouteShape
-from artd_schema.run.spec import LoraSpec, OptimizerSpec, RunSpec, ScheduleSpec
+from artd_schema.run.spec import Learning, LoraSpec, LossSpec, OptimizerSpec, RunSpec, ScheduleSpec
 from artd_schema.wire import worker as w
 from artd_schema.wire.replay_job import ReplayRequest
 from artd_schema.wire.worker_config import TrainerConfig
@@ -46,15 +46,17 @@ class Past:
         order = msgspec.structs.replace(self.orders[step], dir=str(target / "replayed"))
         return ReplayRequest(config=self.config, run=order, committed=self.refs[step])
 
-    def metrics(self, step: int) -> dict[str, float]:
-        """What the manifest of a step says that was measured."""
+    def manifest(self, step: int) -> CheckpointManifest:
         raw = (Path(self.refs[step].dir) / MANIFEST_FILE).read_bytes()
-        return msgspec.json.decode(raw, type=CheckpointManifest).metrics
+        return msgspec.json.decode(raw, type=CheckpointManifest)
 
 
-def make_past(root: Path, spec: RunSpec, batch: Callable[[Path, int], Files]) -> Past:
+def make_past(
+    root: Path, spec: RunSpec, batch: Callable[[Path, int], Files], learning: Mapping[int, Learning] | None = None
+) -> Past:
     """Three jobs by one trainer process, as the daemon orders them: from its memory, not from the parent's files; on "all
-    cores" of a machine that has one. batch(folder, step): what a step is trained on."""
+    cores" of a machine that has one. batch(folder, step): what a step is trained on. learning: what each step learns with, where not
+    with the spec's."""
     past = Past(root, TrainerConfig(run="r", spec=spec, base_digest="base"), [], [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: {0})
@@ -63,6 +65,7 @@ def make_past(root: Path, spec: RunSpec, batch: Callable[[Path, int], Files]) ->
         order = w.Run(
             job=step + 1, fence=2, kind="train" if step else "init", step=step, epoch=step, lineage=0,
             dir=str(root / f"staging-{step}"), instance="i", parent=past.refs[-1] if past.refs else None,
+            learning=(learning or {}).get(step, spec.learning) if step else None,
             **(batch(root / f"batch-{step}", step) if step else {}),
         )  # fmt: skip
         staged = trainer.run(order)
@@ -92,11 +95,12 @@ def sparse_batch(folder: Path, step: int) -> Files:
 
 
 def make_dense(root: Path, model: Path) -> Past:
-    """A dense model with LoRA, whose learning rate is another one at each step."""
+    """A dense model with LoRA, whose learning rate follows a schedule; step 2 learns with values that were changed."""
     lora = LoraSpec(rank=rig.RANK, alpha=rig.ALPHA)
     optimizer = OptimizerSpec(lr=0.01, schedule=ScheduleSpec(kind="linear", warmup=1, steps=4))
     spec = RunSpec(model=str(model), seed=3, lora=lora, optimizer=optimizer)
-    return make_past(root, spec, dense_batch)
+    changed = Learning(optimizer=OptimizerSpec(lr=0.02, beta1=0.8), loss=LossSpec(clip_high=3.0), version=1)
+    return make_past(root, spec, dense_batch, {2: changed})
 
 
 def make_sparse(root: Path) -> Past:

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from artd_schema.data.manifest import ReplayManifest
 from artd_schema.data.trajectory import RouteShape
-from artd_schema.run.spec import OptimizerSpec
 from artd_schema.wire import worker as w
 from artd_schema.wire.replay_job import ReplayReport, ReplayRow
 from artd_workers.trainer.tools import compare, replay_job
@@ -149,10 +148,13 @@ def test_another_seed(past: Past, replay: Callable[..., ReplayReport]) -> None:
     assert OPTIMIZER not in parts(rows)  # no step was taken
 
 
-def test_another_learning_rate(past: Past, replay: Callable[..., ReplayReport]) -> None:
+def test_another_learning_rate(past: Past, tmp_path: Path, replay: Callable[..., ReplayReport]) -> None:
     """What follows from it differs, what comes before it does not."""
-    spec = msgspec.structs.replace(past.config.spec, optimizer=OptimizerSpec(lr=0.011))
-    rows = different(replay(config=msgspec.structs.replace(past.config, spec=spec)))
+    order = past.request(2, tmp_path).run
+    assert order.learning is not None
+    optimizer = msgspec.structs.replace(order.learning.optimizer, lr=0.011)
+    learning = msgspec.structs.replace(order.learning, optimizer=optimizer)
+    rows = different(replay(run=msgspec.structs.replace(order, learning=learning)))
     assert parts(rows) == {ADAPTER, "weights.json", "canary", "files", "manifest", "metrics"}
     assert {row.name for row in rows if row.part == "metrics"} == {"lr"}
     assert {row.name for row in rows if row.part == "files"} == {ADAPTER, "weights.json"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import UNSET
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from artd_schema.run.spec import LossSpec, OptimizerSpec, ScheduleSpec
@@ -124,6 +125,8 @@ def past(tmp_path_factory: pytest.TempPathFactory, toy_folders: dict[str, Path])
     return make_dense(tmp_path_factory.mktemp("past"), toy_folders["llama"])
 
 
-def test_the_rate_stands_in_the_manifest(past: Past) -> None:
+def test_what_a_step_learnt_with_stands_in_its_manifest(past: Past) -> None:
     """And test_replay_job repeats these steps bit for bit, each from its parent's files."""
-    assert [past.metrics(step)["lr"] for step in (1, 2)] == [0.005, 0.01]
+    assert [past.manifest(step).metrics["lr"] for step in (1, 2)] == [0.005, 0.02]
+    found = [past.manifest(step).learning for step in range(3)]
+    assert found == [UNSET, past.config.spec.learning, past.orders[2].learning]

@@ -1,4 +1,4 @@
-"""`artctl cancel|discard|discard-group|retry|pause|resume|finish|delete|rollback`: the orders of an operator.
+"""`artctl cancel|discard|discard-group|retry|pause|resume|set|finish|delete|rollback`: the orders of an operator.
 
 Exit codes: 0, 1 refused, 3 the daemon does not run, 5 no such job, run or step, 6 its state does not allow it, 7 the daemon did
 not answer in time.
@@ -7,6 +7,7 @@ not answer in time.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from . import job as jobs
 if TYPE_CHECKING:
     from artd_client import SyncClient
 
-VERBS = ("cancel", "discard", "discard-group", "retry", "pause", "resume", "finish", "delete", "rollback")
+VERBS = ("cancel", "discard", "discard-group", "retry", "pause", "resume", "set", "finish", "delete", "rollback")
 TIMEOUT_S = 30.0
 WAIT = "seconds that the daemon may take to answer (default: %(default)g)"
 
@@ -44,7 +45,7 @@ class Act:
 
     `of`: what it acts on, a job, a run, a group (RUN GROUP) or a step (RUN@STEP). `done`: the text after it. `call` carries it
     out; its last argument is what `_target` returns. `final`: it cannot be undone, so its run must be named in full. `reason`:
-    it has --reason. `confirm`: it asks first.
+    it has --reason. `confirm`: it asks first. `changes`: it takes NAME=VALUE.
     """
 
     of: Literal["job", "run", "group", "step"]
@@ -54,11 +55,23 @@ class Act:
     final: bool = False
     reason: bool = False
     confirm: bool = False
+    changes: bool = False
 
 
 def _roll_back(art: SyncClient, _args: argparse.Namespace, target: str) -> None:
     name, _, step = target.partition("@")
     art.run(name).rollback(int(step))
+
+
+def _update(art: SyncClient, args: argparse.Namespace, name: str) -> None:
+    changes: dict[str, Any] = {}
+    for path, value in args.changes:
+        *outer, last = path.split(".")
+        inner = changes
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    art.run(name).update(**changes)
 
 
 ACTS = {
@@ -96,6 +109,13 @@ ACTS = {
     "resume": Act(
         "run", "let a paused run train again", "run {} is active", lambda art, args, name: art.run(name).resume()
     ),
+    "set": Act(
+        "run",
+        "change what a run learns with, from its next batch on",
+        "run {} learns with it from its next batch on",
+        _update,
+        changes=True,
+    ),
     "finish": Act(
         "run",
         "end a run for good; its engine and trainer stop, its jobs are cancelled",
@@ -130,8 +150,17 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
                 help="a kept step of `artctl checkpoints`; without RUN of the run that is not finished; pause it first",
             )
         else:
-            told = "its name" if act.final else "default: the one that is not finished"
-            parser.add_argument("name", metavar="RUN", nargs=None if act.final else "?", default="", help=told)
+            needed = act.final or act.changes
+            told = "its name" if needed else "default: the one that is not finished"
+            parser.add_argument("name", metavar="RUN", nargs=None if needed else "?", default="", help=told)
+        if act.changes:
+            parser.add_argument(
+                "changes",
+                metavar="NAME=VALUE",
+                nargs="+",
+                type=_change,
+                help="a field of optimizer or loss, such as optimizer.lr=1e-6; VALUE is JSON, null takes the field back to its default",
+            )
         if act.reason:
             parser.add_argument(
                 "--reason", default="operator", help="what `artctl status` says of it (default: operator)"
@@ -141,6 +170,17 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         parser.add_argument("--json", action="store_true", help="one JSON document (docs/cli-json.md)")
         parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S", help=WAIT)
         parser.set_defaults(run=run)
+
+
+def _change(text: str) -> tuple[str, Any]:
+    """Split NAME=VALUE. VALUE is JSON, or text as it stands."""
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as optimizer.lr=1e-6")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def run(args: argparse.Namespace) -> int:

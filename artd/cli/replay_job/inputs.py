@@ -19,7 +19,7 @@ from artd.errors import Conflict
 from artd.models.base_model import check_pinned
 from artd_schema.data.base import BaseModel
 from artd_schema.data.manifest import MANIFEST_FILE
-from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec import Learning, RunSpec
 from artd_schema.wire.replay_job import ReplayRequest
 from artd_schema.wire.worker import CheckpointRef, Run
 from artd_schema.wire.worker_config import TrainerConfig
@@ -106,18 +106,19 @@ def request(database: read.Database, data: Path, row: Row, target: Path) -> Repl
     """
     instance = {entry["key"]: entry["value"] for entry in database.rows(read.META)}.get("instance", "")
     paths = {column: str(_blob(data, row[column])) if row[column] else "" for column, _ in _BLOBS}
+    try:
+        spec = msgspec.convert(row["spec"], RunSpec)
+        learning = msgspec.json.decode(row["learning"], type=Learning) if row["learning"] else None
+    except msgspec.DecodeError as error:
+        raise CliError(
+            FAILED, f"the spec of run {row['run']} cannot be read: {error}", "use the artd that made it"
+        ) from None
     order = Run(
         job=row["id"], fence=row["fence"], kind=row["kind"], step=row["step"], epoch=row["epoch"], lineage=row["lineage"],
         dir=str(target), instance=instance, parent=_reference(data, row, "parent_") if row["parent_sha"] else None,
         batch=paths["tensors"], manifest=paths["manifest"], batch_sha=row["manifest"] or "", replay=paths["replay"],
-        replay_manifest=paths["replay_manifest"],
+        replay_manifest=paths["replay_manifest"], learning=learning,
     )  # fmt: skip
-    try:
-        spec = msgspec.convert(row["spec"], RunSpec)
-    except msgspec.ValidationError as error:
-        raise CliError(
-            FAILED, f"the spec of run {row['run']} cannot be read: {error}", "use the artd that made it"
-        ) from None
     code = committed_code(data, row)
     config = TrainerConfig(
         run=row["run"], spec=spec, base_digest=row["base_digest"], loss=code.loss, family=code.family

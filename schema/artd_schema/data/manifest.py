@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from artd_schema.codec import prepare
 from artd_schema.packages import PackageCode, RunCode
-from artd_schema.run.spec import AdvantageSpec, Parameters
+from artd_schema.run.spec import AdvantageSpec, Learning, Parameters
 
 from .trajectory import RouteShape
 
@@ -83,7 +83,8 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     `token_digest`: sha256 of the tokens tensor. `logical_tokens`: without sharing; `physical_tokens`: as packed. `replay`:
     sha256 of the batch's `ReplayManifest` file ("" = no expert replay). `unshared_tokens`: tokens of common prefixes that were
     not shared because the siblings' routes differ. `metrics`: measures of the trajectories (docs/metrics.md), to which the step
-    adds its own. `advantages`: how rewards became advantages; unset: within their group alone, as `scale_rewards` says.
+    adds its own. `advantages`: how rewards became advantages; unset: within their group alone, as `scale_rewards` says. `learning`: what
+    the batch is trained with; unset in older manifests: the run's spec.
     """
 
     version: int = 1
@@ -107,6 +108,7 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     unshared_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     advantages: AdvantageSpec | UnsetType = UNSET
+    learning: Learning | UnsetType = UNSET
 
 
 class ReplayManifest(Struct, frozen=True, kw_only=True):
@@ -193,7 +195,7 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     `files`: every other file of the folder. `batch`: sha of the batch manifest it was trained on ("" at step 0). `metrics`: of
     the train job. `environment`: what a bitwise repetition needs (CPU features, threads, versions). `loss`: the package's code
     of the run's loss, unset where the loss is artd's own and in older manifests. `family`: likewise the code that planned the
-    model.
+    model. `learning`: what the step was trained with, as its batch's manifest has it; unset at step 0.
     """
 
     version: int = 1
@@ -215,6 +217,7 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     environment: dict[str, Any] = field(default_factory=dict)
     loss: PackageCode | UnsetType = UNSET
     family: PackageCode | UnsetType = UNSET
+    learning: Learning | UnsetType = UNSET
 
 
 def read_code(checkpoint: Path) -> RunCode:

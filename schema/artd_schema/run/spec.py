@@ -158,6 +158,14 @@ class LengthSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     penalty: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
 
 
+class Learning(Struct, frozen=True, kw_only=True):
+    """What a train job learns with: the part of a run's spec that may change while the run goes on. version: how often it has changed."""
+
+    optimizer: OptimizerSpec
+    loss: LossSpec
+    version: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
+
+
 class AdvantageSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rewards become advantages. docs/losses.md has the formulas.
 
@@ -314,6 +322,11 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _fill(self, scale_rewards=own.scale_rewards and by_group, group_size=own.group_size)
         if self.loss.normalise == "constant" and self.loss.divisor is UNSET:
             force_setattr(self, "loss", msgspec.structs.replace(self.loss, divisor=self.engine.max_model_len))
+
+    @property
+    def learning(self) -> Learning:
+        """What the run learns with as it was made."""
+        return Learning(optimizer=self.optimizer, loss=self.loss)
 
     @property
     def row_tokens(self) -> int:

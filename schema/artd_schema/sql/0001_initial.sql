@@ -14,7 +14,8 @@ CREATE TABLE meta (
 CREATE TABLE run (
   id INTEGER PRIMARY KEY,
   name TEXT NOT NULL UNIQUE CHECK (length(name) BETWEEN 1 AND 96),  -- a client's has up to 64; ".": deleted
-  spec BLOB NOT NULL,                        -- JSON RunSpec
+  spec BLOB NOT NULL,                        -- JSON RunSpec: as the run was made
+  learning BLOB,                             -- JSON Learning, once an operator has changed it
   base_digest TEXT NOT NULL,
   base_manifest BLOB NOT NULL,               -- JSON [{name, bytes, sha256, mtime_ns, inode}]
   vocab_size INTEGER NOT NULL,
@@ -181,6 +182,7 @@ CREATE TABLE job (
   spawn INTEGER,
   cancel INTEGER NOT NULL DEFAULT 0 CHECK (cancel IN (0, 1)),    -- an operator ended it, or told it to stop
   discard INTEGER NOT NULL DEFAULT 0 CHECK (discard IN (0, 1)),  -- and its trajectories go with it
+  learning BLOB,                             -- JSON Learning of a train job: what the run had when the batch was packed
   waiting TEXT NOT NULL DEFAULT '',          -- why a queued job that is due is not sent to its trainer
   error TEXT NOT NULL DEFAULT '',
   metrics BLOB NOT NULL DEFAULT x'7b7d',     -- JSON

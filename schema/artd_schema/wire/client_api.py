@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from artd_schema.data.trajectory import Credit, ExchangeRef, Pick, Split
-from artd_schema.run.spec import RunSpec, Seconds
+from artd_schema.run.spec import Learning, RunSpec, Seconds
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """An integer that an SQLite column can store."""
@@ -30,11 +30,8 @@ class _Op(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_
 
 
 class Order(_Op, frozen=True, kw_only=True):
-    """A change that counts once.
-
-    `request`: an id that the client makes for each call. The daemon carries out requests with the same id once; "" = every
-    time.
-    """
+    """A change that counts once. `request`: an id that the client makes for each call; the daemon carries out requests with the same id
+    once; "" = every time."""
 
     request: str = ""
 
@@ -57,10 +54,9 @@ class CreateRun(_Op, frozen=True):
 class Submit(_Op, frozen=True):
     """Submit one trajectory to a group. Answered by Submitted.
 
-    `key`: unique in the run for ever; "" = sha256 of its response ids or of its body. By reference: `refs`, no bulk. By value:
-    one bulk frame, msgpack list[Turn]. `group`: name of the group, which the first submission creates. `reward`: from -1e30 to
-    1e30. `metrics`: at most 256 finite numbers. `metadata`: anything that JSON can express. `credits`: for each turn
-    its advantages and weights; () = none.
+    `key`: unique in the run for ever; "" = sha256 of its response ids or of its body. By reference: `refs`, no bulk. By value: one bulk
+    frame, msgpack list[Turn]. `group`: name of the group, which the first submission creates. `reward`: from -1e30 to 1e30. `metrics`: at
+    most 256 finite numbers. `metadata`: anything that JSON can express. `credits`: for each turn its advantages and weights; () = none.
     """
 
     run: str
@@ -88,10 +84,8 @@ class Flush(Order, frozen=True):
 
 
 class WaitStep(_Op, frozen=True):
-    """Wait for a step. Answered by StepInfo once `step` is committed and served, by Pending after `timeout_s` seconds.
-
-    Answered by Stalled when no rollout is open and too few groups are trainable.
-    """
+    """Wait for a step. Answered by StepInfo once `step` is committed and served, by Pending after `timeout_s` seconds, by Stalled when no
+    rollout is open and too few groups are trainable."""
 
     run: str
     step: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -156,6 +150,13 @@ class Resume(Order, frozen=True):
     """Let a paused run train again, whatever paused it. Broken workers (five deaths in ten minutes) are started again."""
 
     run: str
+
+
+class UpdateRun(Order, frozen=True):
+    """Change what a run learns with, from its next batch on: `{"optimizer": {"lr": 1e-6}}`, null for a field's default. Answered by Done."""
+
+    run: str
+    changes: Annotated[dict[str, Any], Meta(min_length=1, max_length=16)]
 
 
 class Finish(_Op, frozen=True):
@@ -224,8 +225,7 @@ class Shutdown(_Op, frozen=True):
 
 Op = (
     Hello | CreateRun | Submit | Seal | Flush | WaitStep | List | Events | Samples | ReadTrajectory | ReadTokenizer
-    | Pause | Resume | Finish | DeleteRun | Rollback | CancelJob | DiscardJob | DiscardGroup | RetryJob | Collect
-    | Shutdown
+    | Pause | Resume | UpdateRun | Finish | DeleteRun | Rollback | CancelJob | DiscardJob | DiscardGroup | RetryJob | Collect | Shutdown
 )  # fmt: skip
 
 
@@ -256,8 +256,8 @@ class RunInfo(_Answer, frozen=True):
     """The state of a run.
 
     `state`: active, paused or finished. `step`: newest committed step, -1 before the init job. `served`: newest live step, -1 =
-    none. `spec`: None when the stored one cannot be read; `reason` says why. `lineage`: of the next step; each rollback adds
-    one.
+    none. `spec`: as the run was made; None when the stored one cannot be read, and `reason` says why. `lineage`: of the next step; each
+    rollback adds one. `learning`: what the next batch is trained with, None without `spec`.
     """
 
     name: str
@@ -270,6 +270,7 @@ class RunInfo(_Answer, frozen=True):
     base_url: str
     api_key: str
     lineage: int = 0
+    learning: Learning | None = None
 
 
 class Submitted(_Answer, frozen=True):

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from artd_schema.data.trajectory import RouteShape, Sampling, Split
 from artd_schema.run.engines import DEFAULT
-from artd_schema.run.spec import Mode
+from artd_schema.run.spec import Learning, Mode
 
 from .worker_config import EngineConfig, GatewayConfig, TrainerConfig
 
@@ -65,7 +65,8 @@ class Reject(_Message, frozen=True):
 class Run(_Message, frozen=True):
     """An order to do a job in the staging folder `dir`, which the worker creates. `parent` is the checkpoint to start
     from, None for init. `batch` and `manifest` are the paths of the packed tensors and their JSON manifest; `replay`
-    and `replay_manifest` those of the batch's replay bundle ("" = none). `epoch` is the policy epoch of the result."""
+    and `replay_manifest` those of the batch's replay bundle ("" = none). `epoch` is the policy epoch of the result.
+    `learning` is what a train job learns with, None where that is the spec."""
 
     job: int
     fence: int
@@ -81,6 +82,7 @@ class Run(_Message, frozen=True):
     batch_sha: str = ""
     replay: str = ""
     replay_manifest: str = ""
+    learning: Learning | None = None
 
 
 class Cancel(_Message, frozen=True):

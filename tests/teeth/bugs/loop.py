@@ -23,6 +23,32 @@ BUGS = (
         "assert",
     ),
     Bug(
+        "a-retry-learns-with-what-was-set-since", "artd/training/dispatch.py",
+        'learning=msgspec.json.decode(job["learning"], type=Learning) if job["learning"] else None',
+        'learning=msgspec.json.decode(run["learning"] or job["learning"], type=Learning) if job["learning"] else None',
+        "tests/unit/test_learning.py::test_a_change_counts_from_the_next_batch_on_and_a_job_keeps_its_own", "assert .*1e-05",
+    ),
+    Bug(
+        "a-change-misses-the-batch-that-is-packed", "artd/packing/service.py",
+        "        if learning != manifest.learning:\n", "        if False:\n",
+        "tests/unit/test_learning.py::test_a_change_while_a_batch_is_packed_is_in_that_batch", "settings that a client had replaced",
+    ),
+    Bug(
+        "a-repeated-change-undoes-a-newer-one", "artd/runs/learning.py",
+        "    if not first_time(c, now, op.request) or after == before:\n", "    if after == before:\n",
+        "tests/unit/test_learning.py::test_what_is_there_already_and_what_comes_again_change_nothing", "assert 4 == 2",
+    ),
+    Bug(
+        "a-change-rewrites-the-spec", "artd/tables/runs.py",
+        "UPDATE run SET learning = ? WHERE id = ?", "UPDATE run SET learning = ?1, spec = CAST(json_patch(CAST(spec AS TEXT), CAST(?1 AS TEXT)) AS BLOB) WHERE id = ?2",
+        "tests/unit/test_learning.py::test_attaching_compares_with_the_spec_that_the_run_was_made_with", "Unreadable|Conflict|unknown field",
+    ),
+    Bug(
+        "a-step-of-other-values-is-committed", "artd/training/commit.py",
+        '        "learning": msgspec.json.decode(job["learning"], type=Learning) if job["learning"] else UNSET,\n', "",
+        "tests/unit/test_learning.py::test_a_result_that_was_trained_with_other_values_is_no_step", "assert",
+    ),
+    Bug(
         "every-waiter-looks-for-itself", "artd/runs/waits.py",
         "        if watch.next is None:\n", "        if True:\n",
         "tests/attack/test_waits.py::test_waiters_share_their_looks_and_none_is_in_the_writer",
@@ -240,7 +266,7 @@ BUGS = (
         "artd.packing.+kid",
     ),
     Bug(
-        "unknown-loss-accepted", "artd/runs/lifecycle.py",
+        "unknown-loss-accepted", "artd/runs/learning.py",
         "    if unknown := losses.missing(spec.kind):\n", "    if (unknown := losses.missing(spec.kind)) and False:\n",
         "tests/unit/test_packages.py::test_a_run_with_an_unknown_loss_is_refused_with_what_is_known", "DID NOT RAISE",
     ),
@@ -250,7 +276,7 @@ BUGS = (
         "tests/unit/test_workforce.py::test_a_run_that_goes_on_with_other_code_is_told", "assert ",
     ),
     Bug(
-        "impossible-loss-accepted", "artd/runs/lifecycle.py",
+        "impossible-loss-accepted", "artd/runs/learning.py",
         '    if found := loss_finding(spec):\n',
         '    if (found := loss_finding(spec)) and False:\n',
         "tests/unit/test_packages.py::test_a_run_with_an_unknown_loss_is_refused_with_what_is_known", 'DID NOT RAISE',

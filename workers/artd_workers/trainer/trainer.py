@@ -151,8 +151,10 @@ class Trainer:
         with self.ranks.in_step(NonFinite, Cancelled, ArithmeticError):
             if batch is not None and job.parent is not None:
                 started, asked = time.perf_counter(), self.ranks.poll(cancelled)
+                learning = job.learning or self.spec.learning
+                self._optimizer.spec = learning.optimizer
                 metrics = train_step(
-                    policy, self._optimizer, batch, self.spec.loss, job.parent.epoch, progress, asked, asked.now
+                    policy, self._optimizer, batch, learning.loss, job.parent.epoch, progress, asked, asked.now
                 )
                 seconds["train"] = time.perf_counter() - started
                 reach("train.stepped")
@@ -276,6 +278,7 @@ class Trainer:
                 spec_digest=digest(to_json(self.spec)), instance=job.instance, job=job.job, fence=job.fence,
                 canary=probe, parameters=self._trained.kind, metrics=_finite(metrics), environment=self._environment(),
                 loss=self.config.loss or msgspec.UNSET, family=self.config.family or msgspec.UNSET,
+                learning=job.learning or msgspec.UNSET,
             )  # fmt: skip
         seconds["stage"] = time.perf_counter() - started
         self._staged = sha, snapshot

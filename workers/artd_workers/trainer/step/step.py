@@ -55,7 +55,8 @@ class Optimizer:
         for name, parameter in parameters.list_parameters():
             kinds[decays(name)].append(parameter)
         groups = [{"params": own, "decays": kind} for kind, own in kinds.items() if own]
-        adamw = torch.optim.AdamW(groups, foreach=False, fused=groups[0]["params"][0].is_cuda)
+        cuda = any(own[0].is_cuda for own in kinds.values() if own)
+        adamw = torch.optim.AdamW(groups, foreach=False, fused=cuda)
         return cls(spec, parameters, adamw)
 
     @property
