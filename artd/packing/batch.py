@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from artd_schema.codec import digest, to_json
 from artd_schema.data.manifest import BatchManifest, PackedTrajectory, ReplayManifest
 from artd_schema.data.trajectory import RouteShape
@@ -19,8 +21,9 @@ from .forest import Forest, grow
 from .inputs import PackError, PackSpec, Source
 from .measures import measure
 from .replay import fill_routes
-from .rows import Segment, permutation, place, row_segments
+from .rows import Placed, Segment, divide, permutation, place, row_segments
 from .tensors import Filler, Tensors, describe
+from .tree import Tree
 
 PACKER = "artd-tree/2"
 """The packer's version. Every change that alters the bytes of a batch raises it."""
@@ -49,10 +52,10 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
         members.setdefault(source.group, []).append(index)
     advantages, groups, drops = judge(spec, sources, members)
     forest = grow(spec, sources, members, {drop.trajectory for drop in drops}, drops)
-    opened = place(forest.trees, spec.row_length)
-    if not opened:
+    parts = _place(spec, forest.trees)
+    if not parts:
         raise PackError("nothing to pack: every trajectory was dropped, see drops", drops=tuple(drops))
-    placed = [opened[number] for number in permutation(len(opened), spec.seed, spec.step)]
+    placed = [row for part in parts for row in part]
     rows = [row_segments(forest.trees, items) for items in placed]
     rows_of: list[set[int]] = [set() for _ in sources]
     for row, items in enumerate(placed):
@@ -94,6 +97,7 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
         metrics=measure(sources, [bool(rows) for rows in rows_of], forest, drops),
         advantages=spec.advantages,
         learning=spec.learning,
+        minibatches=tuple(number for number, part in enumerate(parts) for _ in part) if len(parts) > 1 else UNSET,
     )
     return Packed(tensors, manifest, replay)
 
@@ -101,6 +105,16 @@ def pack(spec: PackSpec, sources: Seq[Source]) -> Packed:
 def fill(manifest: BatchManifest) -> float:
     """Return the share of the rows' positions that hold a token, from 0 to 1."""
     return manifest.physical_tokens / (manifest.rows * manifest.row_length)
+
+
+def _place(spec: PackSpec, trees: Seq[Tree]) -> list[list[list[Placed]]]:
+    """Place the sequences of each minibatch into rows of its own, and shuffle these. Each group is in one minibatch."""
+    count = (spec.learning.optimizer.minibatches if spec.learning else UNSET) or 1
+    found = []
+    for groups in divide(trees, count, spec.seed, spec.step):
+        opened = place(trees, spec.row_length, groups)
+        found.append([opened[number] for number in permutation(len(opened), spec.seed, spec.step)])
+    return found
 
 
 def _refuse_repeats(sources: Seq[Source]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -42,9 +43,9 @@ class _Row:
     nodes: set[tuple[int, int]] = field(default_factory=set)
 
 
-def place(trees: Seq[Tree], row_length: int) -> list[list[Placed]]:
-    """Return the sequences of each row, rows in the order in which they were opened. Raises ValueError if one sequence
-    is longer than a row.
+def place(trees: Seq[Tree], row_length: int, groups: Collection[int] | None = None) -> list[list[Placed]]:
+    """Return the sequences of each row, rows in the order in which they were opened. `groups` are the indices of the trees to place, None of
+    all. Raises ValueError if one sequence is longer than a row.
 
     Groups are placed in descending order of their longest sequence, and so are the sequences of a group. Each sequence
     goes to the row where it adds the fewest tokens; among equal ones, to the row with the least room. If it fits
@@ -53,7 +54,8 @@ def place(trees: Seq[Tree], row_length: int) -> list[list[Placed]]:
     rows: list[_Row] = []
     room: list[tuple[int, int]] = []  # (free, row), sorted
     costs = [[_cost(tree, sequence) for sequence in range(len(tree.leaves))] for tree in trees]
-    for number in sorted((n for n, tree in enumerate(trees) if tree.leaves), key=lambda n: (-max(costs[n]), n)):
+    chosen = (n for n, tree in enumerate(trees) if tree.leaves and (groups is None or n in groups))
+    for number in sorted(chosen, key=lambda n: (-max(costs[n]), n)):
         tree = trees[number]
         holders: set[int] = set()  # rows that hold some of this group
         for sequence in sorted(range(len(tree.leaves)), key=lambda s: (-costs[number][s], s)):
@@ -146,3 +148,12 @@ def permutation(count: int, seed: int, step: int) -> list[int]:
     """Return a permutation of range(count), sorted by the sha256 of seed, step and index, so that it is the same on
     every Python."""
     return sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}:{step}:{index}".encode()).digest())
+
+
+def divide(trees: Seq[Tree], count: int, seed: int, step: int) -> list[set[int]]:
+    """Divide the groups that have sequences into `count` minibatches of as many groups each, or one more; into fewer if there are not so
+    many groups. Which group goes where is drawn from the seed and the step."""
+    held = [number for number, tree in enumerate(trees) if tree.leaves]
+    drawn = [held[index] for index in permutation(len(held), seed, step)]
+    parts = min(count, len(held))
+    return [set(drawn[part::parts]) for part in range(parts)]

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from artd_schema.run.spec import RunSpec
-from artd_workers.trainer import placement, trainer
+from artd_workers.trainer import placement
 from artd_workers.trainer.model import logits as head
 from artd_workers.trainer.parallel import ranks
 from artd_workers.trainer.parallel.layout import Parallel
 from artd_workers.trainer.parallel.ranks import RankError, Ranks
 from artd_workers.trainer.placement import Placement
+from artd_workers.trainer.step import job as step_job
 from artd_workers.trainer.step.step import Cancelled, train_step
 
 from . import moe_rig, parallel_rig
@@ -50,7 +51,7 @@ def main() -> None:
         placement.of = partial(_placed, layout["grouped"])
         jobs = Jobs(folder, name, together, **layout.get("spec", {}))
         seen = [Logits(words, words * HIDDEN) for words in {moe_rig.VOCAB, moe_rig.VOCAB // together.parallel.tp}]
-        trainer.train_step = partial(watched, seen)
+        step_job.train_step = partial(watched, seen)
         report[name] = led(jobs) if rank == 0 else jobs.followed(7, 5 if rank == given["world"] - 1 else -1)
         rounding = jobs.rounding()
         if rank == 0:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from msgspec import UNSET
 from safetensors.torch import load_file
 
 from artd_schema.data.manifest import MANIFEST_FILE, CheckpointManifest
@@ -78,8 +80,8 @@ def make_past(
     return past
 
 
-def dense_batch(folder: Path, step: int) -> Files:
-    batch = rig.write_batch(folder, step, epoch=step - 1)
+def dense_batch(folder: Path, step: int, learning: Mapping[int, Learning] | None = None) -> Files:
+    batch = rig.write_batch(folder, step, epoch=step - 1, learning=(learning or {}).get(step, UNSET))
     return {"batch": str(batch.tensors), "manifest": str(batch.manifest), "batch_sha": batch.sha}
 
 
@@ -95,12 +97,14 @@ def sparse_batch(folder: Path, step: int) -> Files:
 
 
 def make_dense(root: Path, model: Path) -> Past:
-    """A dense model with LoRA, whose learning rate follows a schedule; step 2 learns with values that were changed."""
+    """A dense model with LoRA, whose learning rate follows a schedule; step 2 learns with values that were changed, in several
+    optimizer steps."""
     lora = LoraSpec(rank=rig.RANK, alpha=rig.ALPHA)
     optimizer = OptimizerSpec(lr=0.01, schedule=ScheduleSpec(kind="linear", warmup=1, steps=4))
     spec = RunSpec(model=str(model), seed=3, lora=lora, optimizer=optimizer)
-    changed = Learning(optimizer=OptimizerSpec(lr=0.02, beta1=0.8), loss=LossSpec(clip_high=3.0), version=1)
-    return make_past(root, spec, dense_batch, {2: changed})
+    steps = OptimizerSpec(lr=0.02, beta1=0.8, minibatches=2, epochs=2)
+    changed = Learning(optimizer=steps, loss=LossSpec(kind="ppo", proximal="trainer"), version=1)
+    return make_past(root, spec, partial(dense_batch, learning={2: changed}), {2: changed})
 
 
 def make_sparse(root: Path) -> Past:

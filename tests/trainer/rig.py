@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from artd.packing.tensors import serialise
 from artd_schema.codec import digest, to_json
 from artd_schema.data.manifest import BatchManifest, PackedTrajectory, TensorInfo
 from artd_schema.data.trajectory import Sampling, Turn
-from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec import Learning, RunSpec
 from artd_workers.models.registry import plan_for, read_config
 from artd_workers.trainer.batch.rows import DTYPES, Batch, PackedRow, make_batch
 from artd_workers.trainer.model.lora import Lora, shapes_of
@@ -179,7 +180,14 @@ class WrittenBatch:
     sha: str
 
 
-def write_batch(folder: Path, step: int, seed: int = 0, epoch: int = 0, row_length: int = 256) -> WrittenBatch:
+def write_batch(
+    folder: Path,
+    step: int,
+    seed: int = 0,
+    epoch: int = 0,
+    row_length: int = 256,
+    learning: Learning | UnsetType = UNSET,
+) -> WrittenBatch:
     """Two groups of four random trajectories, packed as the daemon packs them."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
     sources = []
@@ -195,7 +203,9 @@ def write_batch(folder: Path, step: int, seed: int = 0, epoch: int = 0, row_leng
             body = msgspec.msgpack.encode([turn])
             number = 100 * step + 4 * group + member
             sources.append(Source(id=number, group=group + 1, reward=float(member), digest=digest(body), body=body))
-    spec = PackSpec(run="r", step=step, seed=seed, row_length=row_length, scale_rewards=True, base_digest="base")
+    spec = PackSpec(
+        run="r", step=step, seed=seed, row_length=row_length, scale_rewards=True, base_digest="base", learning=learning
+    )
     tensors, manifest, _ = pack(spec, sources)
     return _save(folder, f"batch-{step}", serialise(tensors), manifest)
 

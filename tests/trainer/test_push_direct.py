@@ -23,12 +23,13 @@ from artd_workers.engines.adapter import Fence
 from artd_workers.engines.gate import Gate
 from artd_workers.engines.pull.session import Session
 from artd_workers.engines.vllm.direct.survey import parameters
-from artd_workers.trainer import placement, trainer
+from artd_workers.trainer import placement
 from artd_workers.trainer.placement import Placement
 from artd_workers.trainer.push import serving
 from artd_workers.trainer.push.direct.feeder import Feeder
 from artd_workers.trainer.push.direct.weight_lock import WeightLock
 from artd_workers.trainer.push.direct.weight_source import WeightSource
+from artd_workers.trainer.step import job as step_job
 from artd_workers.trainer.worker import TrainerWorker
 from artd_workers.transfer import checksum
 from artd_workers.transfer.contracts import DeviceError, Port, PullError
@@ -190,9 +191,9 @@ def test_training_waits_for_a_push_and_does_not_change_it(
     before = clones(bench)
     number = bench.push(zero, engine)
     wait_until((engine.meeting / "offer").exists)
-    renew, train = WeightLock.renew, trainer.train_step
+    renew, train = WeightLock.renew, step_job.train_step
     monkeypatch.setattr(WeightLock, "renew", lambda weight_lock: (waiting.set(), renew(weight_lock))[1])
-    monkeypatch.setattr(trainer, "train_step", lambda *rest: (training.set(), train(*rest))[1])
+    monkeypatch.setattr(step_job, "train_step", lambda *rest: (training.set(), train(*rest))[1])
     done: list[w.CheckpointRef] = []
     job = threading.Thread(target=lambda: done.append(bench.desk.commit(1, zero)))
     job.start()

@@ -150,11 +150,11 @@ def test_another_seed(past: Past, replay: Callable[..., ReplayReport]) -> None:
 
 def test_another_learning_rate(past: Past, tmp_path: Path, replay: Callable[..., ReplayReport]) -> None:
     """What follows from it differs, what comes before it does not."""
-    order = past.request(2, tmp_path).run
+    order = past.request(1, tmp_path).run
     assert order.learning is not None
     optimizer = msgspec.structs.replace(order.learning.optimizer, lr=0.011)
     learning = msgspec.structs.replace(order.learning, optimizer=optimizer)
-    rows = different(replay(run=msgspec.structs.replace(order, learning=learning)))
+    rows = different(replay(1, run=msgspec.structs.replace(order, learning=learning)))
     assert parts(rows) == {ADAPTER, "weights.json", "canary", "files", "manifest", "metrics"}
     assert {row.name for row in rows if row.part == "metrics"} == {"lr"}
     assert {row.name for row in rows if row.part == "files"} == {ADAPTER, "weights.json"}

@@ -128,5 +128,6 @@ def past(tmp_path_factory: pytest.TempPathFactory, toy_folders: dict[str, Path])
 def test_what_a_step_learnt_with_stands_in_its_manifest(past: Past) -> None:
     """And test_replay_job repeats these steps bit for bit, each from its parent's files."""
     assert [past.manifest(step).metrics["lr"] for step in (1, 2)] == [0.005, 0.02]
+    assert past.manifest(2).metrics["optimizer_steps"] == 4
     found = [past.manifest(step).learning for step in range(3)]
     assert found == [UNSET, past.config.spec.learning, past.orders[2].learning]

@@ -84,7 +84,8 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     sha256 of the batch's `ReplayManifest` file ("" = no expert replay). `unshared_tokens`: tokens of common prefixes that were
     not shared because the siblings' routes differ. `metrics`: measures of the trajectories (docs/metrics.md), to which the step
     adds its own. `advantages`: how rewards became advantages; unset: within their group alone, as `scale_rewards` says. `learning`: what
-    the batch is trained with; unset in older manifests: the run's spec.
+    the batch is trained with; unset in older manifests: the run's spec. `minibatches`: of each row the number, from 0, of the minibatch that it
+    belongs to, rising; unset where the batch is one.
     """
 
     version: int = 1
@@ -109,6 +110,7 @@ class BatchManifest(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = field(default_factory=dict)
     advantages: AdvantageSpec | UnsetType = UNSET
     learning: Learning | UnsetType = UNSET
+    minibatches: tuple[int, ...] | UnsetType = UNSET
 
 
 class ReplayManifest(Struct, frozen=True, kw_only=True):

@@ -142,6 +142,15 @@ def _schedule(spec: RunSpec) -> Iterator[Finding]:
         )
 
 
+def _minibatches(spec: RunSpec) -> Iterator[Finding]:
+    parts = spec.optimizer.minibatches or 1
+    if parts > spec.groups_per_step:
+        yield (
+            "optimizer.minibatches",
+            f"optimizer.minibatches={parts}: each takes a group or more, and a batch has groups_per_step={spec.groups_per_step}: use fewer",
+        )
+
+
 def _group_size(spec: RunSpec) -> Iterator[Finding]:
     compares = (spec.advantages or AdvantageSpec()).baseline in ("group", "leave_one_out")
     if spec.group_size < 2 and compares:
@@ -180,6 +189,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Finding]], ...] = (
     _corrections,
     _kl,
     _schedule,
+    _minibatches,
     _advantages,
     _examples,
     _group_size,

@@ -65,7 +65,8 @@ class ScheduleSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW (arXiv:1711.05101) with a global gradient-norm clip. schedule: of `lr`, which is constant without."""
+    """AdamW (arXiv:1711.05101) with a global gradient-norm clip. schedule: of `lr`, which is constant without. minibatches: parts of a
+    batch, each of which is an optimizer step; epochs: how often a batch is gone through. Both are 1 unless given."""
 
     lr: Rate = 1e-5
     beta1: Beta = 0.9
@@ -75,6 +76,8 @@ class OptimizerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     clip_grad_norm: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     # Unset as far as a run does not ask for it: the bytes and the digest of a stored spec stay what they were.
     schedule: ScheduleSpec | UnsetType = UNSET
+    minibatches: Annotated[int, Meta(ge=1, le=1 << 10)] | UnsetType = UNSET
+    epochs: Annotated[int, Meta(ge=1, le=1 << 6)] | UnsetType = UNSET
 
 
 BY_LOSS: Any = UNSET

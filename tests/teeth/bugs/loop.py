@@ -49,6 +49,11 @@ BUGS = (
         "tests/unit/test_learning.py::test_a_result_that_was_trained_with_other_values_is_no_step", "assert",
     ),
     Bug(
+        "a-group-in-every-minibatch", "artd/packing/rows.py",
+        "if tree.leaves and (groups is None or n in groups)", "if tree.leaves",
+        "tests/unit/test_minibatches.py::test_each_group_is_in_one_minibatch", "assert",
+    ),
+    Bug(
         "every-waiter-looks-for-itself", "artd/runs/waits.py",
         "        if watch.next is None:\n", "        if True:\n",
         "tests/attack/test_waits.py::test_waiters_share_their_looks_and_none_is_in_the_writer",

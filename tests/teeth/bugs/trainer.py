@@ -102,6 +102,21 @@ BUGS = (
         "tests/trainer/test_schedule.py::test_every_rate_is_torchs", "assert .* == approx", torch=True,
     ),
     Bug(
+        "a-minibatch-is-divided-by-the-batch", "workers/artd_workers/trainer/batch/rows.py",
+        "rows=renumbered, counts=counts, parts=()", "rows=renumbered, parts=()",
+        "tests/trainer/test_minibatches.py::test_each_minibatch_is_a_step_of_transformers", "assert ", torch=True,
+    ),
+    Bug(
+        "the-ratio-is-to-the-step-before", "workers/artd_workers/trainer/step/job.py",
+        'if len(order) > 1 and loss.proximal == "trainer":', "if False:",
+        "tests/trainer/test_minibatches.py::test_each_minibatch_is_a_step_of_transformers", "assert ", torch=True,
+    ),
+    Bug(
+        "every-epoch-in-the-same-order", "workers/artd_workers/trainer/step/job.py",
+        "    if not epoch:\n", "    if True:\n",
+        "tests/trainer/test_minibatches.py::test_each_minibatch_is_a_step_of_transformers", "assert ", torch=True,
+    ),
+    Bug(
         "norms-decay", "workers/artd_workers/trainer/step/step.py",
         'inner.endswith("norm") or ', "",
         "tests/trainer/test_full.py::test_weight_decay_leaves_out_norms_biases_embeddings_and_routers",
@@ -280,8 +295,7 @@ BUGS = (
     ),
     Bug(
         "base-scored-with-its-adapter", "workers/artd_workers/trainer/step/step.py",
-        'with torch.no_grad(), without_adapter(policy.model):',
-        'with torch.no_grad():',
+        '    with without_adapter(policy.model):\n', '    if True:\n',
         "tests/trainer/test_loss_steps.py::test_a_step_with_corrections_and_penalties[tied]", 'assert .* == ', torch=True,
     ),
     Bug(

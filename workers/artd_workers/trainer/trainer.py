@@ -39,8 +39,9 @@ from artd_workers.trainer.parameters.trained import Trained, open_model
 from artd_workers.trainer.push import serving
 from artd_workers.trainer.push.serving import Serving
 from artd_workers.trainer.push.snapshot import Snapshot
+from artd_workers.trainer.step.job import train_job
 from artd_workers.trainer.step.objective import Objective, adopt
-from artd_workers.trainer.step.step import Cancelled, NonFinite, Optimizer, train_step
+from artd_workers.trainer.step.step import Cancelled, NonFinite, Optimizer
 from artd_workers.transfer.contracts import Port
 
 from . import placement
@@ -152,9 +153,8 @@ class Trainer:
             if batch is not None and job.parent is not None:
                 started, asked = time.perf_counter(), self.ranks.poll(cancelled)
                 learning = job.learning or self.spec.learning
-                self._optimizer.spec = learning.optimizer
-                metrics = train_step(
-                    policy, self._optimizer, batch, learning.loss, job.parent.epoch, progress, asked, asked.now
+                metrics = train_job(
+                    policy, self._optimizer, batch, learning, job.parent.epoch, progress, asked, asked.now
                 )
                 seconds["train"] = time.perf_counter() - started
                 reach("train.stepped")

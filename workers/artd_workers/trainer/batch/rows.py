@@ -93,7 +93,7 @@ class Batch:
     """Rows with at least one trained token, in order.
 
     `counts`: trained tokens of each trajectory [trajectories]. `coverage`: share of the packed tokens whose routes are known,
-    None when no experts are replayed.
+    None when no experts are replayed. `parts`: the minibatch of each row, rising; () = all are one.
     """
 
     manifest: BatchManifest
@@ -101,6 +101,7 @@ class Batch:
     rows: tuple[PackedRow, ...]
     counts: Tensor
     coverage: float | None = None
+    parts: tuple[int, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -110,6 +111,20 @@ class Batch:
     def sequences(self) -> int:
         """The number of trained sequences."""
         return 1 + max(int(row.sequences.max()) for row in self.rows)
+
+    def minibatches(self) -> list[Batch]:
+        """Return the minibatches as batches of their own: what a loss is divided by belongs to the minibatch. Sequences are numbered from
+        0 in each."""
+        if not self.parts:
+            return [self]
+        found = []
+        for part in dict.fromkeys(self.parts):
+            rows = [row for row, own in zip(self.rows, self.parts, strict=True) if own == part]
+            first = min(int(row.sequences.min()) for row in rows)
+            counts = torch.bincount(torch.cat([row.trajectories for row in rows]), minlength=len(self.counts))
+            renumbered = tuple(replace(row, sequences=row.sequences - first) for row in rows)
+            found.append(replace(self, rows=renumbered, counts=counts, parts=()))
+        return found
 
 
 def read_batch(
@@ -157,6 +172,12 @@ def make_batch(
     groups = _groups(manifest)
     counts = torch.zeros(len(groups), dtype=torch.int64)
     rows: list[PackedRow] = []
+    parts = manifest.minibatches or ()
+    if parts and (len(parts) != manifest.rows or list(parts) != sorted(parts)):
+        raise BatchError(
+            f"the manifest puts {len(parts)} rows into minibatches {parts}, and the batch has {manifest.rows}"
+        )
+    kept: list[int] = []
     sequences = 0
     for index in range(columns["tokens"].shape[0]):
         row = {name: tensor[index] for name, tensor in columns.items()}
@@ -166,12 +187,13 @@ def make_batch(
             raise BatchError(f"row {index}: {error}") from None
         if len(packed.at):
             rows.append(packed)
+            kept.extend(parts[index : index + 1])
             sequences = int(packed.sequences[-1]) + 1
             counts += torch.bincount(packed.trajectories, minlength=len(counts))
     if not rows:
         raise BatchError("no token of the batch is trained")
     coverage = bundle.coverage(int((columns["segment_ids"] >= 0).sum())) if bundle else None
-    return Batch(manifest, sha, tuple(rows), counts, coverage)
+    return Batch(manifest, sha, tuple(rows), counts, coverage, tuple(kept))
 
 
 def _groups(manifest: BatchManifest) -> Tensor:

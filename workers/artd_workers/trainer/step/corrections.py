@@ -22,16 +22,23 @@ Weighted = tuple[Tensor | None, Mapping[str, Mean]]
 """(weight of each token [n], None where all are 1; metrics)."""
 
 
-def decouple(inputs: LossInputs, spec: LossSpec) -> LossInputs:
-    """Return what the loss is given: with `proximal` trainer, the trainer's logprobs before the step in place of the engine's (decoupled PPO,
-    arXiv:2110.00641, eq. 3). A step updates once, so these are `logprobs` themselves, without gradient."""
-    return replace(inputs, old_logprobs=inputs.logprobs.detach()) if spec.proximal == "trainer" else inputs
+def decouple(inputs: LossInputs, spec: LossSpec, proximal: Tensor | None = None) -> LossInputs:
+    """Return what the loss is given: with `proximal` trainer, the trainer's logprobs before the job in place of the engine's (decoupled PPO,
+    arXiv:2110.00641, eq. 3). proximal: these logprobs [n]; None: the weights are still those, so they are `logprobs` without gradient."""
+    if spec.proximal != "trainer":
+        return inputs
+    return (
+        replace(inputs, old_logprobs=inputs.logprobs.detach())
+        if proximal is None
+        else replace(inputs, old_logprobs=proximal)
+    )
 
 
-def weigh(inputs: LossInputs, spec: LossSpec) -> Weighted:
-    """Return the product of all weights that the spec asks for. Collective: every rank that shares the row calls it."""
+def weigh(inputs: LossInputs, spec: LossSpec, proximal: Tensor | None = None) -> Weighted:
+    """Return the product of all weights that the spec asks for. proximal: as for `decouple`; k is then of these logprobs, whatever the
+    present ones are. Collective: every rank that shares the row calls it."""
     asked = spec.correction or CorrectionSpec()
-    difference = inputs.logprobs.detach() - inputs.old_logprobs
+    difference = (inputs.logprobs.detach() if proximal is None else proximal) - inputs.old_logprobs
     factors = [*_weights(difference, spec, asked), *_masks(inputs, difference, asked)]
     if not factors:
         return None, {}

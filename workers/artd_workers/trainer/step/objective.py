@@ -40,10 +40,11 @@ def adopt(code: PackageCode | None) -> None:
 @dataclass(frozen=True)
 class Beside:
     """What a row's loss may need beside logprobs [n]. `entropy` is in nats, with gradient; `reference` has the base
-    model's logprobs. Each is None if the run does not ask for it."""
+    model's logprobs, `proximal` those of the weights before the job. Each is None if the run does not ask for it."""
 
     entropy: Tensor | None = None
     reference: Tensor | None = None
+    proximal: Tensor | None = None
 
 
 NOTHING_BESIDE = Beside()
@@ -63,6 +64,7 @@ class Objective:
         self._parameters = _parameters(spec, self._function)
         self.wants_reference = spec.kl is not UNSET
         self.wants_entropy = spec.entropy_bonus is not UNSET
+        self.wants_proximal = spec.proximal == "trainer"
         empty = nothing()
         self.names = tuple(self._tokens(empty, Beside(empty.logprobs, empty.old_logprobs)).metrics)
 
@@ -91,8 +93,8 @@ class Objective:
     def _tokens(self, inputs: LossInputs, beside: Beside) -> LossOutput:
         """Compute each token's loss, weighed by the corrections, with the penalties added."""
         reference = beside.reference if self.wants_reference else None
-        found = self._call(penalise(decouple(inputs, self._spec), reference, self._spec))
-        weight, corrected = weigh(inputs, self._spec)
+        found = self._call(penalise(decouple(inputs, self._spec, beside.proximal), reference, self._spec))
+        weight, corrected = weigh(inputs, self._spec, beside.proximal)
         tokens = found.tokens if weight is None else found.tokens * weight
         tokens, added_to = add_penalties(tokens, inputs, reference, beside.entropy, self._spec)
         return LossOutput(tokens, {**found.metrics, **corrected, **added_to})

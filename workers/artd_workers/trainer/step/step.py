@@ -1,7 +1,7 @@
 """One optimizer step over a packed batch: forward and backward row by row, gradient clipping, AdamW.
 
-Owns the optimizer's moments (fp32, two for each parameter). Nothing changes before every loss and every gradient was
-found to be finite. The same batch, state and threads give the same bits (one row at a time, in order; no fused or
+Owns the optimizer's moments (fp32, two for each parameter). Nothing changes before every loss and every gradient of the
+step was found to be finite. The same batch, state and threads give the same bits (one row at a time, in order; no fused or
 foreach kernels on the CPU). A cancel takes effect between rows.
 """
 
@@ -132,8 +132,10 @@ def train_step(
     progress: Callable[[], None] = lambda: None,
     cancelled: Callable[[], bool] = lambda: False,
     cancelled_now: Callable[[], bool] | None = None,
+    proximals: Mapping[int, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Train on a batch and return its metrics. `epoch` is the policy epoch of the weights before the step.
+    """Take one optimizer step on a batch and return its metrics. `epoch` is the policy epoch of the weights before the job. `proximals`
+    maps the index of each row of this rank to the logprobs of the weights before the job, None where those are the present ones.
 
     `progress()` is called after each forward and each backward of a row. `cancelled()` is asked before each row, and
     may answer late. `cancelled_now` (None: the same) is asked once, before weights change. Raises NonFinite and
@@ -144,6 +146,7 @@ def train_step(
     # Ahead of their use, all of them: they are small beside the activations of one.
     mine = schedule_rows(batch.rows, policy.parallel, policy.device)
     into = _Found.of(policy, batch, loss)
+    into.proximals = proximals or {}
     if into.objective.wants_reference:
         into.references = _score_base(policy, mine, progress)
     optimizer.torch.zero_grad(set_to_none=True)
@@ -180,7 +183,7 @@ class _Found:
     """A step's loss, and what its rows add to.
 
     `share` is from `shares`. `sequences` counts those of the batch. `losses` is fp64 [rows]. `references` maps the
-    index of each row of this rank to the base model's logprobs.
+    index of each row of this rank to the base model's logprobs, `proximals` to those of the weights before the job.
     """
 
     objective: Objective
@@ -190,6 +193,7 @@ class _Found:
     tally: Tally
     losses: Tensor
     references: dict[int, Tensor] = field(default_factory=dict)
+    proximals: Mapping[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, policy: Policy, batch: Batch, loss: LossSpec) -> _Found:
@@ -236,7 +240,8 @@ def _forward(policy: Policy, scheduled: ScheduledRow, into: _Found) -> Tensor:
     if not len(row.at) and policy.parallel.cp == 1:
         return out.sum() * 0.0
     scores = Scores.of(out)
-    beside = Beside(out[1] if objective.wants_entropy else None, into.references.get(scheduled.index))
+    entropy = out[1] if objective.wants_entropy else None
+    beside = Beside(entropy, into.references.get(scheduled.index), into.proximals.get(scheduled.index))
     part, metrics = objective.row_loss(row, scores.logprobs, into.share, into.sequences, beside)
     if scheduled.counts:
         into.measures.add(scheduled.first, scores.logprobs, scores.entropy)
@@ -261,9 +266,15 @@ def _score_base(policy: Policy, mine: Sequence[ScheduledRow], progress: Callable
         raise LossError(
             "loss.kl is the distance to the base model, and every weight is trained: nothing holds the base any more"
         )
+    with without_adapter(policy.model):
+        return score_rows(policy, mine, progress)
+
+
+def score_rows(policy: Policy, mine: Sequence[ScheduledRow], progress: Callable[[], None]) -> dict[int, Tensor]:
+    """Score each row without gradient: its index -> logprobs of its trained tokens, on the last stage. Collective: every rank calls it."""
     found: dict[int, Tensor] = {}
     policy.stage.begin()
-    with torch.no_grad(), without_adapter(policy.model):
+    with torch.no_grad():
         for scheduled in mine:
             out = _score(policy, scheduled)
             if policy.stage.last:
