@@ -27,6 +27,7 @@ from artd.retention.checkpoints import CheckpointRetention
 from artd.retention.clock_jumps import ClockWatch
 from artd.retention.collector import Collector
 from artd.retention.deletion import Deleter
+from artd.rollouts.deliveries import Deliveries
 from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import Runs
 from artd.serving.pusher import Pusher
@@ -38,10 +39,11 @@ from artd.training.dispatch import Dispatch
 from artd_schema.codec import WireError
 from artd_schema.wire import client_api as api
 from artd_schema.wire import worker as w
+from artd_schema.wire.deliveries import Delivery, Recall, Recalled
 from artd_schema.wire.worker_names import parse_worker
 
 from .config import Settings
-from .errors import Busy
+from .errors import Busy, Conflict, NotFound
 from .workforce import Boot, Workforce
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class Services:
         self._store = store
         self._stopping = False
         self._ingest = Ingest(store, blobs, limits.max_body_kib << 10, disk.require, times.jumped)
+        self._deliveries = Deliveries(store, self._ingest, blobs)
         self._dispatch = Dispatch(store, wire, data, boot.instance, disk.lacks)
         self._leases = Leases(store.clock, limits.lease_s, workforce.holders, self._kill_silent)
         self._stalls = Leases(store.clock, limits.stall_s, self._dispatch.holders, self._kill_stalled)
@@ -161,6 +164,10 @@ class Services:
                 self._routes.taken(message)
             case w.Exchange():
                 self._group.start_soon(self._exchange, name, message, bulk)
+            case Delivery():
+                self._group.start_soon(self._note_delivery, message)
+            case Recall():
+                self._group.start_soon(self._recall, name, message)
             case w.Ready():
                 self._pusher.transfers.able(name, spawn, message.transfers)
                 self._group.start_soon(patient, self.workforce.ready, name, spawn, message)
@@ -189,12 +196,30 @@ class Services:
         try:
             answer = await self._ingest.exchange(message, bulk)
         except Exception as error:
-            if not isinstance(error, Busy):
+            if not isinstance(error, Busy | Conflict):
                 log.exception("exchange %s", message.response_id)
-            answer = w.ExchangeAck(response_id=message.response_id, error=f"{type(error).__name__}: {error}")
+            closed = isinstance(error, Conflict)
+            said = str(error) if closed else f"{type(error).__name__}: {error}"
+            answer = w.ExchangeAck(response_id=message.response_id, error=said, closed=closed)
         finally:
             self._under_way.give(size)
         self._wire.send(name, answer)
+
+    async def _note_delivery(self, message: Delivery) -> None:
+        try:
+            await self._deliveries.note(message)
+        except Exception as error:  # without its mark, the reply counts as delivered until the same request comes again
+            log.warning("how the reply %s ended is not noted: %s: %s", message.response_id, type(error).__name__, error)
+
+    async def _recall(self, name: str, message: Recall) -> None:
+        try:
+            answer, turns = await self._deliveries.recall(message)
+        except NotFound:
+            answer, turns = Recalled(number=message.number), []
+        except Exception as error:
+            log.warning("recall of rollout %s: %s: %s", message.rollout, type(error).__name__, error)
+            answer, turns = Recalled(number=message.number, error=str(error)), []
+        self._wire.send(name, answer, turns)
 
     def _kill_silent(self, name: str, seconds: float, spawn: int) -> None:
         """Kill a worker that sent nothing for too long."""

@@ -92,6 +92,14 @@ WORK = (
         " WHERE e.trajectory_id IS NOT NULL AND (e.run_id <> t.run_id OR e.split <> t.split)",
     ),
     Invariant(
+        "exchange.rollout",
+        "a response is of its rollout's run, and so is a rollout's trajectory",
+        "SELECT e.id AS exchange, e.run_id AS run, e.delivery, o.id AS rollout, o.run_id AS rollout_run FROM exchange e"
+        " JOIN rollout o ON o.id = e.rollout_id WHERE e.run_id <> o.run_id"
+        " UNION ALL SELECT NULL, t.run_id, NULL, o.id, o.run_id FROM rollout o JOIN trajectory t ON t.id = o.trajectory_id"
+        " WHERE t.run_id <> o.run_id",
+    ),
+    Invariant(
         "exchange.count",
         "the responses that no trajectory was made of are counted right",
         "SELECT id AS exchange_count, unused, bytes FROM exchange_count WHERE (unused, bytes) <> (SELECT count(*),"

@@ -18,7 +18,7 @@ from artd_schema.wire.worker_names import label
 from . import terminal
 
 Row = dict[str, Any]
-TIMES = ("at", "created", "started", "ended", "since", "deadline", "not_before")
+TIMES = ("at", "created", "touched", "started", "ended", "since", "deadline", "not_before")
 _COLOURS = {"green": "32", "yellow": "33", "red": "31", "dim": "2", "bold": "1"}
 GOOD = ("ready", "busy", "active", "live", "succeeded", "committed", "trained", "ok")
 BAD = ("broken", "quarantined", "failed", "stopped", "degraded")

@@ -28,6 +28,7 @@ TRANSITIONS: dict[str, frozenset[tuple[str, str]]] = {
             ("queued", "discarded"),
         }
     ),
+    "rollout": frozenset({("open", "submitted"), ("open", "expired")}),
     "batch": frozenset({("packed", "trained"), ("packed", "abandoned")}),
     "job": frozenset(
         {

@@ -23,6 +23,7 @@ from artd.store.blobs import Blobs, delete_row, owner
 from artd.store.store import Store, delete_events, emit, get_meta
 from artd.tables.batches import expire_batches
 from artd.tables.exchanges import delete_exchanges
+from artd.tables.rollouts import expire_rollouts
 from artd.tables.trajectories import expire_trajectories
 from artd_schema.crashpoint import reach
 
@@ -33,7 +34,9 @@ FIRST_S = 60.0
 PERIOD_S = 600.0
 ROWS, FILES = 256, 64
 """The most that one transaction handles."""
-ALL = NEVER = 1 << 62
+NAMED = 5
+"""The most rollouts that an event names."""
+ALL = 1 << 62
 VACUUM_PAGES = 256
 VACUUM_STEPS = 40
 DAY_MS = 86_400_000
@@ -65,6 +68,10 @@ class Expiry:
     forget: Callable[[sqlite3.Connection, Sequence[tuple[int]]], None]
 
 
+OLDEST_RESPONSES = (
+    "SELECT e.id, e.rollout_id, coalesce(length(e.turn), b.bytes) AS bytes FROM exchange e LEFT JOIN blob b ON b.sha = e.blob"
+    " WHERE e.trajectory_id IS NULL ORDER BY e.created LIMIT ?"
+)
 EXPIRIES = (
     Expiry(
         "trajectory", "trajectories_days",
@@ -84,10 +91,16 @@ EXPIRIES = (
         " WHERE j.batch_id = b.id AND k.state = 'committed') LIMIT ?",
         expire_batches,
     ),
+    Expiry(  # before its responses, which go only with it
+        "rollout", "exchanges_days",
+        "SELECT o.id, 0 AS bytes, o.name FROM rollout o WHERE o.state = 'open' AND o.touched < ? ORDER BY o.touched LIMIT ?",
+        expire_rollouts,
+    ),
     Expiry(
         "exchange", "exchanges_days",
         "SELECT e.id, coalesce(length(e.turn), b.bytes) AS bytes FROM exchange e LEFT JOIN blob b ON b.sha = e.blob"
-        " WHERE e.trajectory_id IS NULL AND e.created < ? ORDER BY e.created LIMIT ?",
+        " LEFT JOIN rollout o ON o.id = e.rollout_id WHERE e.trajectory_id IS NULL AND e.created < ?1"
+        " AND (o.state IS NOT 'open' OR o.touched < ?1) ORDER BY e.created LIMIT ?2",
         delete_exchanges,
     ),
     Expiry(  # ids rise with time, so the oldest events have the smallest ids
@@ -194,21 +207,23 @@ class Collector:
         found = c.execute(expiry.find, (before, ROWS)).fetchall()
         expiry.forget(c, [(row["id"],) for row in found])
         if found:
-            emit(c, self._store.clock.now_ms(), "", f"{expiry.kind}.expired", "", count=len(found))
+            names = {"names": [row["name"] for row in found[:NAMED]]} if "name" in found[0].keys() else {}  # noqa: SIM118
+            emit(c, self._store.clock.now_ms(), "", f"{expiry.kind}.expired", "", count=len(found), **names)
         return [row["bytes"] for row in found]
 
     def _shrink_ledger(self, c: sqlite3.Connection) -> list[int]:
-        """Delete some of the oldest unused responses while all of them are larger than the limit. Returns the bytes of each."""
+        """Delete some of the oldest unused responses while all of them are larger than the limit, and expire their rollouts, which
+        would not be whole. Returns the bytes of each."""
         limit = int(self._retention.exchanges_gib * 2**30)
         (kept,) = c.execute("SELECT bytes FROM exchange_count").fetchone()
         if not limit or kept <= limit:
             return []
-        (expiry,) = (each for each in EXPIRIES if each.kind == "exchange")
         gone: list[int] = []
-        for row in c.execute(expiry.find, (NEVER, ROWS)).fetchall():
+        for row in c.execute(OLDEST_RESPONSES, (ROWS,)).fetchall():
             if kept - sum(gone) <= limit:
                 break
-            expiry.forget(c, [(row["id"],)])
+            expire_rollouts(c, [(row["rollout_id"],)])
+            delete_exchanges(c, [(row["id"],)])
             gone.append(row["bytes"])
         emit(c, self._store.clock.now_ms(), "", "exchange.expired", "", count=len(gone), bytes=sum(gone))
         return gone

@@ -28,6 +28,7 @@ from artd.tables.jobs import delete_jobs, forget_parents
 from artd.tables.once import first_time
 from artd.tables.processes import delete_processes
 from artd.tables.pushes import delete_pushes
+from artd.tables.rollouts import delete_rollouts
 from artd.tables.runs import forget_newest, rename_run
 from artd.tables.served import delete_served
 from artd.tables.trajectories import delete_trajectories
@@ -55,6 +56,7 @@ def _delete_checkpoints(c: sqlite3.Connection, ids: Ids) -> None:
 
 SLICES: tuple[tuple[str, Delete], ...] = (
     ("exchange", delete_exchanges),
+    ("rollout", delete_rollouts),
     ("trajectory", delete_trajectories),
     ("trajectory_group", delete_groups),
     ("serving", delete_served),

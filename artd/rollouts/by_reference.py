@@ -32,7 +32,7 @@ READ_AGAIN_S = (0.1, 0.3)
 _turn = msgspec.msgpack.Decoder(Turn)
 READ = (
     "WITH ref (response_id, choice) AS (VALUES {})"
-    " SELECT e.id, e.response_id, e.choice, e.turn, e.blob, e.split, e.trajectory_id, r.next_epoch FROM ref"
+    " SELECT e.id, e.response_id, e.choice, e.turn, e.blob, e.split, e.trajectory_id, e.delivery, r.next_epoch FROM ref"
     " CROSS JOIN exchange e ON e.run_id = ? AND e.response_id = ref.response_id AND e.choice = ref.choice"
     " JOIN run r ON r.id = e.run_id"
 )
@@ -51,11 +51,12 @@ def compose(parcel: Parcel, exchanges: list[sqlite3.Row], blobs: Blobs) -> Parce
     """Return the parcel with the turns of these rows as its body. Raises Invalid, Busy, and RequestError if one of
     their files is damaged."""
     op, run = parcel.op, parcel.run
-    raw = [row["turn"] if row["blob"] is None else _read(blobs, row) for row in exchanges]
+    raw = [read_turn(blobs, row) for row in exchanges]
     turns = [_turn.decode(turn) for turn in raw]
     try:
         if op.credits:
-            turns = add_credits(turns, op.credits)
+            one_for_all = op.rollout and len(op.credits) == 1
+            turns = add_credits(turns, op.credits * len(turns) if one_for_all else op.credits)
         tokens = check_turns(turns, run.vocab_size, op.split == "train", exchanges[0]["next_epoch"], run.routes)
         check_kind(run.spec, turns, op.split)
     except InvalidField as error:
@@ -93,9 +94,11 @@ def insert(
     return outcome
 
 
-def _read(blobs: Blobs, row: sqlite3.Row) -> bytes:
-    """Return the turn in the row's file. Raises Busy if the file cannot be read now, and RequestError if its digest
-    stays wrong however often it is read: nobody may train on such a turn."""
+def read_turn(blobs: Blobs, row: sqlite3.Row) -> bytes:
+    """Return the turn of a row, from its file if it has one. Raises Busy if the file cannot be read now, and
+    RequestError if its digest stays wrong however often it is read: nobody may train on such a turn."""
+    if row["blob"] is None:
+        return bytes(row["turn"])
     path = blobs.path(row["blob"])
     where = f"response {row['response_id']!r} choice {row['choice']}: the ledger's file {path}"
     try:
@@ -126,6 +129,10 @@ def _take(op: api.Submit, index: int, row: sqlite3.Row | None) -> sqlite3.Row:
             field=where,
         )
     _check_unused(index, row)
+    if row["delivery"] == "superseded":
+        raise Conflict(
+            f"{where}: this response is superseded: its client never had it whole, and asked again", field=where
+        )
     if row["split"] != op.split:
         raise Conflict(f"{where}: this response was made for split {row['split']!r}, not {op.split!r}", field=where)
     return row

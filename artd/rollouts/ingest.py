@@ -24,7 +24,7 @@ from artd.errors import Busy, Invalid, NotFound, RequestError
 from artd.store.blobs import Blobs, add_row
 from artd.store.store import Store
 from artd.store.views import route_shape, stored_spec
-from artd.tables.exchanges import insert_exchanges
+from artd.tables.exchanges import Entry, insert_exchanges, supersede_undelivered
 from artd.tables.once import first_time
 from artd.tables.runs import begin_flush
 from artd_schema.codec import UNREADABLE, digest, to_json
@@ -34,7 +34,7 @@ from artd_schema.data.trajectory import Turn
 from artd_schema.wire import client_api as api
 from artd_schema.wire import worker as w
 
-from . import by_reference, slices
+from . import by_name, by_reference, slices
 from .credit import add_credits, check_kind
 from .insert import Answer, Intake, Parcel, RunFacts, seal_group
 
@@ -44,6 +44,8 @@ METADATA_INLINE = 1 << 16
 BODY_THREADS = 4
 """Threads for large bodies, and as many again for the gateway's turns. More would delay the event loop and each other.
 The commit of a step has threads of its own."""
+COMPOSED = 3
+"""How often a rollout is composed that gets further responses meanwhile."""
 LOOK_S = 5.0  # look at deadlines this often: one looks far away after the clock was set back
 
 
@@ -97,7 +99,14 @@ class Ingest:
         what is wrong at once.
         """
         run = self._runs.get(op.run)
-        if run is None or op.refs or len(bulk) != 1 or len(bulk[0]) > self._max_inline or header > METADATA_INLINE:
+        if (
+            run is None
+            or op.refs
+            or op.rollout
+            or len(bulk) != 1
+            or len(bulk[0]) > self._max_inline
+            or header > METADATA_INLINE
+        ):
             return False
         self._admit()
         parcel = self._check(op, run, bulk[0])
@@ -111,9 +120,12 @@ class Ingest:
         large metadata before anything encodes it. Raises RequestError."""
         self._admit()
         run = await self.facts(op.run)
-        if op.refs:
-            if bulk:
-                raise Invalid("a trajectory is submitted by reference or by value, not both", field="refs")
+        if op.refs or op.rollout:
+            if bulk or (op.refs and op.rollout):
+                raise Invalid(
+                    "a trajectory is submitted by reference (responses, or a rollout) or by value, not both",
+                    field="refs",
+                )
             return await self._by_reference(op, run, header)
         if len(bulk) != 1:
             raise Invalid(f"by value a submit has one bulk frame, msgpack list[Turn]; got {len(bulk)}", field="turns")
@@ -179,6 +191,14 @@ class Ingest:
         )  # fmt: skip
 
     async def _by_reference(self, op: api.Submit, run: RunFacts, header: int) -> api.Submitted:
+        for _ in range(COMPOSED):
+            try:
+                return await self._refer(op, run, header)
+            except by_name.Changed as error:
+                changed = error
+        raise changed
+
+    async def _refer(self, op: api.Submit, run: RunFacts, header: int) -> api.Submitted:
         if header > METADATA_INLINE:
             parcel = await anyio.to_thread.run_sync(_referring, op, run, limiter=self._bodies)
         else:
@@ -186,7 +206,8 @@ class Ingest:
         exchanges: list[sqlite3.Row] = []
         problem: RequestError | None = None
         try:
-            exchanges = await by_reference.read_exchanges(self._store, op, run)
+            read = by_name.read_responses if op.rollout else by_reference.read_exchanges
+            exchanges = await read(self._store, op, run)
             turns = 0 if any(row["blob"] for row in exchanges) else sum(len(row["turn"]) for row in exchanges)
             if not turns or turns > self._max_inline or self._large(parcel):
                 parcel = await anyio.to_thread.run_sync(self._compose_large, parcel, exchanges, limiter=self._bodies)
@@ -195,7 +216,10 @@ class Ingest:
         except RequestError as error:
             problem = error
         now = self._store.clock.now_ms
-        return await self._store.write(lambda c: by_reference.insert(c, now(), parcel, exchanges, problem))
+        insert = by_name.insert if op.rollout else by_reference.insert
+        done = await self._store.write(lambda c: insert(c, now(), parcel, exchanges, problem))
+        reach("refer.committed")
+        return done
 
     def _compose_large(self, parcel: Parcel, exchanges: list[sqlite3.Row]) -> Parcel:
         return self._to_files(by_reference.compose(parcel, exchanges, self._blobs))
@@ -278,10 +302,6 @@ class Ingest:
             )
         stored = await self._store_turns(bulk)
         now = self._store.clock.now_ms()
-        rows = [
-            (run.id, message.response_id, choice, message.model, message.split, turn, blob, now)
-            for choice, (turn, blob) in enumerate(stored)
-        ]
 
         def write(c: sqlite3.Connection) -> None:
             if gone := self._blobs.missing(blob for _, blob in stored if blob):
@@ -291,11 +311,34 @@ class Ingest:
             for turn, (_, blob) in zip(bulk, stored, strict=True):
                 if blob:
                     add_row(c, blob, len(turn), "exchange", now)
-            insert_exchanges(c, rows)
+            insert_exchanges(c, self._entries(c, now, run, message, stored))
 
         await self._store.write(write)
         reach("exchange.committed")
         return w.ExchangeAck(response_id=message.response_id)
+
+    def _entries(
+        self,
+        c: sqlite3.Connection,
+        now: int,
+        run: RunFacts,
+        message: w.Exchange,
+        stored: list[tuple[bytes | None, str | None]],
+    ) -> list[Entry]:
+        """Return the rows of a response. One of a rollout enters it first, and supersedes what the same request got before and its client
+        never had. Raises Conflict."""
+        rollout, delivery = None, ""
+        if message.rollout:
+            rollout, delivery = (
+                by_name.enter_response(c, now, run, message.rollout),
+                "superseded" if message.part else "pending",
+            )
+            supersede_undelivered(c, rollout, message.request, message.place)
+        return [
+            Entry(run.id, message.response_id, choice, message.model, message.split, turn, blob, now, rollout, message.place,
+                  message.request, delivery)
+            for choice, (turn, blob) in enumerate(stored)
+        ]  # fmt: skip
 
     async def _store_turns(self, bulk: list[bytes]) -> list[tuple[bytes | None, str | None]]:
         """Return what each turn's row stores: the turn itself, or the digest of the blob that now holds it."""
@@ -314,8 +357,9 @@ def _referring(op: api.Submit, run: RunFacts) -> Parcel:
         metadata = check_header(op)
     except InvalidField as error:
         raise Invalid(str(error), field=error.field) from None
-    key = op.key or digest(to_json(op.refs))
-    return Parcel(op, run, key, _content(op, op.refs), "", None, None, 0, 0, (None, None), metadata)
+    what = {"rollout": op.rollout} if op.rollout else op.refs
+    key = op.key or digest(to_json(what))
+    return Parcel(op, run, key, _content(op, what), "", None, None, 0, 0, (None, None), metadata)
 
 
 def _not_turns(error: Exception) -> Invalid:

@@ -32,6 +32,12 @@ FROM trajectory t JOIN trajectory_data d ON d.trajectory_id = t.id JOIN run r ON
 GROUPS = """
 SELECT g.id, r.name AS run, g.name, g.split, g.state, g.reason, g.size, g.created, g.deadline
 FROM trajectory_group g JOIN run r ON r.id = g.run_id"""
+ROLLOUTS = """
+SELECT o.id, r.name AS run, o.name, o.state, o.trajectory_id,
+  (SELECT count(*) FROM exchange e WHERE e.rollout_id = o.id AND e.choice = 0) AS responses,
+  (SELECT count(*) FROM exchange e WHERE e.rollout_id = o.id AND e.choice = 0 AND e.delivery = 'superseded') AS superseded,
+  o.created, o.touched
+FROM rollout o JOIN run r ON r.id = o.run_id"""
 BATCHES = """
 SELECT b.id, r.name AS run, b.step, b.state, b.payload, b.trajectories, b.tokens, b.covered, b.fill, b.manifest, b.replay,
   b.created

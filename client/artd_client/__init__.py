@@ -19,6 +19,7 @@ from artd_schema.run.spec import (
 from artd_schema.wire.client_api import GroupInfo, RunInfo, StepInfo, Submitted
 
 from .address import Remote
+from .blocking import SyncGroup, SyncRollout
 from .client import Client
 from .errors import (
     ArtdError,
@@ -36,6 +37,7 @@ from .errors import (
     TooLarge,
     WrongProtocol,
 )
+from .rollout import Group, Rollout
 from .run import Run
 from .sync import SyncClient, SyncRun
 from .trajectory import Trajectory
@@ -54,6 +56,7 @@ __all__ = [
     "EngineSpec",
     "ExchangeRef",
     "Failed",
+    "Group",
     "GroupInfo",
     "Invalid",
     "KlSpec",
@@ -64,6 +67,7 @@ __all__ = [
     "NotFound",
     "OptimizerSpec",
     "Remote",
+    "Rollout",
     "Run",
     "RunInfo",
     "RunSpec",
@@ -72,6 +76,8 @@ __all__ = [
     "StepInfo",
     "Submitted",
     "SyncClient",
+    "SyncGroup",
+    "SyncRollout",
     "SyncRun",
     "TimedOut",
     "TooLarge",

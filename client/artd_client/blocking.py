@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from artd_schema.data.trajectory import Split
 from artd_schema.wire import client_api as api
 
 from .client import Client
 from .errors import Closed
 from .openai_client import sync_openai
+from .rollout import Group, Rollout
 from .run import Run
+from .turns import Given
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -149,3 +153,104 @@ class BlockingRun:
 
         self._client._client.closing(close)
         return made
+
+    def rollout(self, name: str) -> SyncRollout:
+        """See `Run.rollout`."""
+        return SyncRollout(self, self._run.rollout(name))
+
+    @contextlib.contextmanager
+    def group(self, prompt_id: str, n: int | None = None) -> Generator[SyncGroup, None, None]:
+        """See `Run.group`."""
+        opened = self._run.group(prompt_id, n)
+        group = self._client._call(_enter(opened))
+        try:
+            yield SyncGroup(self, group)
+        except BaseException as error:
+            self._client._call(_leave(opened, error))
+            raise
+        self._client._call(_leave(opened, None))
+
+
+async def _enter(opened: contextlib.AbstractAsyncContextManager[Group]) -> Group:
+    return await opened.__aenter__()
+
+
+async def _leave(opened: contextlib.AbstractAsyncContextManager[Group], error: BaseException | None) -> None:
+    await opened.__aexit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+class SyncRollout:
+    """See `Rollout`."""
+
+    def __init__(self, run: BlockingRun, rollout: Rollout) -> None:
+        self._run = run
+        self._rollout = rollout
+
+    def __repr__(self) -> str:
+        return repr(self._rollout)
+
+    @property
+    def name(self) -> str:
+        """The rollout's name."""
+        return self._rollout.name
+
+    @property
+    def root_url(self) -> str:
+        """See `Rollout.root_url`."""
+        return self._rollout.root_url
+
+    @property
+    def base_url(self) -> str:
+        """See `Rollout.base_url`."""
+        return self._rollout.base_url
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """See `Rollout.headers`."""
+        return self._rollout.headers
+
+    @property
+    def api_key(self) -> str:
+        """See `Rollout.api_key`."""
+        return self._rollout.api_key
+
+    @property
+    def model(self) -> str:
+        """See `Rollout.model`."""
+        return self._rollout.model
+
+    def openai(self, **options: Any) -> OpenAI:
+        """Return an OpenAI client for this rollout. `options` go to its constructor. It closes with the client."""
+        return self._run.openai(**({"base_url": self.base_url} | options))
+
+    def submit(
+        self, reward: float, group: str = "", *, key: str | None = None, split: Split = "train",
+        metrics: Mapping[str, float] | None = None, metadata: dict[str, Any] | None = None, advantages: Given = None,
+        weights: Given = None,
+    ) -> api.Submitted:  # fmt: skip
+        """See `Rollout.submit`."""
+        submitting = self._rollout.submit(
+            reward,
+            group,
+            key=key,
+            split=split,
+            metrics=metrics,
+            metadata=metadata,
+            advantages=advantages,
+            weights=weights,
+        )
+        return self._run._client._call(submitting)
+
+
+class SyncGroup:
+    """See `Group`."""
+
+    def __init__(self, run: BlockingRun, group: Group) -> None:
+        self.name = group.name
+        self.rollouts = [SyncRollout(run, rollout) for rollout in group]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __iter__(self) -> Iterator[SyncRollout]:
+        return iter(self.rollouts)

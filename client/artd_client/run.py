@@ -9,6 +9,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 import msgspec
@@ -23,9 +24,10 @@ from .connection import Connection
 from .errors import ArtdError, Failed, Invalid, Stalled, TimedOut
 from .openai_client import async_openai
 from .progress import Progress
+from .rollout import Group, Rollout, open_group
 from .rows import Row, follow_events, read_rows
 from .trajectory import Trajectory, Vocabulary
-from .turns import Given, make_credits, reference, turn
+from .turns import Given, count_parts, make_credits, reference, turn
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -107,6 +109,19 @@ class Run:
         self._closing(made.close)
         return made
 
+    def rollout(self, name: str) -> Rollout:
+        """Return a rollout by its name, 1 to 200 characters, which belongs to this run for ever: a base URL and headers of its own.
+        Raises Invalid."""
+        return Rollout(self, name)
+
+    def group(self, prompt_id: str, n: int | None = None) -> AbstractAsyncContextManager[Group]:
+        """Return a context of a new group with `n` rollouts of fresh names that begin with `prompt_id`. n: None = the run's group_size,
+        at which a group of the split `train` seals itself.
+
+        At its end the group is sealed. When an exception leaves it, the group is discarded, and its rollouts expire. Raises Invalid.
+        """
+        return open_group(self, prompt_id, self.spec.group_size if n is None else n)
+
     async def refresh(self) -> Self:
         """Ask the daemon for `info` again. Returns this run."""
         self.info = await self._connection.ask(api.CreateRun(name=self.name), api.RunInfo)
@@ -121,6 +136,7 @@ class Run:
         *,
         responses: Iterable[Any] = (),
         turns: Sequence[Turn] = (),
+        rollout: str = "",
         key: str | None = None,
         split: Split = "train",
         metrics: Mapping[str, float] | None = None,
@@ -130,15 +146,15 @@ class Run:
     ) -> api.Submitted:
         """Submit one trajectory; when this returns, it is durable.
 
-        Give either `responses` of artd's gateway (completions, ids, or pairs with a choice) in the order in which they were
-        made, or `turns` (see `artd_client.turn`). `reward`: a finite number. `metrics`: numbers stored with the trajectory.
+        Give one of: `rollout`, the name under which all its requests were sent; `responses` of artd's gateway (completions, ids, or
+        pairs with a choice) in the order in which they were made; `turns` (see `artd_client.turn`). `reward`: a finite number. `metrics`: numbers stored with the trajectory.
         `metadata`: anything that JSON can express.
 
         `advantages`, for a run with `advantages={"baseline": "given"}`, and `weights`, factors of the loss of at least 0 (0: not
         trained): one number for the trajectory; or for each turn one number, or one for each of its sampled tokens.
 
         `key`: up to 256 characters. The same key with the same content counts once; with other content it is a Conflict.
-        Without a key one is made: from the responses' ids, or for `turns` a new one per call, so that every call is a further
+        Without a key one is made: from the responses' ids or the rollout's name, or for `turns` a new one per call, so that every call is a further
         sample. An ArtdError carries the key: after TimedOut, DaemonNotRunning or Closed the trajectory may have been stored,
         and `submit(..., key=error.key)` counts it once. A program that may be restarted midway should give keys.
 
@@ -147,20 +163,22 @@ class Run:
         """
         _check_forms(group, responses, turns, split)
         refs = tuple(reference(response) for response in responses)
-        if bool(refs) == bool(turns):
-            raise Invalid("a trajectory is either `responses` or `turns`: give one of them", "responses")
+        if bool(refs) + bool(turns) + bool(rollout) != 1:
+            raise Invalid("a trajectory is either `responses`, `turns` or a `rollout`: give one of them", "responses")
+        turns_given = len(refs) or len(turns) or count_parts(advantages, weights)
         op = api.Submit(
             run=self.name,
             group=group,
             reward=_number("reward", reward),
-            key=key or (digest(to_json(refs)) if refs else uuid.uuid4().hex),
+            key=key or (uuid.uuid4().hex if turns else digest(to_json({"rollout": rollout} if rollout else refs))),
             refs=refs,
+            rollout=rollout,
             split=split,
             metrics={str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()},
             metadata=metadata or {},
-            credits=make_credits(advantages, weights, len(refs) or len(turns)),
+            credits=make_credits(advantages, weights, turns_given),
         )
-        bulk = () if refs else (msgspec.msgpack.encode(list(turns)),)
+        bulk = (msgspec.msgpack.encode(list(turns)),) if turns else ()
         try:
             return await self._connection.ask(op, api.Submitted, bulk)
         except ArtdError as error:

@@ -13,7 +13,6 @@ from typing import Any
 from artd_schema.data.trajectory import Credit, ExchangeRef, Sampling, Turn
 
 from .errors import Invalid
-from .routes import route_bytes
 
 
 def turn(
@@ -73,6 +72,13 @@ def make_credits(advantages: Given, weights: Given, turns: int) -> tuple[Credit,
         return ()
     columns = zip(_by_turn("advantages", advantages, turns), _by_turn("weights", weights, turns), strict=True)
     return tuple(Credit(*pair) for pair in columns)
+
+
+def count_parts(advantages: Given, weights: Given) -> int:
+    """Return how many turns are given for: 1 where one number, or nothing, is given for all of a rollout's turns."""
+    return next(
+        (len(given) for given in (advantages, weights) if given is not None and not isinstance(given, int | float)), 1
+    )
 
 
 def _by_turn(field: str, given: Given, turns: int) -> list[tuple[float, ...]]:
@@ -140,3 +146,58 @@ def _fits(code: str, item: Any) -> bool:
     except (TypeError, OverflowError):
         return False
     return True
+
+
+# ---- routed experts: nested sequences, arrays or bytes. numpy is never imported: arrays give their numbers by the buffer protocol
+
+
+def route_bytes(ids: Any, experts: int) -> bytes:
+    """Return expert ids [rows][MoE layers][topk] as bytes: u8 for up to 256 experts, else little-endian u16.
+
+    Bytes are returned unchanged. `experts`: routed experts of a layer, unused for bytes. Raises Invalid with the bad place.
+    """
+    if isinstance(ids, bytes | bytearray):
+        return bytes(ids)
+    if not 1 <= experts <= 65536:
+        raise Invalid(f"experts: is {experts}, but the routes are no bytes: give the experts of a layer", "experts")
+    code = "B" if experts <= 256 else "H"
+    plain = _same_width(ids, code)
+    return _pack_routes(ids.tolist() if hasattr(ids, "tolist") else ids, code, experts) if plain is None else plain
+
+
+def _same_width(ids: Any, code: str) -> bytes | None:
+    """Return the bytes of an array whose numbers already have the right width, else None."""
+    try:
+        view = memoryview(ids)
+    except TypeError:
+        return None
+    return view.tobytes() if view.format == code and view.ndim == 3 and sys.byteorder == "little" else None
+
+
+def _pack_routes(rows: Any, code: str, experts: int) -> bytes:
+    column = array(code)
+    form = None
+    for number, row in enumerate(rows):
+        try:
+            form = form or (len(row), len(row[0]))
+            for layer, chosen in enumerate(row):
+                column.extend(_expert_ids(chosen, code, experts, f"routes[{number}][{layer}]", form[1]))
+        except (TypeError, IndexError) as error:
+            raise Invalid(f"routes[{number}]: is not [layers][topk] of expert ids", f"routes[{number}]") from error
+        if len(row) != form[0]:
+            raise Invalid(f"routes[{number}]: has {len(row)} layers, not {form[0]}", f"routes[{number}]")
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _expert_ids(chosen: Any, code: str, experts: int, where: str, topk: int) -> array[int]:
+    if len(chosen) != topk:
+        raise Invalid(f"{where}: has {len(chosen)} ids, not {topk}", where)
+    try:
+        ids = array(code, chosen)
+    except (TypeError, OverflowError):
+        raise Invalid(f"{where}: {chosen!r} are not ids of {experts} experts", where) from None
+    if ids and max(ids) >= experts:
+        raise Invalid(f"{where}: {chosen!r} are not ids of {experts} experts", where)
+    return ids

@@ -28,6 +28,8 @@ POINTS: dict[str, str] = {
     "submit.inserted": "daemon",  # rows of trajectories written, not committed
     "submit.committed": "daemon",  # committed, nobody has been answered
     "exchange.committed": "daemon",  # the ledger has the turn, the gateway has not been told
+    "delivery.committed": "daemon",  # the ledger says how a reply of a rollout ended
+    "refer.committed": "daemon",  # a trajectory by reference is committed, nobody has been answered
     "run.created": "daemon",  # committed, the client has not been told
     # the daemon: database and files
     "writer.commit": "daemon",  # before COMMIT of any group of writes
@@ -79,6 +81,7 @@ POINTS: dict[str, str] = {
     "gateway.held": "gateway",  # admits nothing, the daemon does not know
     "gateway.generated": "gateway",  # a response is complete, the ledger does not have it
     "gateway.recorded": "gateway",  # the ledger has it, its end has not been sent
+    "gateway.ended": "gateway",  # a reply of a rollout was sent or lost, the daemon does not know
     # the client
     "client.sent": "client",  # a request is on its way
 }

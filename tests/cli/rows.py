@@ -147,6 +147,13 @@ def busy(data: Path) -> Made:
     made.push(run, first, "superseded", ended=T0 - 20_000)
     seconds = {"pause": 0.1, "transfer": 1.5, "verify": 0.2}
     made.push(run, second, "live", seconds=seconds, max_abs=2e-6, mean_abs=1e-7, ended=T0 - 17_000)
+    times = {"created": T0 - 60_000, "touched": T0 - 50_000}
+    made.row("rollout", run_id=run, name="t1", state="submitted", trajectory_id=1, **times)
+    open_one = made.row("rollout", run_id=run, name="t2", state="open", **times)
+    made.row("rollout", run_id=run, name="t3", state="expired", **times)
+    for name, delivery in (("x", "superseded"), ("y", "delivered")):
+        of = {"rollout_id": open_one, "delivery": delivery, "created": T0 - 50_000}
+        made.row("exchange", run_id=run, response_id=name, choice=0, model="toy@2", split="train", turn=b"x", **of)
     made.row(
         "serving",
         engine=engine_name(run),

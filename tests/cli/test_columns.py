@@ -18,14 +18,14 @@ from tests.cli.rows import Made
 DOCUMENT = Path(__file__).parents[2] / "docs/cli-json.md"
 ADDED = {"alive", "next"}  # what the command line finds out by itself
 SOURCES = {
-    "runs": "run", "jobs": "job", "trajectories": "trajectory", "groups": "trajectory_group", "batches": "batch",
+    "runs": "run", "jobs": "job", "trajectories": "trajectory", "groups": "trajectory_group", "rollouts": "rollout", "batches": "batch",
     "checkpoints": "checkpoint", "pushes": "push", "workers": "process", "events": "event",
 }  # fmt: skip
 BESIDE = {"trajectories": "trajectory_data"}
 """Tables that hold the rest of a row."""
 DERIVED = {
     "run", "group",  # names instead of numbers
-    "served", "failure", "batch_tokens", "batch_covered", "parent_step", "step",  # of joined rows
+    "served", "failure", "batch_tokens", "batch_covered", "parent_step", "step", "responses", "superseded",  # of joined rows
 }  # fmt: skip
 
 

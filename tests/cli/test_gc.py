@@ -49,7 +49,9 @@ def gc(artctl: Call, *words: str) -> dict[tuple[str, str], int]:
 
 def test_dry_then_done_then_the_trash(folder: Path, artctl: Call) -> None:
     would = gc(artctl, "--dry-run")
-    assert {kind for what, kind in would if what == "expired"} == {"trajectory", "batch", "exchange", "event"}
+    assert {kind for what, kind in would if what == "expired"} == {
+        "trajectory", "batch", "rollout", "exchange", "event",
+    }  # fmt: skip
     assert gc(artctl, "--dry-run") == would and check(folder, deep=True).clean
     done = gc(artctl)
     assert would.items() <= done.items() and sum(n for (what, _), n in done.items() if what == "trashed") == len(
@@ -68,7 +70,7 @@ def test_the_settings_of_the_folder_count(folder: Path, tmp_path: Path, artctl: 
 
 def test_people_are_told_in_words(folder: Path, artctl: Call) -> None:
     _, out, _ = artctl("gc", "--dry-run")
-    assert "would go: 2 exchange" in out
+    assert "would go: 4 exchange" in out and "would go: 1 rollout" in out
     _, out, err = artctl("gc")
     assert "expired" in out and "the trash is emptied at the next pass" in err
 

@@ -17,6 +17,7 @@ WHILE_DOWN = {
     "jobs": ("jobs",),
     "trajectories": ("trajectories",),
     "groups": ("groups",),
+    "rollouts": ("rollouts",),
     "batches": ("batches",),
     "checkpoints": ("checkpoints",),
     "metrics": ("metrics",),
@@ -67,7 +68,7 @@ def _walk(value: object) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             _walk(inner)
-            if key in ("at", "created", "started", "ended", "since"):
+            if key in ("at", "created", "touched", "started", "ended", "since"):
                 iso = value[f"{key}_iso"]
                 assert (iso is None) == (inner is None) and (iso is None or iso.endswith("Z")), (key, inner, iso)
 

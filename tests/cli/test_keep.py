@@ -91,10 +91,10 @@ def test_check_names_what_is_broken(world: Path, call: Call) -> None:
 def test_many_violations_are_shortened(world: Path, call: Call) -> None:
     change(world, "UPDATE trajectory SET epoch_min = 5, epoch_max = 4")
     _, out, _ = call("artd", "check")
-    assert "        ... 16 in all" in out and len(out.splitlines()) < 20
+    assert "        ... 17 in all" in out and len(out.splitlines()) < 20
     content = json.loads(call("artd", "check", "--json")[1])
     (found,) = [check for check in content["checks"] if check["name"] == "trajectory.epochs"]
-    assert found["count"] == len(found["violations"]) == 16
+    assert found["count"] == len(found["violations"]) == 17
 
 
 def test_check_as_json(world: Path, call: Call) -> None:

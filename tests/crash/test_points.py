@@ -22,6 +22,7 @@ CHAINS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("submit.inserted", "submit.committed", "exchange.committed", "file.written",
          "gateway.generated", "train.accepted", "engine.started"),
         ("file.renamed", "writer.commit", "writer.committed", "gateway.recorded", "train.stepped", "engine.fenced"),
+        ("delivery.committed", "gateway.ended", "refer.committed"),
         ("pack.requested", "pack.adopted", "publish.renamed", "pack.committed", "stage.files", "engine.paused"),
     ),
     "out": (

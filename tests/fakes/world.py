@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -102,10 +103,18 @@ class World:
             refs = tuple(ExchangeRef(name, 0) for name in names)
             await self.ingest.submit(api.Submit(run=self.name, group=group, reward=reward, refs=refs), [])
 
-    async def exchange(self, name: str, made: Turn) -> None:
+    async def name_rollouts(self) -> None:
+        """One rollout that is submitted, with a response that is superseded, and one that is open."""
+        for place, made in enumerate(self.turns(0, 2)):
+            await self.exchange(f"named-{place}", made, rollout="t1", place=place, request=f"{place}")
+        await self.exchange("named-part", self.turns(0, 1)[0], rollout="t1", place=2, request="2", part=True)
+        await self.exchange("named-open", self.turns(0, 1)[0], rollout="t2", request="0")
+        await self.ingest.submit(api.Submit(run=self.name, group="named", reward=1.0, rollout="t1"), [])
+
+    async def exchange(self, name: str, made: Turn, **rollout: Any) -> None:
         message = w.Exchange(
             response_id=name, run=self.name, model=f"{self.name}@0", split="train", sampling=Sampling(), choices=1,
-            prompt_tokens=1, completion_tokens=1, seconds=0.1,
+            prompt_tokens=1, completion_tokens=1, seconds=0.1, **rollout,
         )  # fmt: skip
         made = msgspec.structs.replace(made, response_id=name)
         assert (await self.ingest.exchange(message, [msgspec.msgpack.encode(made)])).error == ""
@@ -179,6 +188,7 @@ async def fill(store: Store, data: DataDir) -> None:
     await world.submit("open", 0.0)
     await world.exchange("unused", world.turns(0, 1)[0])
     await world.exchange("large", msgspec.structs.replace(world.turns(0, 1)[0], raw=b"x" * INLINE))
+    await world.name_rollouts()
     assert await pack(store, data)
     order, wire = await world.order()
     failed = w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="the disk was full")

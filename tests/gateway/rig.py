@@ -67,8 +67,8 @@ class Rig:
         self._stack = stack
         self._folder = folder
 
-    async def start(self, limits: Limits = LIMITS) -> None:
-        self.gateway = Gateway(self.daemon.send, limits, TOKEN, self.daemon.stopped.append)
+    async def start(self, limits: Limits = LIMITS, spawn: int = 0) -> None:
+        self.gateway = Gateway(self.daemon.send, limits, TOKEN, self.daemon.stopped.append, spawn)
         self.daemon.gateway = self.gateway
         config = uvicorn.Config(self.gateway.app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
         self.server = await self._stack.enter_async_context(QuietServer(config).running())

@@ -119,7 +119,7 @@ async def test_a_failed_generation_ends_the_others_and_leaves_no_cancel_request(
             finally:
                 ended.append(body["n"])
 
-    flow = Flow(None, None, None, None)
+    flow = Flow(None, None, None, None, None)
     with pytest.raises(EngineFailure):
         await flow._gather(Client(), [{"n": 0}, {"n": 1}])
     assert asyncio.current_task().cancelling() == 0

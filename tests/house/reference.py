@@ -25,18 +25,18 @@ Every public name of `artd_client`, generated from its source by `python -m test
 same class. [Your rollout loop](trajectories.md) shows how they are used, [the fields of a run](run.md) what each field of a spec does.
 """
 CHAPTERS = {
-    "The client": ("Client", "Run", "Remote"),
+    "The client": ("Client", "Run", "Rollout", "Group", "Remote"),
     "Trajectories by value": ("turn", "Turn", "Sampling", "ExchangeRef"),
     "Trajectories to read": ("Trajectory",),
     "Answers": ("Submitted", "GroupInfo", "StepInfo", "RunInfo"),
     "The spec of a run": ("RunSpec", "LoraSpec", "OptimizerSpec", "LossSpec", "CorrectionSpec", "KlSpec", "AdvantageSpec", "LengthSpec", "EngineSpec", "TrainerSpec"),
-    "Without an event loop": ("SyncClient", "SyncRun"),
+    "Without an event loop": ("SyncClient", "SyncRun", "SyncRollout", "SyncGroup"),
     "Errors": (
         "ArtdError", "Busy", "Closed", "Conflict", "DaemonNotRunning", "Draining", "Failed", "Invalid", "NotAllowed", "NotFound", "Stalled",
         "TimedOut", "TooLarge", "WrongProtocol",
     ),
 }  # fmt: skip
-TWINS = {"SyncClient": "Client", "SyncRun": "Run"}
+TWINS = {"SyncClient": "Client", "SyncRun": "Run", "SyncRollout": "Rollout", "SyncGroup": "Group"}
 """Classes whose methods are those of another one, and block."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -16,7 +16,8 @@ Action = Literal["kill", "pause"]
 
 PHASES: dict[str, tuple[str, ...]] = {
     "ingest": (
-        "submit.inserted", "submit.committed", "exchange.committed", "gateway.generated", "gateway.recorded", "client.sent",
+        "submit.inserted", "submit.committed", "exchange.committed", "delivery.committed", "refer.committed",
+        "gateway.generated", "gateway.recorded", "gateway.ended", "client.sent",
         "file.written", "file.renamed", "writer.commit", "writer.committed",
     ),
     "pack": ("pack.requested", "pack.written", "pack.adopted", "pack.committed"),

@@ -7,6 +7,7 @@ process first submits again what was meant and not answered.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class Load:
         meant = self._meant.get(key)
         turns = [self._turn(key, LARGE if number == 1 else 0)] if number < 2 or web is None else []
         if meant is None:
-            refs = () if turns or web is None else (await self.ask(run, web),)
+            refs = () if turns or web is None else (await self.ask(run, web, f"/rollouts/{key}"),)
             body = digest(msgspec.msgpack.encode(turns)) if turns else ""
             meant = Meant(key=key, group=group, reward=float(number), digest=body, refs=refs)
             self._meant[key] = meant
@@ -79,7 +80,7 @@ class Load:
                 answer = await run.submit(
                     meant.group,
                     meant.reward,
-                    responses=meant.refs,
+                    rollout="" if turns else meant.key,
                     turns=turns,
                     key=meant.key,
                     metadata={"by": self.name},
@@ -99,16 +100,18 @@ class Load:
         ids = [(seed >> shift) % self._vocab for shift in (0, 8, 16, 24)]
         return turn([5, 6, 7], ids, [-1.0] * 4, raw=key.encode().ljust(size, b"."))
 
-    async def ask(self, run: Run, web: httpx.AsyncClient) -> str:
-        """One reply of the newest step that is served, written down; its id."""
+    async def ask(self, run: Run, web: httpx.AsyncClient, below: str = "") -> str:
+        """Write down one reply of the newest step that is served, and return its id. below: the path of a rollout; what is asked again is
+        a repetition then, as the packages of OpenAI and Anthropic say it."""
         body = {
             "model": run.model, "messages": [{"role": "user", "content": "Say."}], "max_tokens": 40,
             "return_token_ids": True,
         }  # fmt: skip
-        while True:
+        for attempt in itertools.count():
             try:
-                headers = {"authorization": f"Bearer {run.api_key}"}
-                answer = await web.post(f"{run.base_url}/chat/completions", json=body, headers=headers)
+                headers = {"authorization": f"Bearer {run.api_key}", "x-stainless-retry-count": f"{attempt}"}
+                root = run.base_url.removesuffix("/v1")
+                answer = await web.post(f"{root}{below}/v1/chat/completions", json=body, headers=headers)
                 if answer.status_code == 200:
                     return self._replied(answer.json())
                 if answer.status_code not in (404, 409, 429, 502, 503):
@@ -116,6 +119,7 @@ class Load:
             except httpx.HTTPError:
                 await self._refreshed(run)  # the gateway may have another address now
             await asyncio.sleep(AGAIN_S)
+        raise AssertionError("it is asked until there is an answer")
 
     async def _refreshed(self, run: Run) -> None:
         try:

@@ -116,6 +116,7 @@ PLANTS = [
     Plant("trajectory.metadata", "trajectory ", f"UPDATE trajectory_data SET metadata = (SELECT max(sha) FROM blob) WHERE trajectory_id = {QUEUED}"),
     Plant("exchange.use", "exchange ", "UPDATE exchange SET trajectory_id = 1 WHERE trajectory_id IS NOT NULL"),
     Plant("exchange.use", "exchange ", "UPDATE exchange SET split = 'eval' WHERE trajectory_id IS NOT NULL"),
+    Plant("exchange.rollout", "exchange ", "UPDATE rollout SET run_id = 1"),
     Plant("exchange.count", "exchange count", "UPDATE exchange_count SET bytes = bytes + 1"),
     Plant("batch.job", "batch ", f"UPDATE batch SET state = 'packed' WHERE id = {BATCH}"),
     Plant("batch.job", "batch ", f"UPDATE batch SET step = step + 10 WHERE id = {BATCH}"),

@@ -430,9 +430,20 @@ def test_the_sync_client_does_the_same(daemon):
     assert not [thread for thread in threading.enumerate() if thread.name == "artd-client"]
 
 
-@pytest.mark.parametrize(("asynchronous", "blocking"), [(Client, SyncClient), (artd_client.Run, artd_client.SyncRun)])
+@pytest.mark.parametrize(
+    ("asynchronous", "blocking"),
+    [
+        (Client, SyncClient),
+        (artd_client.Run, artd_client.SyncRun),
+        (artd_client.Rollout, artd_client.SyncRollout),
+        (artd_client.Group, artd_client.SyncGroup),
+    ],
+)
 def test_the_sync_client_takes_the_same_arguments_and_returns_the_same(asynchronous, blocking):
-    own_forms = {"AsyncGenerator[Row, None]": "Generator[Row, None, None]", "Run": "SyncRun", "AsyncOpenAI": "OpenAI"}
+    own_forms = {
+        "AsyncGenerator[Row, None]": "Generator[Row, None, None]", "Run": "SyncRun", "AsyncOpenAI": "OpenAI",
+        "Rollout": "SyncRollout", "AbstractAsyncContextManager[Group]": "Generator[SyncGroup, None, None]",
+    }  # fmt: skip
     own = {"closing"}  # between Client and Run
     public = {name for name in dir(asynchronous) if not name.startswith("_")} - own
     assert public == {name for name in dir(blocking) if not name.startswith("_")} - {"info"}

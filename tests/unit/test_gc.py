@@ -216,7 +216,7 @@ async def test_contents_go_with_age_and_rows_stay(folder, clock):
         clock.advance(4.9 * DAY_S)
         assert await place.collect(dry=True) == await place.collect() == {}
         clock.advance(0.2 * DAY_S)
-        assert (await place.collect())["expired", "exchange"] == unused == 2
+        assert (await place.collect())["expired", "exchange"] == unused == 4
         assert await count(store, "exchange") == rows["exchange"] - unused
         clock.advance(5 * DAY_S)
         # The batch of a retired step, and the abandoned one; not those whose checkpoints are kept, nor the packed one.
@@ -241,7 +241,7 @@ async def test_contents_go_with_age_and_rows_stay(folder, clock):
         await place.collect()
         names = {name for folder in place.blobs.folders() for name, _, _ in place.blobs.files(folder)}
         assert len(names) == await count(store, "blob") and place.trash() == set()
-        assert {expiry.kind for expiry in EXPIRIES} == {"trajectory", "batch", "exchange", "event"}
+        assert {expiry.kind for expiry in EXPIRIES} == {"trajectory", "batch", "rollout", "exchange", "event"}
     assert check(folder, deep=True).clean
 
 
@@ -305,7 +305,7 @@ async def test_nothing_goes_by_age_while_retention_has_stopped(folder, clock):
         assert (await place.collector.collect(resume=True)).rows() == []
         place.collector._jumped = lambda: False
         assert {row["kind"] for row in (await place.collector.collect()).rows() if row["what"] == "expired"} == {
-            "trajectory", "batch", "exchange", "event"
+            "trajectory", "batch", "rollout", "exchange", "event"
         }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from artd.store import pages
 from artd.store.pages import QUERIES
 from artd_schema.codec import Codec, WireError
 from artd_schema.wire import client_api as api
-from tests.fakes.rows import add_run, data_dir, make_ingest, open_store, submit
+from tests.fakes.rows import add_run, data_dir, exchange, make_ingest, open_store, submit
 from tests.fakes.steps import commit_next, serve, train_next
 
 pytestmark = pytest.mark.asyncio
@@ -27,6 +27,7 @@ async def world(store, tmp_path):
     await commit_next(store, data)
     await serve(store, 1, data)
     await train_next(store, data)
+    await exchange(make_ingest(store, data), rollout="t")
 
 
 async def listed(store, **asked):

@@ -1,4 +1,4 @@
-"""`artctl runs|jobs|trajectories|groups|batches|checkpoints|workers|pushes`: lists rows of one table, newest first.
+"""`artctl runs|jobs|trajectories|groups|rollouts|batches|checkpoints|workers|pushes`: lists rows of one table, newest first.
 
 Exit codes: 0 (also for no rows), 3 no daemon ever ran here, 5 no such run.
 """
@@ -19,7 +19,7 @@ from artd.cli.status.snapshot import JOB_STATES, _alive
 from artd.store import pages
 from artd_schema.run.spec_defaults import spec_value
 
-VERBS = ("runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "workers", "pushes")
+VERBS = ("runs", "jobs", "trajectories", "groups", "rollouts", "batches", "checkpoints", "workers", "pushes")
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,20 @@ LISTINGS: dict[str, Listing] = {
             "reason": _of("reason"),
         },
         pages.states_of("groups"),
+    ),
+    "rollouts": Listing(
+        "rollouts by name: their responses, and which expired because nobody submitted them",
+        {
+            "id": _of("id"),
+            "run": _of("run"),
+            "name": _of("name"),
+            "state": _of("state"),
+            "responses": _of("responses"),
+            "superseded": _of("superseded"),
+            "trajectory": _of("trajectory_id"),
+            "last": lambda row: show.ago(row["touched"]),
+        },
+        pages.states_of("rollouts"),
     ),
     "batches": Listing(
         "packed batches: what each step was trained on",

@@ -304,6 +304,21 @@ CREATE TABLE process (
 CREATE INDEX process_of ON process (run_id, kind);  -- a run has few
 CREATE INDEX process_alive ON process (kind) WHERE state <> 'stopped';
 
+CREATE TABLE rollout (                       -- requests under one name, submitted together (docs/adr/0006)
+  id INTEGER PRIMARY KEY,
+  run_id INTEGER NOT NULL REFERENCES run,
+  name TEXT NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('open', 'submitted', 'expired')),
+  trajectory_id INTEGER REFERENCES trajectory,
+  created INTEGER NOT NULL,
+  touched INTEGER NOT NULL,                  -- when its last response came
+  UNIQUE (run_id, name),
+  CHECK ((state = 'submitted') = (trajectory_id IS NOT NULL))
+) STRICT;
+CREATE INDEX rollout_run ON rollout (run_id, state);
+CREATE INDEX rollout_open ON rollout (touched) WHERE state = 'open';
+CREATE INDEX rollout_trajectory ON rollout (trajectory_id) WHERE trajectory_id IS NOT NULL;
+
 CREATE TABLE exchange (
   id INTEGER PRIMARY KEY,
   run_id INTEGER NOT NULL REFERENCES run,
@@ -315,9 +330,16 @@ CREATE TABLE exchange (
   blob TEXT REFERENCES blob,                 -- or in a file; neither once a trajectory's body holds it
   trajectory_id INTEGER REFERENCES trajectory,
   created INTEGER NOT NULL,
+  rollout_id INTEGER REFERENCES rollout,
+  place INTEGER NOT NULL DEFAULT 0,          -- order of its request: the gateway's spawn << 40 | a number
+  request TEXT NOT NULL DEFAULT '',          -- sha256 of the request
+  delivery TEXT NOT NULL DEFAULT '' CHECK (delivery IN ('', 'pending', 'delivered', 'lost', 'superseded')),
   UNIQUE (run_id, response_id, choice),
-  CHECK ((turn IS NOT NULL) + (blob IS NOT NULL) = (trajectory_id IS NULL))
+  CHECK ((turn IS NOT NULL) + (blob IS NOT NULL) = (trajectory_id IS NULL)),
+  CHECK ((rollout_id IS NULL) = (delivery = '')),
+  CHECK (delivery <> 'superseded' OR trajectory_id IS NULL)
 ) STRICT;
+CREATE INDEX exchange_rollout ON exchange (rollout_id, place, choice) WHERE rollout_id IS NOT NULL;
 CREATE INDEX exchange_trajectory ON exchange (trajectory_id) WHERE trajectory_id IS NOT NULL;
 CREATE INDEX exchange_blob ON exchange (blob) WHERE blob IS NOT NULL;
 CREATE INDEX exchange_unused ON exchange (created) WHERE trajectory_id IS NULL;

@@ -68,6 +68,7 @@ class Submit(_Op, frozen=True):
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     credits: Annotated[tuple[Credit, ...], Meta(max_length=MOST_REFS)] = ()
+    rollout: Annotated[str, Meta(max_length=200)] = ""  # in place of `refs`; one credit may stand for all its turns
 
 
 class Seal(_Op, frozen=True):
@@ -93,12 +94,12 @@ class WaitStep(_Op, frozen=True):
 
 
 class List(_Op, frozen=True):
-    """Read one page of a table. Answered by Rows.
+    """Read one page of a table: newest rows first, with ids below `before`; with `after` oldest first, with ids above it. `states`:
+    () = all. Answered by Rows."""
 
-    Rows come newest first, with ids below `before`; with `after` oldest first, with ids above it. `states`: () = all.
-    """
-
-    what: Literal["runs", "jobs", "trajectories", "groups", "batches", "checkpoints", "pushes", "workers", "events"]
+    what: Literal[
+        "runs", "jobs", "trajectories", "groups", "rollouts", "batches", "checkpoints", "pushes", "workers", "events"
+    ]
     run: str = ""
     states: Annotated[tuple[str, ...], Meta(max_length=MOST_STATES)] = ()
     before: Number | None = None

@@ -14,6 +14,8 @@ from artd_schema.data.trajectory import RouteShape, Sampling, Split
 from artd_schema.run.engines import DEFAULT
 from artd_schema.run.spec import Learning, Mode
 
+from .deliveries import Delivery, Recall, Recalled
+from .message import Message as _Message
 from .worker_config import EngineConfig, GatewayConfig, TrainerConfig
 
 LISTENER = "ARTD_LISTENER"
@@ -24,10 +26,6 @@ FailureClass = Literal["transient", "permanent", "interrupted", "full"]
 Transfer = Literal["gloo", "stock", "direct", "nccl"]
 """How a live push's weights travel (docs/weights.md): broadcast between CPUs (gloo), by the engine's own NCCL calls
 (stock), pulled by the engine from the trainer's memory (direct), or sent over NCCL by the plan of direct (nccl)."""
-
-
-class _Message(Struct, frozen=True, kw_only=True, tag_field="t", tag=str.lower, omit_defaults=True, gc=False):
-    pass
 
 
 class CheckpointRef(Struct, frozen=True, kw_only=True):
@@ -205,10 +203,11 @@ class Route(_Message, frozen=True):
 
 
 class ExchangeAck(_Message, frozen=True):
-    """The ledger entry is durable (error ""), or was refused with this error."""
+    """The ledger entry is durable (error ""), or was refused with this error. closed: because its rollout takes no more responses."""
 
     response_id: str
     error: str = ""
+    closed: bool = False
 
 
 class Exit(_Message, frozen=True):
@@ -218,22 +217,9 @@ class Exit(_Message, frozen=True):
 
 
 ToWorker = (
-    Welcome
-    | Reject
-    | Run
-    | Cancel
-    | Committed
-    | Fenced
-    | Ack
-    | Push
-    | Proceed
-    | PushEnd
-    | Unload
-    | Hold
-    | Route
-    | ExchangeAck
-    | Exit
-)
+    Welcome | Reject | Run | Cancel | Committed | Fenced | Ack | Push | Proceed | PushEnd | Unload | Hold
+    | Route | ExchangeAck | Recalled | Exit
+)  # fmt: skip
 
 # ---- worker -> daemon -----------------------------------------------------------------------------------------------
 
@@ -359,7 +345,8 @@ class RouteTaken(_Message, frozen=True):
 
 class Exchange(_Message, frozen=True):
     """From the gateway: one response for the ledger. Each bulk frame is the msgpack `Turn` of one choice. The HTTP
-    response's last byte leaves only after ExchangeAck. `model` is the served name, `RUN@STEP`."""
+    response's last byte leaves only after ExchangeAck. `model` is the served name, `RUN@STEP`. `rollout` is a name, ""
+    = none; `request` is the request's sha256, `place` its order (docs/adr/0006). `part`: a stream broke after this much."""
 
     response_id: str
     run: str
@@ -370,6 +357,10 @@ class Exchange(_Message, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     seconds: float
+    rollout: str = ""
+    request: str = ""
+    place: int = 0
+    part: bool = False
 
 
 class Down(_Message, frozen=True):
@@ -380,18 +371,6 @@ class Down(_Message, frozen=True):
 
 
 FromWorker = (
-    Hello
-    | Ready
-    | Beat
-    | Accepted
-    | Staged
-    | Failed
-    | Refused
-    | Pausing
-    | Live
-    | PushFailed
-    | Held
-    | RouteTaken
-    | Exchange
-    | Down
-)
+    Hello | Ready | Beat | Accepted | Staged | Failed | Refused | Pausing | Live | PushFailed | Held
+    | RouteTaken | Exchange | Delivery | Recall | Down
+)  # fmt: skip

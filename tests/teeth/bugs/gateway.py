@@ -36,8 +36,8 @@ BUGS = (
         "assert not True",
     ),
     Bug(
-        "a-stream-closes-before-the-ledger", "workers/artd_workers/gateway/request/flow.py",
-        "        await asyncio.shield(asyncio.ensure_future(", "        asyncio.ensure_future(asyncio.ensure_future(",
+        "a-stream-closes-before-the-ledger", "workers/artd_workers/gateway/request/asked.py",
+        "        await asyncio.shield(writing)\n", "        asyncio.shield(writing)\n",
         "tests/gateway/test_stream.py::test_nothing_that_closes_the_stream_comes_before_the_acknowledgement", "DONE",
     ),
     Bug(
@@ -91,5 +91,38 @@ BUGS = (
         "truncated-samples-are-paid-for", "workers/artd_workers/gateway/request/turns.py",
         "(bad := untrainable(sampling))", "(bad := untrainable(Sampling()))", "tests/gateway/test_ledger.py",
         "KeyError: 'error'",
+    ),
+    Bug(
+        "repeated-request-trained-twice", "artd/rollouts/by_name.py",
+        "e.delivery IN ('pending', 'delivered')\"", "e.delivery IN ('pending', 'delivered', 'lost')\"",
+        "tests/gateway/test_rollouts.py::test_a_reply_that_was_lost_and_never_asked_again_is_not_trained", "assert .* == ",
+    ),
+    Bug(
+        "repeated-request-sampled-again", "workers/artd_workers/gateway/request/flow.py",
+        "job.asked is None or not job.asked.repeats", "job.asked is None or job.asked.repeats",
+        "tests/gateway/test_rollouts.py::test_a_stored_reply_is_the_reply_that_was_lost[/v1/messages-False]", "sampled again",
+    ),
+    Bug(
+        "superseded-row-trained", "artd/tables/exchanges.py",
+        "    c.execute(\n        f\"UPDATE exchange SET delivery = 'superseded' WHERE rollout_id = ? AND request = ?",
+        "    c.execute(\n        f\"UPDATE exchange SET delivery = 'pending' WHERE rollout_id = ? AND request = ?",
+        "tests/gateway/test_rollouts.py::test_what_is_asked_again_otherwise_is_superseded_and_never_trained", "superseded",
+    ),
+    Bug(
+        "rollout-in-the-order-of-ends", "artd/rollouts/by_name.py", 'ORDER = "e.place, e.choice"', 'ORDER = "e.id"',
+        "tests/unit/test_rollouts.py::test_a_rollout_is_one_trajectory_in_the_order_of_its_requests", "assert .* == ",
+    ),
+    Bug(
+        "reply-of-a-dead-gateway-forgotten", "artd/tables/exchanges.py", "AND place < ?))", "AND place < 0 * ?))",
+        "tests/gateway/test_rollouts.py::test_a_reply_is_found_again_after_the_gateway_died", "assert .* == ",
+    ),
+    Bug(
+        "lost-reply-called-delivered", "workers/artd_workers/gateway/http/streamed.py",
+        "            whole = there\n", "            whole = True\n",
+        "tests/gateway/test_rollouts.py::test_a_client_that_goes_before_the_last_piece_has_not_had_it", "assert .* == ",
+    ),
+    Bug(
+        "rollout-expires-in-parts", "artd/retention/collector.py", " AND (o.state IS NOT 'open' OR o.touched < ?1) ORDER", " ORDER",
+        "tests/unit/test_rollouts.py::test_a_rollout_that_nobody_submits_expires_whole_and_says_so", "assert .* == ",
     ),
 )  # fmt: skip

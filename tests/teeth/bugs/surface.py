@@ -84,7 +84,7 @@ BUGS = (
     ),
     Bug(
         "equal-samples-are-one", "client/artd_client/run.py",
-        "else uuid.uuid4().hex)", "else digest(to_json([group, turns])))",
+        "uuid.uuid4().hex if turns", "digest(to_json([group, turns])) if turns",
         "tests/unit/test_client.py::test_every_call_by_value_is_a_sample_of_its_own",
         "assert",
     ),

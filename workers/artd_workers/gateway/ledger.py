@@ -1,8 +1,7 @@
-"""The gateway's side of the ledger: every response is written by the daemon before its last byte leaves.
+"""Has the daemon write every response to its ledger before the response's last byte leaves.
 
-Owner of: the acknowledgements being waited for. Invariants: `record` returns only after the daemon said that the entry
-is durable; an entry is sent once (the wire neither loses nor repeats), and an acknowledgement that nobody waits for is
-dropped.
+`record` returns only after the daemon said that the entry is durable. An entry is sent once, because the wire neither loses nor repeats
+messages. An acknowledgement that nobody waits for is dropped.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ _TOKEN = 8
 def refuse_too_large(
     body: Json, requests: Sequence[Json], shape: RouteShape | None, longest: int, limits: Limits
 ) -> None:
-    """Before anything is sampled. body: the client's request; requests: as they are generated; shape: of the routes that an entry will
-    have, None = none; longest: tokens of prompt and answer together. Errors: ApiError 413 when answers as long as the request asks for would not fit the ledger.
+    """Refuse, before anything is sampled, a request whose answers would not fit the ledger if they were as long as it asks for.
 
-    A request that names no limit of its own is taken: its answers are rarely as long as they may be.
+    body: the client's request; requests: as they are generated; shape: of the routes that an entry will have, None = none; longest:
+    tokens of prompt and answer together. A request that names no limit of its own passes, because its answers are rarely as long as
+    they may be. Raises ApiError 413.
     """
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     asked = limit if isinstance(limit, int) and limit > 0 else 1
@@ -61,11 +61,11 @@ class Ledger:
     def __init__(self, send: Send, limits: Limits) -> None:
         self._send = send
         self._limits = limits
-        self._waiting: dict[str, asyncio.Future[str]] = {}
+        self._waiting: dict[str, asyncio.Future[ExchangeAck]] = {}
 
     async def record(self, exchange: Exchange, turns: Sequence[Turn]) -> None:
-        """Write one response. Errors: ApiError 413 (larger than a message may be), 503 (refused, or no answer in
-        time)."""
+        """Write one response. Raises ApiError 413 (larger than a message may be), 410 (its rollout is closed), 503 (refused, or no
+        answer in time)."""
         bulk = [msgspec.msgpack.encode(turn) for turn in turns]
         size = len(MAGIC) + len(msgspec.msgpack.encode(exchange)) + sum(map(len, bulk))
         if size > self._limits.max_message:
@@ -78,26 +78,28 @@ class Ledger:
                 f"{self._limits.max_message}; ask for fewer choices or tokens ({exchange.choices} choices, "
                 f"{exchange.prompt_tokens} + {exchange.completion_tokens} tokens), or raise max_message",
             )
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ExchangeAck] = asyncio.get_running_loop().create_future()
         self._waiting[exchange.response_id] = answer
         try:
             self._send(exchange, bulk)
             async with asyncio.timeout(self._limits.ledger_s):
-                error = await answer
+                told = await answer
         except TimeoutError:
             message = f"the daemon did not confirm the ledger entry within {self._limits.ledger_s:.0f} s; try again"
             raise self._unavailable("ledger_timeout", message) from None
         finally:
             del self._waiting[exchange.response_id]
-        if error:
-            raise self._unavailable("ledger_refused", f"the daemon did not take the ledger entry: {error}")
+        if told.closed:
+            raise ApiError(410, "rollout_closed", told.error)  # no client repeats a 410
+        if told.error:
+            raise self._unavailable("ledger_refused", f"the daemon did not take the ledger entry: {told.error}")
 
     def settle(self, ack: ExchangeAck) -> bool:
-        """Hand an acknowledgement to who waits for it; False when nobody does any more."""
+        """Hand an acknowledgement to the request that waits for it; False when none does any more."""
         answer = self._waiting.get(ack.response_id)
         if answer is None or answer.done():
             return False
-        answer.set_result(ack.error)
+        answer.set_result(ack)
         return True
 
     def _unavailable(self, code: str, message: str) -> ApiError:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from artd_schema.data.trajectory import RouteShape
 from artd_schema.wire.worker import EngineRoute, Route, Served
 
 from .errors import ApiError
@@ -93,6 +94,15 @@ class Table:
                 return engine.max_model_len
         return None
 
+    def run_of(self, model: str) -> str:
+        """Return the run that a model's name stands for: itself, or what is before its `@`."""
+        return model if model in self._route.runs else model.rpartition("@")[0]
+
+    def routes_of(self, model: str) -> RouteShape | None:
+        """Return the shape of the routes that the run's engines capture, None when they capture none."""
+        run = self.run_of(model)
+        return next((e.routes for e in self._route.engines if any(s.run == run for s in e.served)), None)
+
     async def place(self, model: str) -> Place:
         """Wait until this name may enter an engine. Errors: ApiError 404 (unknown), 503 (nothing served, held,
         ending)."""
@@ -163,7 +173,7 @@ class Table:
     def _resolve(self, model: str) -> Place | _Waiting:
         if self._draining:
             raise ApiError(503, "draining", "the gateway is ending", retry_after_s=self._limits.retry_after_s)
-        run = model if model in self._route.runs else model.rpartition("@")[0]
+        run = self.run_of(model)
         if run not in self._route.runs:
             raise self._unknown(model, f"model {model!r} does not exist")
         pinned = model != run

@@ -1,7 +1,7 @@
-"""The gateway process: the daemon's link on one side, uvicorn on the other.
+"""Runs the gateway's process: the daemon's link on one side, uvicorn on the other.
 
-Owner of: the event loop; the listening socket is the daemon's. Invariants: every message of the daemon is handled in the event
-loop, in the order of arrival; the process ends when the daemon says Exit, refuses it, or its link breaks.
+Every message of the daemon is handled in the event loop, in the order of arrival. The listening socket is the daemon's. The process
+ends when the daemon says Exit or refuses it, or when its link breaks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import os
 import queue
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import uvicorn
 
 from artd_schema.crashpoint import reach
 from artd_schema.wire import worker as w
+from artd_schema.wire.deliveries import Recalled
 from artd_workers.daemon_link import Link, LinkClosed, Rejected
 from artd_workers.gateway.engine.client import Engines
 from artd_workers.gateway.http.app import make_app
 from artd_workers.gateway.http.patience import Crowd, PatientProtocol, most_connections
+from artd_workers.gateway.request.asked import Asking
 from artd_workers.gateway.request.flow import Flow
 
 from .ledger import Ledger, Send
@@ -40,15 +42,17 @@ _LINK_POLL_S = 0.25
 class Gateway:
     """The gateway's parts, and what each message of the daemon does to them."""
 
-    def __init__(self, send: Send, limits: Limits, token: str, stop: Callable[[float], None]) -> None:
+    def __init__(self, send: Send, limits: Limits, token: str, stop: Callable[[float], None], spawn: int = 0) -> None:
+        self.asking = Asking(send, limits, spawn)
         self.table = Table(limits)
         self.engines = Engines(limits)
         self.ledger = Ledger(send, limits)
-        self.app = make_app(self.table, Flow(self.table, self.engines, self.ledger, limits), limits, token)
+        flow = Flow(self.table, self.engines, self.ledger, limits, self.asking)
+        self.app = make_app(self.table, flow, self.asking, limits, token)
         self._send = send
         self._stop = stop
 
-    async def handle(self, message: w.ToWorker) -> None:
+    async def handle(self, message: w.ToWorker, bulk: Sequence[bytes] = ()) -> None:
         match message:
             case w.Route():
                 seq = self.table.take(message)
@@ -61,6 +65,8 @@ class Gateway:
             case w.ExchangeAck(response_id=response_id):
                 if not self.ledger.settle(message):
                     log.warning("acknowledgement of %s came after its request had ended", response_id)
+            case Recalled():
+                self.asking.settle(message, bulk)
             case w.Exit(grace_s=grace_s):
                 self.table.drain()
                 self._stop(grace_s)
@@ -72,24 +78,24 @@ class Mailbox:
     """Carries messages from the link's thread into the event loop, in order; keeps those that come before it runs."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[w.ToWorker] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[w.ToWorker, list[bytes]]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Event | None = None
 
     def put(self, message: w.ToWorker, bulk: list[bytes]) -> None:
-        self._messages.put(message)
+        self._messages.put((message, bulk))
         if self._loop is not None and self._ready is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to tell
                 self._loop.call_soon_threadsafe(self._ready.set)
 
-    async def deliver(self, handle: Callable[[w.ToWorker], Awaitable[None]]) -> None:
+    async def deliver(self, handle: Callable[[w.ToWorker, Sequence[bytes]], Awaitable[None]]) -> None:
         """Hand every message to `handle`, for ever."""
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         while True:
             self._ready.clear()
             while not self._messages.empty():
-                await handle(self._messages.get())
+                await handle(*self._messages.get())
             await self._ready.wait()
 
 
@@ -131,7 +137,9 @@ async def serve(link: Link, mailbox: Mailbox, welcome: w.Welcome, listener: sock
     """Serve until the daemon or a signal ends it. Returns the exit status."""
     assert welcome.gateway is not None
     limits = Limits(max_message=welcome.max_message)
-    gateway = Gateway(link.send, limits, welcome.gateway.token, lambda grace_s: server.end(grace_s))
+    gateway = Gateway(
+        link.send, limits, welcome.gateway.token, lambda grace_s: server.end(grace_s), link.identity.spawn
+    )
     most = most_connections()
     config = uvicorn.Config(
         gateway.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, ws="none",

@@ -1,4 +1,4 @@
-"""The HTTP face: routes, bearer check, error replies. Owner of no state but the start time."""
+"""Serves HTTP: routes, the bearer check, error replies."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from artd_schema.data.trajectory import Split
+from artd_schema.wire.rollout_names import ROOT
 from artd_workers.gateway.apis.base import Api
 from artd_workers.gateway.apis.generate import GenerateApi
 from artd_workers.gateway.apis.messages import MessagesApi
@@ -25,15 +26,18 @@ from artd_workers.gateway.apis.shapes import error_body
 from artd_workers.gateway.apis.tokenize import to_render
 from artd_workers.gateway.errors import ApiError, invalid
 from artd_workers.gateway.limits import Limits
+from artd_workers.gateway.request.asked import Asking
 from artd_workers.gateway.request.deliver import encode
 from artd_workers.gateway.request.flow import Flow
 from artd_workers.gateway.request.kinds import CHAT, COMPLETION
+from artd_workers.gateway.request.request import Job
 from artd_workers.gateway.routing import Table
 
 from .auth import check_bearer
-from .body import json_object, while_connected
+from .body import json_object, read_body, while_connected
 from .patience import REFUSED
-from .streamed import Channel, Streamed
+from .rollout import UnderRollouts, repeats, rollout_of
+from .streamed import Channel, Streamed, Whole
 
 SPLIT_HEADER = "x-artd-split"
 _CLIENT_GONE = 499
@@ -66,8 +70,8 @@ class _Guard:
         await self._app(scope, receive, send)
 
 
-def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
-    """The ASGI application."""
+def make_app(table: Table, flow: Flow, asking: Asking, limits: Limits, token: str) -> ASGIApp:
+    """Return the ASGI application."""
     started = int(time.time())
 
     async def models(request: Request) -> Response:
@@ -80,34 +84,46 @@ def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
             raise ApiError(404, "model_not_found", f"model {name!r} is not live; known names: {known}", param="model")
         return _json(_model(table, name, started))
 
-    async def read(request: Request) -> dict[str, Any]:
-        return await json_object(request, min(limits.body, limits.max_message), limits.body_s)
+    async def read(request: Request) -> bytes:
+        return await read_body(request, min(limits.body, limits.max_message), limits.body_s)
 
     def generates(api: Api) -> Route:
         async def endpoint(request: Request) -> Response:
-            split = _split(request)
-            body = await read(request)
+            split, rollout = _split(request), rollout_of(request)
+            raw = await read(request)
+            body = json_object(raw)
             ask = parse(api, body)
+            content = (api.path.encode(), split.encode(), raw)
+            asked = asking.begin(rollout, content, repeats(request.headers)) if rollout else None
+            job = Job(ask.kind, ask.body, split, ask.caps, asked)
+
+            def end(whole: bool) -> None:
+                if asked is not None:
+                    asking.end(asked, whole)
+
             if body.get("stream"):
 
                 def work(channel: Channel) -> Coroutine[Any, Any, None]:
-                    return flow.stream(ask.kind, ask.body, split, api.writer(body, channel), ask.caps)
+                    return flow.stream(job, api.writer(body, channel))
 
-                return Streamed(request, work, api.error_event, limits.read_s)
-            entry = await while_connected(request, flow.answer(ask.kind, ask.body, split, ask.caps))
-            return Response(
-                await encode(entry, api.reply(body, entry.head, entry.choices)), media_type="application/json"
-            )
+                return Streamed(request, work, api.error_event, limits.read_s, end)
+            try:
+                reply = await while_connected(request, flow.answer(job))
+                content_of = await encode(reply, api.reply(body, reply.head, reply.choices))
+            except BaseException:
+                end(False)
+                raise
+            return Whole(request, content_of, end)
 
         return Route(api.path, endpoint, methods=["POST"])
 
     async def count_tokens(request: Request) -> Response:
-        ask = parse(MESSAGES, await read(request))
+        ask = parse(MESSAGES, json_object(await read(request)))
         tokens, _ = await while_connected(request, flow.tokens(ask.kind, ask.body))
         return _json({"input_tokens": len(tokens)})
 
     async def tokenize(request: Request) -> Response:
-        kind, body = to_render(await read(request))
+        kind, body = to_render(json_object(await read(request)))
         tokens, longest = await while_connected(request, flow.tokens(kind, body))
         return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 
@@ -124,7 +140,7 @@ def make_app(table: Table, flow: Flow, limits: Limits, token: str) -> ASGIApp:
         ClientDisconnect: _client_gone,
         Exception: _unexpected,
     }
-    return _Guard(Starlette(routes=routes, exception_handlers=handlers), token)
+    return UnderRollouts(_Guard(Starlette(routes=routes, exception_handlers=handlers), token))
 
 
 def _split(request: Request) -> Split:
@@ -156,7 +172,10 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         paths = ", ".join(PATHS)
         return _reply(
-            request.url.path, ApiError(404, "unknown_path", f"no such path: {request.url.path}; there are {paths}")
+            request.url.path,
+            ApiError(
+                404, "unknown_path", f"no such path: {request.url.path}; there are {paths}, also below {ROOT}NAME"
+            ),
         )
     if error.status_code == 405:
         message = f"{request.method} is not allowed for {request.url.path}"

@@ -1,4 +1,4 @@
-"""HTTP helpers: bodies with a size limit, and work that ends when its client goes. Owner of no state."""
+"""Reads bodies with a size limit, and ends work when its client goes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from artd_workers.gateway.errors import ApiError, invalid
 Result = TypeVar("Result")
 
 
-async def json_object(request: Request, limit: int, pause_s: float) -> dict[str, Any]:
-    """The request's body as a JSON object. pause_s: the longest wait for its next part. Errors: ApiError 413 over `limit` bytes, 408
-    after such a wait, 400 when it is no JSON object; ClientDisconnect."""
+async def read_body(request: Request, limit: int, pause_s: float) -> bytes:
+    """Return the request's body. pause_s: the longest wait for its next part. Raises ApiError 413 over `limit` bytes and 408 after such a
+    wait, and ClientDisconnect."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(int(announced), limit)
@@ -27,6 +27,11 @@ async def json_object(request: Request, limit: int, pause_s: float) -> dict[str,
         body += part
         if len(body) > limit:
             raise _too_large(len(body), limit)
+    return bytes(body)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return a body as a JSON object. Raises ApiError 400 when it is none."""
     try:
         value = msgspec.json.decode(body)
     except UNREADABLE as error:
@@ -46,8 +51,10 @@ async def _next(parts: AsyncIterator[bytes], pause_s: float) -> bytes | None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` and return its result; when the client goes first, cancel it (which closes its call to the engine, and
-    the engine aborts the request) and raise ClientDisconnect. The body must have been read."""
+    """Run `work` and return its result. The body must have been read.
+
+    When the client goes first, cancel `work`, which closes its call to the engine, so that the engine aborts the request.
+    Raises ClientDisconnect then."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
     try:

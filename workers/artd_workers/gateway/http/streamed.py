@@ -1,4 +1,4 @@
-"""A reply of server-sent events: begun with its first event, ended when its client goes, errors after its beginning told in it."""
+"""Replies that know whether their client had them whole: of one piece, and of server-sent events."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from artd_workers.gateway.errors import ApiError
 from .body import while_connected
 
 log = logging.getLogger("artd.gateway")
+Ended = Callable[[bool], None]
+_PIECE = 1 << 16
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -52,8 +54,34 @@ class Channel:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class Whole(Response):
+    """A JSON reply of one piece. ended: told whether its last byte left while the client was there."""
+
+    def __init__(self, request: Request, content: bytes, ended: Ended) -> None:
+        super().__init__(content, media_type="application/json")
+        self._request = request
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        whole = False
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            content = bytes(self.body)
+            last = max(len(content) - 1, 0) // _PIECE * _PIECE
+            for at in range(
+                0, last, _PIECE
+            ):  # the server takes the next piece when the client has read most of the last
+                await send({"type": "http.response.body", "body": content[at : at + _PIECE], "more_body": True})
+            there = not await self._request.is_disconnected()
+            await send({"type": "http.response.body", "body": content[last:]})
+            whole = there
+        finally:
+            self._ended(whole)
+
+
 class Streamed(Response):
-    """Runs `work` with a channel. An error before the first event is an error reply; one after it is the last event."""
+    """Runs `work` with a channel. An error before the first event is an error reply; one after it is the last event. ended: as of
+    `Whole`."""
 
     def __init__(
         self,
@@ -61,19 +89,30 @@ class Streamed(Response):
         work: Callable[[Channel], Coroutine[Any, Any, None]],
         error_event: Callable[[ApiError], bytes],
         read_s: float,
+        ended: Ended,
     ) -> None:
         super().__init__()
+        self._ended = ended
         self._error_event = error_event
         self._read_s = read_s
         self._request = request
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        channel = Channel(send, self._read_s)
+        whole = False
+        try:
+            whole = await self._serve(Channel(send, self._read_s))
+        finally:
+            self._ended(whole)
+
+    async def _serve(self, channel: Channel) -> bool:
+        """Return whether the client had everything."""
+        whole = False
         try:
             await while_connected(self._request, self._work(channel))
+            whole = not await self._request.is_disconnected()
         except ClientDisconnect:
-            return
+            return False
         except ApiError as error:
             if not channel.begun:
                 raise
@@ -85,6 +124,7 @@ class Streamed(Response):
             what = f"the gateway failed: {type(error).__name__}: {error}; its log: artctl logs gateway"
             await channel.write(self._error_event(ApiError(500, "internal", what)))
         await channel.end()
+        return whole
 
 
 def event(data: bytes, name: str = "") -> bytes:

@@ -23,7 +23,8 @@ from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
 
 from . import reply, turns
-from .request import Generated, Json
+from .reply import Reply
+from .request import Generated, Job, Json
 
 
 @dataclass(frozen=True)
@@ -47,26 +48,17 @@ class _Sample:
 
 @dataclass(frozen=True)
 class Entry:
-    """A response as the ledger gets it, and as the client does: `head` is the reply without `choices`."""
+    """A response as the ledger gets it, and as the client does."""
 
     exchange: Exchange
     columns: list[Turn]
-    head: Json
-    choices: list[Json]
-    bulky: bool
+    reply: Reply
 
 
-async def deliver(made: Generated, table: Table, ledger: Ledger, limits: Limits) -> Entry:
-    """Write the exchange to the ledger, then return it. Raises EngineFailure, ApiError."""
-    entry = await describe(made, table, limits)
-    await record(entry, ledger)
-    return entry
-
-
-async def encode(entry: Entry, reply: Json | None) -> bytes:
-    """Return the JSON of an answer. reply: in another form than the core's."""
-    work = partial(msgspec.json.encode, reply) if reply else partial(encode_reply, entry.head, entry.choices)
-    return await asyncio.to_thread(work) if entry.bulky else work()
+async def encode(reply: Reply, other: Json | None) -> bytes:
+    """Return the JSON of an answer. other: the answer in another form than the core's."""
+    work = partial(msgspec.json.encode, other) if other else partial(encode_reply, reply.head, reply.choices)
+    return await asyncio.to_thread(work) if reply.bulky else work()
 
 
 async def record(entry: Entry, ledger: Ledger) -> None:
@@ -88,24 +80,33 @@ async def describe(made: Generated, table: Table, limits: Limits) -> Entry:
     for sample in samples:
         shown = made.shown["choices"][sample.index]
         shown = reply.finish_choice(job.kind, shown, sample.index)
-        columns.append(_turn(made, sample, reply.raw_of(shown, sample.choice, sample.reply, head)))
         if job.body.get("return_tokens_as_token_ids"):
             reply.spell_ids(made.dialect, shown, sample.choice)
+        if with_ids and sample.params.get("logprobs"):
+            reply.add_alternatives(made.dialect, job.kind, shown, sample.choice)
+        kept = shown if job.asked else shown | {"logprobs": None}
+        columns.append(_turn(made, sample, reply.raw_of(kept, sample.choice, sample.reply, head)))
         if with_ids:
             logprobs = turns.logprobs_of(engine, made.dialect, sample.choice)
-            reply.add_ids(made.dialect, job.kind, shown, sample.request, sample.choice, logprobs)
+            reply.add_ids(job.kind, shown, sample.request["token_ids"], sample.choice["token_ids"], logprobs)
             if sample.capture is not None and made.place.engine.routes is not None:
                 reply.add_experts(job.kind, shown, sample.capture, made.place.engine.routes)
         choices.append(shown)
     exchange = Exchange(
         response_id=job.response_id, run=used.run, model=used.name, split=job.split, sampling=columns[0].sampling,
         choices=len(columns), prompt_tokens=head["usage"]["prompt_tokens"],
-        completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds,
+        completion_tokens=head["usage"]["completion_tokens"], seconds=made.seconds, **_rollout(job),
     )  # fmt: skip
     shown_bytes = sum(len(sample.capture.routes) for sample in samples if sample.capture) if with_ids else 0
     if with_ids and job.kind.chat:
         head |= {"prompt_token_ids": made.requests[0]["token_ids"]}
-    return Entry(exchange, columns, head, choices, shown_bytes > IN_THREAD)
+    return Entry(exchange, columns, Reply(head, choices, shown_bytes > IN_THREAD))
+
+
+def _rollout(job: Job) -> Json:
+    """Return what the ledger's entry says of the request's rollout."""
+    asked = job.asked
+    return {"rollout": asked.rollout, "place": asked.place, "request": asked.request} if asked else {}
 
 
 def encode_reply(head: Json, choices: list[Json]) -> bytes:

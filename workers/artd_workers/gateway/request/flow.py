@@ -10,9 +10,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TypeVar
 
-from artd_schema.data.trajectory import Split
+import msgspec
+
+from artd_schema.data.trajectory import Turn
 from artd_workers.gateway.dialect import Origin
 from artd_workers.gateway.engine import origins
 from artd_workers.gateway.engine.capture import Capture
@@ -24,21 +27,24 @@ from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
 
 from . import turns
-from .deliver import Entry, deliver, describe, record
+from .asked import Asking
+from .deliver import Entry, describe, record
 from .fields import cap_tokens, for_engine, refuse_unknown
 from .kinds import Kind
 from .live import Live, Sink
 from .parts import Parts
-from .reply import cut_choice
+from .reply import Reply, cut_choice
 from .request import Entered, Generated, Job, Json, Rendered
 from .sense import drop_grammar, refuse_senseless
+from .stored import restore, show
 
 Result = TypeVar("Result")
 Attempt = Callable[[Job, Place], Awaitable[Result]]
 
 
 class Flow:
-    def __init__(self, table: Table, engines: Engines, ledger: Ledger, limits: Limits) -> None:
+    def __init__(self, table: Table, engines: Engines, ledger: Ledger, limits: Limits, asking: Asking) -> None:
+        self._asking = asking
         self._table = table
         self._engines = engines
         self._ledger = ledger
@@ -46,22 +52,31 @@ class Flow:
         self._experts = Experts(limits)
         self._parts = Parts(table, ledger, limits)
 
-    async def answer(self, kind: Kind, body: Json, split: Split, caps: bool = False) -> Entry:
+    async def answer(self, job: Job) -> Reply:
         """Return the answer to one request, already in the ledger. Raises ApiError."""
+        job.kind.check(job.body)
+        if columns := await self._recall(job):
+            return restore(job, columns, self._table.routes_of(job.body["model"]))
 
-        async def attempt(job: Job, place: Place) -> Entry:
-            return await deliver(await self._generate(job, place), self._table, self._ledger, self._limits)
+        async def attempt(job: Job, place: Place) -> Reply:
+            entry = await describe(await self._generate(job, place), self._table, self._limits)
+            await self._record(job, entry)
+            return entry.reply
 
-        return await self._attempts(attempt, kind, body, split, caps)
+        return await self._attempts(attempt, job)
 
-    async def stream(self, kind: Kind, body: Json, split: Split, sink: Sink, caps: bool = False) -> None:
+    async def stream(self, job: Job, sink: Sink) -> None:
         """Show `sink` one request's answer as it comes; it closes once the ledger has the entry. Raises ApiError, also after the
         sink was opened."""
+        job.kind.check(job.body)
+        if columns := await self._recall(job):
+            await show(job, columns, restore(job, columns, self._table.routes_of(job.body["model"])), sink)
+            return
 
         async def attempt(job: Job, place: Place) -> None:
             await self._stream(job, place, sink)
 
-        await self._attempts(attempt, kind, body, split, caps)
+        await self._attempts(attempt, job)
 
     async def tokens(self, kind: Kind, body: Json) -> tuple[list[int], int]:
         """Return the prompt that a request would have, and the context's length. Nothing is sampled. Raises ApiError."""
@@ -79,13 +94,22 @@ class Flow:
             raise _bad_gateway(failure) from failure
         return requests[0]["token_ids"], place.engine.max_model_len
 
-    async def _attempts(self, attempt: Attempt[Result], kind: Kind, body: Json, split: Split, caps: bool) -> Result:
+    async def _recall(self, job: Job) -> list[Turn]:
+        """Return the turns of a reply that the client asks for again, because it never had it; none when a new one is to be sampled."""
+        if job.asked is None or not job.asked.repeats:
+            return []
+        turns = await self._asking.recall(self._table.run_of(job.body["model"]), job.asked)
+        return [msgspec.msgpack.decode(turn, type=Turn) for turn in turns]
+
+    async def _record(self, job: Job, entry: Entry) -> None:
+        await self._asking.write(job.asked, entry.exchange, record(entry, self._ledger))
+
+    async def _attempts(self, attempt: Attempt[Result], job: Job) -> Result:
         """Make an attempt, and another one if the first engine failed before its first token and the daemon has changed the routes."""
-        kind.check(body)
         for last in (False, True):
-            place = await self._table.place(body["model"])
+            place = await self._table.place(job.body["model"])
             try:
-                return await attempt(Job(kind, body, split, kind.response_id(), caps), place)
+                return await attempt(replace(job, response_id=job.kind.response_id()), place)
             except EngineFailure as failure:
                 if last or not failure.retriable or not await self._table.newer(place, self._limits.retry_s):
                     raise _bad_gateway(failure) from failure
@@ -107,9 +131,8 @@ class Flow:
                     error.retriable = False
                 self._parts.keep(live)
             raise
-        # The client may go while this waits: the entry is written all the same.
-        await asyncio.shield(asyncio.ensure_future(record(entry, self._ledger)))
-        await sink.close(entry.head, entry.choices)
+        await self._record(job, entry)
+        await sink.close(entry.reply.head, entry.reply.choices)
 
     # ---- the engine's part ------------------------------------------------------------------------------------------
 

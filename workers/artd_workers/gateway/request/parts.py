@@ -9,6 +9,8 @@ import asyncio
 import logging
 from dataclasses import replace
 
+import msgspec
+
 from artd_workers.gateway.engine import origins
 from artd_workers.gateway.errors import ApiError, EngineFailure
 from artd_workers.gateway.ledger import Ledger
@@ -47,7 +49,8 @@ class Parts:
             told = [origins.UNKNOWN if self._table.moved(live.at.place) else None] * count
             made = live.collect(replies, [None] * count, list(told))
             entry = await describe(_eval(made), self._table, self._limits)
-            await self._ledger.record(entry.exchange, entry.columns)
+            exchange = msgspec.structs.replace(entry.exchange, part=job.asked is not None)
+            await self._ledger.record(exchange, entry.columns)
         except (EngineFailure, ApiError) as error:
             log.warning("%s broke, and what was shown of it is not in the ledger: %s", job.response_id, error)
 

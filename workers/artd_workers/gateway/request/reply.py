@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -13,6 +15,15 @@ from artd_workers.gateway.engine.capture import Capture
 from .kinds import Kind
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer in the core's form. head: all of it but `choices`; bulky: it takes long to encode."""
+
+    head: Json
+    choices: list[Json]
+    bulky: bool = False
 
 
 def cut_choice(dialect: Dialect, kind: Kind, shown: Json, choice: Json, params: Json) -> None:
@@ -37,11 +48,11 @@ def notes(dropped: bool) -> Json:
 
 
 def raw_of(shown: Json, choice: Json, generated: Json, head: Json) -> Json:
-    """The raw response of one choice for the ledger: what the client gets and what the engine said besides, without
-    what the columns hold. `head`: the response without its choices."""
+    """Return the raw response of one choice for the ledger: what the client gets and what the engine said besides, without what the
+    columns hold. head: the response without its choices."""
     told = {name: value for name, value in choice.items() if name not in _COLUMNS and value is not None}
     beside = {name: value for name, value in generated.items() if name not in _GENERATE_COLUMNS and value is not None}
-    return head | {"choices": [shown | {"logprobs": None}], "engine": beside | {"choices": [told]}}
+    return head | {"choices": [shown], "engine": beside | {"choices": [told]}}
 
 
 def _finish_message(message: Json) -> None:
@@ -69,21 +80,24 @@ def spell_ids(dialect: Dialect, shown: Json, choice: Json) -> None:
             one["token"] = f"token_id:{other}"
 
 
-def add_ids(dialect: Dialect, kind: Kind, shown: Json, request: Json, choice: Json, logprobs: list[float]) -> None:
-    """Token-id information for a client that asked for it; generation_top_log_probs, where alternatives were asked for
-    too: for each sampled token [[token id, logprob], ...], likeliest first, itself among them."""
-    shown["token_ids"] = choice["token_ids"]
+def add_ids(kind: Kind, shown: Json, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Add the token ids of prompt and answer, and the sampled tokens' logprobs, for a client that asked for them."""
+    shown["token_ids"] = tokens
     bearer = kind.bearer_of_ids(shown)
-    bearer["prompt_token_ids"] = request["token_ids"]
-    bearer["generation_token_ids"] = choice["token_ids"]
+    bearer["prompt_token_ids"] = prompt
+    bearer["generation_token_ids"] = tokens
     bearer["generation_log_probs"] = logprobs
-    if request["sampling_params"].get("logprobs"):
-        bearer["generation_top_log_probs"] = [_best_first(found) for found in dialect.alternatives(choice)]
+
+
+def add_alternatives(dialect: Dialect, kind: Kind, shown: Json, choice: Json) -> None:
+    """Add `generation_top_log_probs`: for each sampled token [[token id, logprob], ...], likeliest first, itself among them."""
+    found = [_best_first(one) for one in dialect.alternatives(choice)]
+    kind.bearer_of_ids(shown)["generation_top_log_probs"] = found
 
 
 def add_experts(kind: Kind, shown: Json, capture: Capture, shape: RouteShape) -> None:
-    """Routed experts for a client that asked for token ids: base64 (msgspec's form of bytes) of a .npy file, [rows, MoE
-    layers, topk], without dense layers; the first row is that of token routed_experts_start."""
+    """Add the routed experts, for a client that asked for token ids: base64 (msgspec's form of bytes) of a .npy file, [rows, MoE layers,
+    topk], without dense layers; the first row is that of token routed_experts_start."""
     rows = len(capture.routes) // shape.row_bytes
     bearer = kind.bearer_of_ids(shown)
     bearer["routed_experts"] = npy.write(npy.Ids(rows, shape.layers, shape.topk, shape.width, capture.routes))

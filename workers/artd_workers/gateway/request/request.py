@@ -11,6 +11,7 @@ from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import EngineClient
 from artd_workers.gateway.routing import Place
 
+from .asked import Asked
 from .kinds import Kind
 
 Json = dict[str, Any]
@@ -18,13 +19,15 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request. caps: see `Ask.caps`. response_id is fresh for every attempt: an engine may still hold the last one's."""
+    """One request. caps: see `Ask.caps`. asked: None for a request of no rollout. response_id: "" until an attempt begins; every attempt
+    has its own, because an engine may still hold the last one's."""
 
     kind: Kind
     body: Json
     split: Split
-    response_id: str
     caps: bool = False
+    asked: Asked | None = None
+    response_id: str = ""
 
 
 @dataclass(frozen=True)

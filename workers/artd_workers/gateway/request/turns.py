@@ -1,8 +1,7 @@
-"""From an engine's token-level reply to `Turn`: columns as little-endian bytes, effective sampling, policy epochs.
+"""Makes a `Turn` of an engine's token-level reply: columns as little-endian bytes, effective sampling, policy epochs.
 
-Owner of no state. Invariant: a Turn is made only from numbers that agree with each other (one logprob per token, of
-that token, finite; version spans that cover the tokens without gap or overlap); anything else is an EngineFailure,
-never a guess.
+A Turn is made only from numbers that agree with each other: one finite logprob for each token, of that token, and version spans that
+cover the tokens without gap or overlap. Anything else is an EngineFailure, never a guess.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ DEFAULTED = " (the engine's own default)"
 
 
 def refuse_untrainable(dialect: Dialect, params: dict[str, Any], sampling: Sampling, body: dict[str, Any]) -> None:
-    """params: as rendered; sampling: the effective ones; body: the client's, which may have left one to the engine. Errors: ApiError 400
-    for samples that would be refused when they are submitted, or of which the ledger could not tell how they came about.
-    Greedy ones are let through: that is how programs evaluate that cannot send a header."""
+    """Refuse samples that `submit` would refuse, or of which the ledger could not tell how they came about.
+
+    params: as rendered; sampling: the effective ones; body: the client's, which may have left one to the engine. Greedy samples pass:
+    programs that cannot send a header evaluate with them. Raises ApiError 400."""
     if used := [name for name in dialect.reshaping if params.get(name)]:
         what = f"{', '.join(used)} changes the sampling distribution in a way that training cannot score; leave it out"
         raise _untrainable(what, used[0])
@@ -45,17 +45,27 @@ def _untrainable(what: str, param: str) -> ApiError:
 
 
 def int_column(values: Sequence[int]) -> bytes:
-    """int32 little-endian."""
+    """Return values as int32, little-endian."""
     return _little(array("i", values))
 
 
 def float_column(values: Sequence[float]) -> bytes:
-    """float32 little-endian."""
+    """Return values as float32, little-endian."""
     return _little(array("f", values))
 
 
+def read_ints(column: bytes) -> list[int]:
+    """Return an int32 column as a list."""
+    return _read("i", column)
+
+
+def read_floats(column: bytes) -> list[float]:
+    """Return a float32 column as a list."""
+    return _read("f", column)
+
+
 def logprobs_of(engine: str, dialect: Dialect, choice: dict[str, Any]) -> list[float]:
-    """Logprobs of the sampled tokens, one each, natural log. Errors: EngineFailure when they do not fit the tokens."""
+    """Return the logprob (natural) of each sampled token. Raises EngineFailure when they do not fit the tokens."""
     tokens = choice["token_ids"]
     scored = dialect.logprobs(choice)
     if [token for token, _ in scored] != tokens:
@@ -68,7 +78,7 @@ def logprobs_of(engine: str, dialect: Dialect, choice: dict[str, Any]) -> list[f
 
 
 def spans_of(engine: str, dialect: Dialect, choice: dict[str, Any]) -> list[Span]:
-    """The weight-version spans of a choice, in order, covering its tokens exactly. Empty when the engine gives none."""
+    """Return the weight-version spans of a choice, in order, covering its tokens exactly; [] when the engine gives none."""
     spans, count = dialect.spans(choice), len(choice["token_ids"])
     edges = [0, *(span.end for span in spans)]
     if spans and ([span.start for span in spans] != edges[:-1] or edges[-1] != count):
@@ -77,7 +87,7 @@ def spans_of(engine: str, dialect: Dialect, choice: dict[str, Any]) -> list[Span
 
 
 def run_lengths(pairs: Sequence[tuple[int, int]]) -> Epochs:
-    """(start, epoch) pairs with neighbours of equal epoch joined."""
+    """Return (start, epoch) pairs with neighbours of equal epoch joined."""
     runs: list[tuple[int, int]] = []
     for start, epoch in pairs:
         if not runs or runs[-1][1] != epoch:
@@ -99,7 +109,7 @@ def build_turn(
     index: int,
     raw: dict[str, Any],
 ) -> Turn:
-    """One choice of a generate reply as a Turn, by the rule book. Raises EngineFailure."""
+    """Return one choice of a generate reply as a Turn. Raises EngineFailure."""
     turn = Turn(
         prompt_ids=int_column(prompt),
         token_ids=int_column(choice["token_ids"]),
@@ -117,6 +127,13 @@ def build_turn(
     if found := columns_finding(turn):
         raise _unusable(engine, f"{found.where}: {found.what}")
     return turn
+
+
+def _read(code: str, column: bytes) -> list[Any]:
+    values = array(code, column)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
 
 
 def _little(column: array[Any]) -> bytes:
