@@ -194,7 +194,7 @@ class Services:
         size = sum(map(len, bulk))
         self._under_way.take(size)
         try:
-            answer = await self._ingest.exchange(message, bulk)
+            answer = await self._deliveries.exchange(message, bulk)
         except Exception as error:
             if not isinstance(error, Busy | Conflict):
                 log.exception("exchange %s", message.response_id)

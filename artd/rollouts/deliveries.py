@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sqlite3
 
+import anyio
 import anyio.to_thread
 
 from artd.store.blobs import Blobs
 from artd.store.store import Store
 from artd.tables.exchanges import UNDELIVERED, first_place, mark_delivery
 from artd_schema.crashpoint import reach
+from artd_schema.wire import worker as w
 from artd_schema.wire.deliveries import Delivery, Recall, Recalled
 
 from .by_reference import read_turn
@@ -33,10 +35,22 @@ class Deliveries:
         self._store = store
         self._ingest = ingest
         self._blobs = blobs
+        self._entering: dict[str, anyio.Event] = {}
+
+    async def exchange(self, message: w.Exchange, bulk: list[bytes]) -> w.ExchangeAck:
+        """Write a response to the ledger, as `Ingest.exchange`; marks of it that come meanwhile wait."""
+        entered = self._entering[message.response_id] = anyio.Event()
+        try:
+            return await self._ingest.exchange(message, bulk)
+        finally:
+            del self._entering[message.response_id]
+            entered.set()
 
     async def note(self, message: Delivery) -> None:
         """Write a mark. Raises NotFound for a run that is gone."""
         run = await self._ingest.facts(message.run)
+        if (entered := self._entering.get(message.response_id)) is not None:  # its turns may be on their way to files
+            await entered.wait()
         delivery = "delivered" if message.whole else "lost"
         await self._store.write(lambda c: mark_delivery(c, run.id, message.response_id, delivery))
         reach("delivery.committed")

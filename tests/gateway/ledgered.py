@@ -49,7 +49,7 @@ class Ledgered(Daemon):
         match message:
             case w.Exchange():
                 try:
-                    answer = await self.ingest.exchange(message, bulk)
+                    answer = await self._deliveries.exchange(message, bulk)
                 except Conflict as error:
                     answer = w.ExchangeAck(response_id=message.response_id, error=str(error), closed=True)
                 if self.committed is not None:

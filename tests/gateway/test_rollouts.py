@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from artd_workers.gateway.http.streamed import Whole
 from tests.awake import until
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.ledgered import Ledgered, cut, ledgered
-from tests.gateway.rig import TOKEN, Rig, merged, text_of
+from tests.gateway.rig import LIMITS, TOKEN, Rig, merged, text_of
 
 pytestmark = pytest.mark.asyncio
 ASK: dict[str, Any] = {"model": "pol", "messages": [{"role": "user", "content": "Capital?"}]}
@@ -327,6 +328,26 @@ async def test_a_reply_in_doubt_is_trained_unless_it_is_asked_again(
     await rig.http.post(f"/rollouts/t{CHAT}", json=ASK | {"seed": 2})
     assert [delivery for _, delivery in await ledger.deliveries()] == ["pending", "superseded", "pending"]
     assert [turn.sampling.seed for turn in await ledger.submit("t")] == [1, 2]
+
+
+async def test_what_the_daemon_was_too_slow_to_confirm_is_given_to_who_asks_again(
+    rig: Rig, ledger: Ledgered, scripted: FakeEngine
+) -> None:
+    await rig.start(replace(LIMITS, ledger_s=0.1))
+    await ledger.route(merged(scripted, 3, 4))
+    late = asyncio.Event()
+
+    async def committed(exchange: w.Exchange) -> None:
+        await late.wait()
+
+    ledger.committed = committed
+    told = await rig.http.post(f"/rollouts/t{CHAT}", json=ASK)
+    assert (told.status_code, told.json()["error"]["code"]) == (503, "ledger_timeout")
+    ledger.committed = None
+    late.set()
+    await until(lambda: ledger.of(Delivery))
+    assert (await rig.http.post(f"/rollouts/t{CHAT}", json=ASK, headers=AGAIN)).status_code == 200
+    assert await ledger.deliveries() == [("t", "delivered")] and len(scripted.bodies("/generate")) == 1
 
 
 # ---- closed rollouts -----------------------------------------------------------------------------------------------------

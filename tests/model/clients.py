@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from artd_schema.data.trajectory import ExchangeRef
+import msgspec
+
+from artd_schema.data.trajectory import ExchangeRef, Turn
 from artd_schema.wire import client_api as api
 from tests.fakes.rows import body, turn
 
@@ -88,6 +90,10 @@ class Rollout(Client):
         for number in range(world.spec.group_size):
             key = f"{group}-{number}"
             refs: tuple[ExchangeRef, ...] = ()
+            if world.rng.random() < 0.2:
+                if not await self.roll_out(group, number, key):
+                    return
+                continue
             if world.rng.random() < 0.4 and world.gateway is not None:
                 if not (response := await world.gateway.respond(RUN)):
                     continue
@@ -97,6 +103,19 @@ class Rollout(Client):
                 return
         if world.rng.random() < 0.2:
             await self.ask(api.Seal(run=RUN, group=group))
+
+    async def roll_out(self, group: str, number: int, name: str) -> bool:
+        """Ask under a name until there is a reply, and submit that rollout; False when its group is closed."""
+        attempt = 0
+        while True:
+            gateway = self.world.gateway
+            reply = await gateway.respond_in(RUN, name, attempt > 0) if gateway is not None else ""
+            if reply:
+                break
+            attempt += 1
+            await asyncio.sleep(self.world.rng.uniform(0.1, 1.0))
+        self.world.history.replies[name] = reply
+        return await self.submit(api.Submit(run=RUN, group=group, reward=float(number), key=name, rollout=name), [])
 
 
 class Asker(Client):
@@ -189,6 +208,17 @@ class Closer(Operator):
                 self.world.history.submitted(key, acked.op, acked.bulk, answer)
             else:
                 self.world.history.broken(f"{key} was acknowledged and is lost: {answer}")
+            if acked.op.rollout:
+                await self._same_reply(key, acked.trajectory)
+
+    async def _same_reply(self, rollout: str, trajectory: int) -> None:
+        """The trajectory of a rollout has the reply that its client had, once. (A wire that loses the word that another one was lost
+        leaves that in it, too; the real one loses nothing.)"""
+        body = await self.ask(api.ReadTrajectory(run=RUN, trajectory=trajectory))
+        if isinstance(body, api.Body) and not body.problem:
+            found = [one.response_id for one in msgspec.msgpack.decode(body.body, type=list[Turn])]
+            if found.count(self.world.history.replies[rollout]) != 1:
+                self.world.history.broken(f"{rollout} had {self.world.history.replies[rollout]}, and trains {found}")
 
     async def _keep_mending(self) -> None:
         while True:

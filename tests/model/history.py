@@ -45,6 +45,7 @@ class History:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     acked: dict[str, Acked] = field(default_factory=dict)
     responses: set[str] = field(default_factory=set)
+    replies: dict[str, str] = field(default_factory=dict)  # rollout: the reply that its client had
     samples: set[tuple[str, str]] = field(default_factory=set)
     told: list[str] = field(default_factory=list)
     rolled_back: bool = False

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from artd_schema.data.manifest import BatchManifest
 from artd_schema.data.trajectory import Sampling
 from artd_schema.wire import worker as w
+from artd_schema.wire.deliveries import Delivery, Recall, Recalled
 from artd_schema.wire.worker_config import TrainerConfig
 from tests.fakes.rows import turn
 from tests.fakes.staging import stage
@@ -265,6 +266,8 @@ class Gateway(Worker):
         self._route = w.Route(seq=-1, runs=(), engines=())
         self._held: set[str] = set()
         self._acks: dict[str, asyncio.Future[str]] = {}
+        self._recalls: dict[int, asyncio.Future[Recalled]] = {}
+        self._asked = 0
 
     def leave(self) -> None:
         super().leave()
@@ -289,6 +292,9 @@ class Gateway(Worker):
                 case w.ExchangeAck(response_id=name, error=error) if name in self._acks:
                     if not self._acks[name].done():
                         self._acks[name].set_result(error)
+                case Recalled(number=number) as told if number in self._recalls:
+                    if not self._recalls[number].done():
+                        self._recalls[number].set_result(told)
                 case w.Exit():
                     return 0
 
@@ -303,7 +309,36 @@ class Gateway(Worker):
             case "late":
                 await asyncio.sleep(self.world.rng.uniform(0.0, 15.0))
 
-    async def respond(self, run: str) -> str:
+    async def respond_in(self, run: str, rollout: str, again: bool) -> str:
+        """Serve one request of a rollout, the same each time; "" when the client has no reply. A reply may be lost after the ledger has it."""
+        self._asked += 1
+        place, request = (self.process.spawn << 40) + self._asked, f"request of {rollout}"
+        name = await self._recall(run, rollout, request, place) if again else ""
+        if name is None:
+            return ""
+        known = bool(name)
+        name = name or self.world.number("response")
+        there = known or await self.respond(run, name, rollout=rollout, request=request, place=place)
+        if self.process.ended:
+            return ""
+        whole = bool(there) and not self.world.unlucky("lost")
+        self.tell(Delivery(run=run, response_id=name, whole=whole))
+        return name if whole else ""
+
+    async def _recall(self, run: str, rollout: str, request: str, place: int) -> str | None:
+        """The stored reply to a repeated request, "" when there is none; None when the daemon does not say."""
+        number = self._asked
+        answer = self._recalls[number] = asyncio.get_running_loop().create_future()
+        self.tell(Recall(number=number, run=run, rollout=rollout, request=request, place=place))
+        try:
+            told = await asyncio.wait_for(answer, LEDGER_S)
+        except TimeoutError:
+            return None
+        finally:
+            del self._recalls[number]
+        return None if told.error or self.process.ended else told.response_id
+
+    async def respond(self, run: str, name: str = "", **rollout: Any) -> str:
         """Serve one request: id of a response that is in the ledger, "" when it failed."""
         place = next(
             (engine for engine in self._route.engines if engine.engine not in self._held and engine.served), None
@@ -316,10 +351,10 @@ class Gateway(Worker):
         if not weights or self.process.ended:
             return ""
         self.world.history.generated(served.name, weights)
-        name = self.world.number("response")
+        name = name or self.world.number("response")
         message = w.Exchange(
             response_id=name, run=run, model=served.name, split="train", sampling=Sampling(), choices=1, prompt_tokens=2,
-            completion_tokens=2, seconds=0.1,
+            completion_tokens=2, seconds=0.1, **rollout,
         )  # fmt: skip
         made = turn(policy_epoch=((0, served.epoch),), response_id=name, raw=name.encode())
         ack = self._acks[name] = asyncio.get_running_loop().create_future()

@@ -47,7 +47,7 @@ WAYS: tuple[dict[str, tuple[w.Transfer, ...]], ...] = (
 STALL_S = 60.0
 FAULTS = {
     "start": 0.05, "die": 0.06, "hang": 0.08, "stuck": 0.15, "transient": 0.05, "interrupted": 0.03, "full": 0.02, "permanent": 0.02,
-    "damage": 0.02, "push": 0.05, "struck": 0.04, "server": 0.05, "feed": 0.05, "hold": 0.25, "stays": 0.1,
+    "damage": 0.02, "push": 0.05, "struck": 0.04, "server": 0.05, "feed": 0.05, "hold": 0.25, "stays": 0.1, "lost": 0.2,
 }  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import msgspec
 import pytest
 
@@ -18,6 +21,7 @@ from artd_schema.wire import client_api as api
 from artd_schema.wire import worker as w
 from artd_schema.wire.deliveries import Delivery, Recall, Recalled
 from artd_workers.gateway.request import asked
+from tests.awake import until
 from tests.fakes.rows import (
     WHOLE,
     FakeClock,
@@ -174,6 +178,27 @@ async def test_an_undelivered_reply_is_recalled_and_superseded_by_what_was_asked
         await say(ingest, "more", living + 2, request="x")
         assert (await deliveries(store))["alive"] == "delivered", "what a client had is superseded by nothing"
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(Recalled(number=1)), type=w.ToWorker) == Recalled(number=1)
+
+
+async def test_a_mark_waits_for_the_turns_that_are_on_their_way_to_files(tmp_path, monkeypatch):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        data = data_dir(tmp_path)
+        ingest = make_ingest(store, data, max_inline=10)
+        notes = Deliveries(store, ingest, Blobs(data.blobs))
+        monkeypatch.setattr(ingest, "exchange", notes.exchange)
+        put, go_on = ingest._blobs.put, threading.Event()
+        monkeypatch.setattr(ingest._blobs, "put", lambda turn: (go_on.wait(), put(turn))[1])
+        monkeypatch.setattr(notes, "_ingest", make_ingest(store, data, max_inline=10))
+        monkeypatch.setattr(notes._ingest, "_blobs", ingest._blobs)
+        entering = asyncio.ensure_future(say(ingest, "a", 1))
+        await until(lambda: notes._entering)
+        noting = asyncio.ensure_future(notes.note(Delivery(run="r", response_id="a", whole=False)))
+        await asyncio.sleep(0.05)
+        assert not noting.done()
+        go_on.set()
+        await asyncio.gather(entering, noting)
+        assert await deliveries(store) == {"a": "lost"} and not notes._entering
 
 
 async def test_a_rollout_that_nobody_submits_expires_whole_and_says_so(tmp_path):

@@ -108,9 +108,10 @@ class Asking:
             answer.set_result((told, turns))
 
     def _tell(self, asked: Asked, whole: bool) -> None:
-        writing = asked.writing
-        if asked.reply is None or (writing is not None and (writing.cancelled() or writing.exception() is not None)):
-            return  # the ledger does not have it
+        if asked.reply is None:
+            return
+        if asked.writing is not None and not asked.writing.cancelled() and asked.writing.exception() is not None:
+            whole = False  # the ledger refused it, or was too slow to say that it has it
         reach("gateway.ended")
         run, response_id = asked.reply
         self._send(Delivery(run=run, response_id=response_id, whole=whole), ())
