@@ -38,6 +38,8 @@ SELECT (SELECT count(*) FROM trajectory t WHERE t.run_id = r.id) AS trajectories
 FROM run r LEFT JOIN checkpoint k ON k.run_id = r.id AND k.state = 'committed' WHERE r.name = :run"""
 GROUP_COUNTS = """
 SELECT split, state, groups, trajectories FROM group_count WHERE run_id = :run"""
+ROLLOUT_COUNT = """
+SELECT count(*) AS count FROM (SELECT 1 FROM rollout WHERE run_id = :run AND state = :state LIMIT :limit)"""
 JOB_COUNTS = """
 SELECT state, count(*) AS count FROM job
 WHERE run_id = :run AND state IN ('queued', 'running', 'succeeded', 'quarantined', 'cancelled') GROUP BY state"""

@@ -106,8 +106,13 @@ def _run(shot: Snapshot) -> str:
 def _flow(shot: Snapshot) -> str:
     train, held = shot.groups["train"], shot.groups["eval"]
     parts = [f"{n['groups']} {state} ({n['trajectories']})" for state, n in train.items()]
-    evaluated = sum(n["trajectories"] for n in held.values())
-    return "groups (trajectories): " + " · ".join(parts) + (f" · {evaluated} eval trajectories" if evaluated else "")
+    if evaluated := sum(n["trajectories"] for n in held.values()):
+        parts.append(f"{evaluated} eval trajectories")
+    if open_ones := shot.rollouts["open"]:
+        parts.append(f"{open_ones} open rollouts")
+    if expired := shot.rollouts["expired"]:
+        parts.append(f"{expired} rollouts expired, which nobody submitted")
+    return "groups (trajectories): " + " · ".join(parts)
 
 
 def _jobs(shot: Snapshot) -> str:

@@ -27,6 +27,8 @@ JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
 
 RUNS_SHOWN = 50
 """The most runs that one look reads."""
+ROLLOUTS_COUNTED = 10_000
+"""The most rollouts of a state that one look counts."""
 UNPACKED_OF = 2000
 """How many of the newest trajectories are counted. So status stays quick, and problems that were solved disappear."""
 
@@ -49,6 +51,7 @@ class Snapshot:
         self.run: Row | None = None
         self.runs: list[Row] = []
         self.groups: dict[str, dict[str, dict[str, int]]] = {}
+        self.rollouts: dict[str, int] = {}
         self.jobs: dict[str, int] = {}
         self.active: list[Row] = []
         self.workers: list[Row] = []
@@ -115,6 +118,9 @@ def _fill(shot: Snapshot, database: read.Database) -> None:
         number = shot.run["id"]
         counted = database.rows(read.GROUP_COUNTS, run=number)
         shot.groups = {split: _group_counts(counted, split) for split in ("train", "eval")}
+        for state in ("open", "expired"):
+            counted = database.rows(read.ROLLOUT_COUNT, run=number, state=state, limit=ROLLOUTS_COUNTED)
+            shot.rollouts[state] = int(counted[0]["count"])
         shot.unpacked = database.rows(read.UNPACKED, run=number, limit=UNPACKED_OF)[0]["dropped"]
         shot.pushes = database.page("pushes", run=name, limit=3)
         counted = database.rows(read.JOB_COUNTS, run=number)
@@ -237,6 +243,7 @@ def content(shot: Snapshot) -> dict[str, Any]:
         "run": run,
         "runs": [{key: run[key] for key in _RUN} | {"lag": _lag(run)} for run in shot.runs],
         "groups": shot.groups,
+        "rollouts": shot.rollouts,
         "jobs": shot.jobs,
         "active_jobs": [stamp_times({k: job[k] for k in _JOB}) for job in shot.active],
         "workers": [stamp_times({k: worker[k] for k in _WORKER}) for worker in shot.workers],
