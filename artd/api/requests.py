@@ -131,7 +131,7 @@ class Requests:
 
     def end_requests_of_left(self) -> None:
         """Send each waiting client a reply that belongs to no request, and end the requests of those that have gone."""
-        peers = set(self._waiting.values())
+        peers = dict.fromkeys(self._waiting.values())  # in the order in which they began to wait
         left = {peer for peer in peers if self._send(peer, STILL_THERE) is False}
         for task in [task for task, peer in self._waiting.items() if peer in left]:
             task.cancel()
