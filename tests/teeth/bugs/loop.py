@@ -239,7 +239,7 @@ BUGS = (
         "goes-on-without-a-hold", "artd/serving/pusher.py",
         "            await self._hold(sending)\n", "            pass\n",
         "tests/unit/test_hold.py::test_hold_is_asked_when_the_engine_wants_to_pause_and_proceed_sent_when_it_is_confirmed",
-        "'Proceed engine'",
+        "'Proceed engine-1-0'",
     ),
     Bug(
         "an-engine-lives-on-after-a-failed-push", "artd/serving/pusher.py",
