@@ -151,10 +151,8 @@ class Workforce:
         if run not in self._crews:
             self._crews[run] = await load_crew(self.store, self.data.root, self.boot.packages, run)
         crew = self._crews[run]
-        started = self.supervisor.names()
-        for name in crew.workers:
-            if name not in started:
-                self._add(name)
+        for name in [name for name in crew.workers if name not in self.supervisor.names()]:
+            self._add(name)
         # Base and runtime are looked for on disk: not at every change while the worker lives.
         idle = [name for name in crew.workers if self.supervisor.state(name) not in ("starting", "ready")]
         if not idle or not await self._has_base(crew, idle):
