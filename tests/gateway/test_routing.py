@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -203,3 +204,74 @@ async def test_two_runs_do_not_mix(rig: Rig, engine: FakeEngine) -> None:
     await rig.daemon.route(merged(engine, 3, 4), route, runs=("pol", "new"))
     assert (await rig.chat()).json()["model"] == "pol@3"
     assert (await rig.chat(model="new")).json()["model"] == "new@1"
+
+
+# ---- several engines of a run ---------------------------------------------------------------------------------------
+
+
+async def fleet(rig: Rig, count: int = 2, epoch: int = 4) -> list[FakeEngine]:
+    """Engines that serve the same; the newest table is theirs."""
+    engines = [await rig.engine(f"e{number}", max_model_len=10_000) for number in range(count)]
+    await rig.daemon.route(*(merged(e, 3, epoch, name=f"e{n}") for n, e in enumerate(engines)))
+    return engines
+
+
+def asked(engines: list[FakeEngine]) -> list[int]:
+    return [len(engine.bodies("/generate")) for engine in engines]
+
+
+async def start(rig: Rig, engines: list[FakeEngine], texts: Sequence[str]) -> list[int]:
+    """Ask beside each other, in this order. Returns which engine each request is in; then all are answered."""
+    for engine in engines:
+        engine.gate.clear()
+    requests, places = [], []
+    for text in texts:
+        before = asked(engines)
+        requests.append(asyncio.create_task(rig.chat(messages=[{"role": "user", "content": text}])))
+        await until(lambda before=before: asked(engines) != before)
+        places.append(next(n for n, count in enumerate(asked(engines)) if count != before[n]))
+    for engine in engines:
+        engine.gate.set()
+    assert {response.status_code for response in await asyncio.gather(*requests)} == {200}
+    return places
+
+
+async def test_new_rollouts_spread_and_their_turns_stay_where_the_prefix_is(rig: Rig) -> None:
+    engines = await fleet(rig, 3)
+    texts = [name * 300 for name in "abc"]
+    homes = await start(rig, engines, texts)
+    assert sorted(homes) == [0, 1, 2]
+    for text, home in zip(texts, homes, strict=True):
+        before = asked(engines)
+        turns = [("user", text), ("assistant", "Paris"), ("user", "and then?")]
+        for _ in range(2):
+            await rig.chat(messages=[{"role": role, "content": content} for role, content in turns])
+        assert asked(engines)[home] == before[home] + 2
+
+
+async def test_a_rollout_goes_on_elsewhere_when_its_engine_is_held_or_gone(rig: Rig) -> None:
+    engines = await fleet(rig)
+    home = (await start(rig, engines, ["a" * 300]))[0]
+    await hold(rig, f"e{home}")
+    await start(rig, engines, ["a" * 300])
+    assert asked(engines)[1 - home] == 1
+    other = engines[1 - home]
+    await rig.daemon.route(merged(other, 3, 4, name=f"e{1 - home}"))
+    await start(rig, engines, ["a" * 300])
+    assert asked(engines)[1 - home] == 2
+
+
+@pytest.mark.parametrize("path", ["/render", "/generate"])
+async def test_a_request_that_an_engine_fails_goes_to_another_one_at_once(rig: Rig, path: str) -> None:
+    """The daemon has not noticed yet, and the table is still the same."""
+    engines = await fleet(rig)
+    engines[0].fail[path] = (500, {"error": {"message": "it fell"}})
+    responses = [await rig.chat() for _ in range(2)]
+    assert [response.status_code for response in responses] == [200, 200]
+    assert engines[0].bodies(path), "the failing engine was not asked"
+
+
+async def test_a_request_that_the_only_engine_fails_waits_for_a_newer_table(rig: Rig, engine: FakeEngine) -> None:
+    engine.fail["/generate"] = (500, {"error": {"message": "it fell"}})
+    assert (await rig.chat()).status_code == 502
+    assert len(engine.bodies("/generate")) == 1

@@ -125,4 +125,24 @@ BUGS = (
         "rollout-expires-in-parts", "artd/retention/collector.py", " AND (o.state IS NOT 'open' OR o.touched < ?1) ORDER", " ORDER",
         "tests/unit/test_rollouts.py::test_a_rollout_that_nobody_submits_expires_whole_and_says_so", "assert .* == ",
     ),
+    Bug(
+        "turns-go-anywhere", "workers/artd_workers/gateway/request/flow.py",
+        "self._table.enter(self._table.settle(place, made.work), made.work)", "self._table.enter(place, made.work)",
+        "tests/gateway/test_routing.py::test_new_rollouts_spread_and_their_turns_stay_where_the_prefix_is", "assert",
+    ),
+    Bug(
+        "answers-are-not-remembered", "workers/artd_workers/gateway/balance/balance.py",
+        "            self._holders.add(work.prefix.extend(answer), cache, len(work.prefix.hashes))\n", "",
+        "tests/unit/test_balance.py::test_turns_of_a_rollout_stay_where_their_prefix_is", "assert .* == ",
+    ),
+    Bug(
+        "an-overloaded-engine-keeps-all", "workers/artd_workers/gateway/balance/balance.py",
+        "        if stays and self.load(best[0]) <= SLACK * mean + work.tokens:\n", "        if stays:\n",
+        "tests/unit/test_balance.py::test_an_engine_with_too_much_gives_rollouts_away", "assert .* == ",
+    ),
+    Bug(
+        "a-failed-request-waits-for-the-daemon", "workers/artd_workers/gateway/request/flow.py",
+        "return self._table.has_other(place, failed) or await", "return await",
+        "tests/gateway/test_routing.py::test_a_request_that_an_engine_fails_goes_to_another_one_at_once", "502",
+    ),
 )  # fmt: skip

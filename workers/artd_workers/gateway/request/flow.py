@@ -16,6 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from artd_schema.data.trajectory import Turn
+from artd_workers.gateway.balance.balance import Work
+from artd_workers.gateway.balance.prefixes import Prefix
 from artd_workers.gateway.dialect import Origin
 from artd_workers.gateway.engine import origins
 from artd_workers.gateway.engine.capture import Capture
@@ -105,15 +107,22 @@ class Flow:
         await self._asking.write(job.asked, entry.exchange, record(entry, self._ledger))
 
     async def _attempts(self, attempt: Attempt[Result], job: Job) -> Result:
-        """Make an attempt, and another one if the first engine failed before its first token and the daemon has changed the routes."""
+        """Make an attempt, and another one if the first engine failed before its first token and another one serves the same, or the daemon
+        has changed the routes."""
+        avoid = ""
         for last in (False, True):
-            place = await self._table.place(job.body["model"])
+            place = await self._table.place(job.body["model"], avoid)
             try:
                 return await attempt(replace(job, response_id=job.kind.response_id()), place)
             except EngineFailure as failure:
-                if last or not failure.retriable or not await self._table.newer(place, self._limits.retry_s):
+                if last or not failure.retriable or not await self._may_go_on(place, failure.engine):
                     raise _bad_gateway(failure) from failure
+                avoid = failure.engine
         raise AssertionError("the last attempt returns or raises")
+
+    async def _may_go_on(self, place: Place, failed: str) -> bool:
+        """Return whether another attempt may do better."""
+        return self._table.has_other(place, failed) or await self._table.newer(place, self._limits.retry_s)
 
     async def _stream(self, job: Job, place: Place, sink: Sink) -> None:
         live: Live | None = None
@@ -151,24 +160,27 @@ class Flow:
     async def _ask_engine(self, at: Entered, replies: list[Json]) -> tuple[list[Capture | None], list[Origin | None]]:
         """Check the replies, and ask the engine which experts and which weights made them. Raises EngineFailure, ApiError."""
         self._check(at.place, at.requests, replies)
+        self._table.learn(at.place, at.work, [choice["token_ids"] for choice in replies[0]["choices"]])
         needed = at.job.split == "train"
         told = await self._origins(at, replies, needed)
         return await self._experts.take(at.client, at.place.engine.routes, at.requests, replies, needed), told
 
     @asynccontextmanager
     async def _enter(self, job: Job, place: Place) -> AsyncIterator[Entered]:
-        """Render a request and have it inside an engine for the block."""
-        made = await self._render(job, place)
-        while not self._table.enter(place):
-            before, place = place, await self._table.place(job.body["model"])
-            if place.engine.socket != before.engine.socket:
-                made = await self._render(job, place)
+        """Render a request and have it inside an engine for the block. Any engine of the run renders; the tokens then decide which one
+        generates."""
+        made, by = await self._render(job, place), place.engine.socket
+        while (visit := self._table.enter(self._table.settle(place, made.work), made.work)) is None:
+            place = await self._table.place(job.body["model"], place.avoid)
+            if place.engine.socket != by:
+                made, by = await self._render(job, place), place.engine.socket
+        place = visit.place
         try:
             client = self._client(place)
             requests = [self._request(client, job, place, request, i) for i, request in enumerate(made.requests)]
-            yield Entered(job, place, client, made.upstream, requests, made.dropped)
+            yield Entered(job, place, client, made.upstream, requests, made.dropped, made.work)
         finally:
-            self._table.leave(place)
+            self._table.leave(visit)
 
     async def _render(self, job: Job, place: Place) -> Rendered:
         # By the base model's name: an adapter may be unloaded as soon as its last token is out.
@@ -192,7 +204,12 @@ class Flow:
                 turns.refuse_untrainable(dialect, request["sampling_params"], sampling, job.body)
         shape = place.engine.routes if job.split == "train" else None
         refuse_too_large(job.body, requests, shape, place.engine.max_model_len, self._limits)
-        return Rendered(upstream, requests, dropped)
+        return Rendered(upstream, requests, dropped, self._work(place, requests))
+
+    def _work(self, place: Place, requests: list[Json]) -> Work:
+        prompts = [request["token_ids"] for request in requests]
+        prefix = Prefix().extend(prompts[0]) if self._table.has_choice(place) else Prefix()
+        return Work(prefix, sum(map(len, prompts)))
 
     def _request(self, client: EngineClient, job: Job, place: Place, request: Json, index: int) -> Json:
         """A generate request: our id, and a prefix cache of its own per policy epoch. The name does not keep old entries apart: merged

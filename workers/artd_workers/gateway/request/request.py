@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from artd_schema.data.trajectory import Split
+from artd_workers.gateway.balance.balance import Work
 from artd_workers.gateway.dialect import Dialect, Origin
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import EngineClient
@@ -32,11 +33,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A request as the engine sees it. upstream: the client's body; requests: to generate, one for each prompt; dropped: a grammar was."""
+    """A request as the engine sees it. upstream: the client's body; requests: to generate, one for each prompt; dropped: a grammar was; work:
+    what the choice of an engine goes by."""
 
     upstream: Json
     requests: list[Json]
     dropped: bool
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Entered:
     upstream: Json
     requests: list[Json]
     dropped: bool
+    work: Work
 
 
 @dataclass(frozen=True)
