@@ -1,4 +1,4 @@
-"""`python -m tests.soak [--minutes M] [--kills K] [--real] [--seed N] [--hits FILE] [--json]`: runs a soak and prints its table
+"""`python -m tests.soak [--minutes M] [--kills K] [--real] [--replicas R] [--seed N] [--hits FILE] [--json]`: runs a soak and prints its table
 and verdict.
 
 It ends after M minutes (default 10) or K kills, whichever comes first. Exit status 1 when a promise was broken. The hits of
@@ -39,7 +39,7 @@ def main() -> int:
             verdict = soak.run(real.compare)
         else:
             driver.fresh(made, LEASE_S)
-            spec = FAKE_SPEC | {"rollout_weights_mode": args.mode}
+            spec = FAKE_SPEC | {"rollout_weights_mode": args.mode, "engine": {"replicas": args.replicas}}
             plan = driver.Plan(seed=seed, seconds=60 * args.minutes, kills=args.kills, lease_s=LEASE_S, spec=spec)
             verdict = driver.Soak(made, plan, draw, hits).run()
         if verdict.found:
@@ -61,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--mode", choices=get_args(Mode), default="merged", help="how the weights go into the engine")
+    parser.add_argument("--replicas", type=int, default=1, help="engines of the run, with fake workers (default 1)")
     parser.add_argument("--real", action="store_true", help="Megatron-Core trains and vLLM serves")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--hits", type=Path, default=Path(tempfile.gettempdir()) / "artd-soak.jsonl")

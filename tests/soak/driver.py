@@ -252,10 +252,10 @@ class Soak:
 
     def _ready_again(self, name: str, killed: float) -> float | None:
         """Seconds until another process of this worker can take work; None when it takes longer than a hit may wait."""
-        before = self._rig.rows("SELECT spawn FROM process WHERE kind = ?", name)
-        sql = "SELECT 1 FROM process WHERE kind = ? AND state IN ('ready', 'busy') AND spawn > ?"
+        before = self._rig.one("SELECT sum(spawn) FROM process WHERE kind = ?", name)
+        sql = "SELECT 1 FROM process WHERE kind = ? GROUP BY kind HAVING sum(spawn) > ? AND min(state IN ('ready', 'busy'))"
         within_s = self._plan.ready_s if self._plan.patient else self._plan.take_s
-        if before and self._watch.reaches(lambda: bool(self._rig.rows(sql, name, before[0][0])), within_s):
+        if before and self._watch.reaches(lambda: bool(self._rig.rows(sql, name, before)), within_s):
             return time.monotonic() - killed
         return None
 

@@ -94,7 +94,7 @@ def victim(rig: Rig, clients: Clients, process: str, rng: random.Random) -> int:
     if process == "client":
         return rng.choice(clients.pids or [0])
     rows = rig.rows("SELECT pid FROM process WHERE kind = ? AND pid IS NOT NULL", process)
-    below = [pid for pid in (children(rows[0][0]) if rows else ()) if ours(rig, pid)]
+    below = [pid for pid in (children(rng.choice(rows)[0]) if rows else ()) if ours(rig, pid)]
     return rng.choice(below) if below else 0
 
 

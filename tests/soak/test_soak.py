@@ -60,8 +60,10 @@ def test_short_cells_are_drawn_first():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_short_soak_breaks_nothing(tmp_path: Path):
-    command = [sys.executable, "-m", "tests.soak", "--kills", "12", "--seed", "7", "--hits", tmp_path / "hits"]
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_a_short_soak_breaks_nothing(tmp_path: Path, replicas: str):
+    command = [sys.executable, "-m", "tests.soak", "--kills", "12", "--seed", "7", "--replicas", replicas]
+    command += ["--hits", str(tmp_path / "hits")]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stdout
     lines = table.read([tmp_path / "hits"])

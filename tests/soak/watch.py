@@ -72,8 +72,8 @@ class Watch:
 
     def all_ready(self) -> bool:
         """Whether daemon and workers can work."""
-        rows = self._rig.rows("SELECT count(*) FROM process WHERE state IN ('ready', 'busy')")
-        return self._rig.state() == "ready" and rows[0][0] == len(WORKERS)
+        rows = self._rig.rows("SELECT count(*), sum(state IN ('ready', 'busy')) FROM process")
+        return self._rig.state() == "ready" and rows[0][0] == rows[0][1] >= len(WORKERS)
 
     def at_rest(self) -> bool:
         """Nothing is under way, and all that was trained is served."""
@@ -103,10 +103,11 @@ class Watch:
             self._operate()
 
     def _operate(self) -> None:
-        """A run that paused because the hits looked like poison is told to go on, as its message says."""
+        """A run that paused, or an engine that is tried later, because the hits looked like poison is told to go on."""
         paused = self._rig.rows("SELECT 1 FROM run WHERE state = 'paused'")
         broken = self._rig.rows("SELECT 1 FROM process WHERE state = 'broken'")
-        if not paused and not broken:
+        delayed = self._rig.rows("SELECT 1 FROM push WHERE state = 'prepared' AND not_before > 0")
+        if not paused and not broken and not delayed:
             return
         self.helped += 1
         for (job,) in self._rig.rows("SELECT id FROM job WHERE state = 'quarantined'"):
