@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from artd.core.fleet import engines_of
+from artd.core.fleet import engines_of, share_of
 from artd.models.base_model import PinnedBase
 from artd.runtimes import registry
 from artd.store.store import Store
@@ -19,7 +19,7 @@ from artd_schema.data.base import BaseModel
 from artd_schema.packages import RunCode
 from artd_schema.run.engines import UnknownEngine, engine_kind
 from artd_schema.wire import worker as w
-from artd_schema.wire.worker_names import trainer_name
+from artd_schema.wire.worker_names import WorkerId, trainer_name
 
 from . import config
 
@@ -28,12 +28,13 @@ TRAINER_RUNTIME = "megatron"
 
 @dataclass(frozen=True)
 class Crew:
-    """The workers of a run. `workers` are their names, `engine` is the kind of the run's engines."""
+    """The workers of a run. `workers` are their names, `engine` is the kind of the run's engines, `replicas` their number."""
 
     workers: tuple[str, ...]
     base: PinnedBase
     engine: str
     code: RunCode
+    replicas: int = 1
 
 
 async def load_crew(store: Store, root: Path, packages: Packages, run: int) -> Crew:
@@ -45,7 +46,7 @@ async def load_crew(store: Store, root: Path, packages: Packages, run: int) -> C
     code = packages.of_run(spec.loss.kind, pinned.architecture)
     await tell_changes(store, root, run, code)
     names = (trainer_name(run), *engines_of(run, spec))
-    return Crew(names, PinnedBase(spec.model, pinned), spec.engine.kind, code)
+    return Crew(names, PinnedBase(spec.model, pinned), spec.engine.kind, code, spec.engine.replicas)
 
 
 def find_interpreter(settings: config.Runtimes, kind: w.WorkerKind, engine: str) -> tuple[str, list[str]]:
@@ -60,9 +61,11 @@ def find_interpreter(settings: config.Runtimes, kind: w.WorkerKind, engine: str)
     return str(found.python), [*found.site_paths, *own.pythonpath]
 
 
-def visible_gpus(gpus: config.Gpus, kind: w.WorkerKind) -> dict[str, str]:
-    """Return the CUDA_VISIBLE_DEVICES of a worker where the settings name GPUs for its kind. Leases will say it for each worker."""
-    chosen: tuple[int, ...] = getattr(gpus, kind, ())
+def visible_gpus(gpus: config.Gpus, worker: WorkerId, crew: Crew | None) -> dict[str, str]:
+    """Return the CUDA_VISIBLE_DEVICES of a worker where the settings name GPUs for its kind. The engines of a run divide theirs."""
+    chosen: tuple[int, ...] = getattr(gpus, worker.kind, ())
+    if worker.kind == "engine":
+        chosen = share_of(chosen, worker.replica, crew.replicas if crew else 1)
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chosen))} if chosen else {}
 
 

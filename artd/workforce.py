@@ -229,8 +229,8 @@ class Workforce:
     def _launch(self, name: str, spawn: int) -> Launch:
         """Return how to start a process of the worker. Raises FileNotFoundError when the runtime has gone, or the base model was
         changed, since they were looked for."""
-        kind, run, _ = parse_worker(name)
-        crew = self._crews.get(run)
+        worker = parse_worker(name)
+        kind, crew = worker.kind, self._crews.get(worker.run)
         try:
             python, site_paths = self._interpreter(kind, crew.engine if crew else DEFAULT)
             if crew is not None:
@@ -242,7 +242,7 @@ class Workforce:
             instance=self.boot.instance, boot=self.boot.number, spawn=spawn, worker=name, build=self.boot.code.name,
             socket=self.boot.endpoint,
         )  # fmt: skip
-        extra = (TRAINER_EXTRA if kind == "trainer" else {}) | visible_gpus(self.settings.gpus, kind)
+        extra = (TRAINER_EXTRA if kind == "trainer" else {}) | visible_gpus(self.settings.gpus, worker, crew)
         listener = self.boot.listener if kind == "gateway" else None
         fds = () if listener is None else (listener.fileno(),)
         extra |= {w.LISTENER: str(fds[0])} if fds else {}

@@ -1,7 +1,7 @@
 """Says how many there are: runs that may be unfinished beside each other, and engines of a run.
 
-Everything else is keyed by run and by worker (docs/adr/0004-keys-by-run-and-replica.md). Only these functions say
-"one", so a change that allows more begins here. Pure.
+Everything is keyed by run and by worker (docs/adr/0004-keys-by-run-and-replica.md). Only `admission_error` says "one", so
+a change that allows several runs begins there. Pure.
 """
 
 from __future__ import annotations
@@ -33,11 +33,26 @@ def admission_error(unfinished: Sequence[Unfinished]) -> str:
     )
 
 
-def engine_count(spec: RunSpec) -> int:
-    """Return how many engines serve a run. Today each run has one; a field of the spec will say how many."""
-    return 1
-
-
 def engines_of(run: int, spec: RunSpec) -> tuple[str, ...]:
     """Return the names of the engines that serve a run."""
-    return tuple(engine_name(run, replica) for replica in range(engine_count(spec)))
+    return tuple(engine_name(run, replica) for replica in range(spec.engine.replicas))
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """What an engine's rows say of it. serves: it has a live step; failures: of pushes to it, in a row; broken: nothing starts it again."""
+
+    serves: bool
+    failures: int
+    broken: bool
+
+
+def may_serve(engine: EngineHealth, most: int) -> bool:
+    """Return whether an engine serves, or may do so by itself. `most`: failures in a row after which an engine counts as bad."""
+    return engine.serves or (engine.failures < most and not engine.broken)
+
+
+def share_of(gpus: Sequence[int], replica: int, replicas: int) -> tuple[int, ...]:
+    """Return the GPUs of one engine, of those that the engines of a run have together. Where there are fewer GPUs than engines, engines share
+    them."""
+    return tuple(gpus[replica::replicas]) or (gpus[replica % len(gpus)],) if gpus else ()

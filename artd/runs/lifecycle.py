@@ -1,4 +1,4 @@
-"""Creates, attaches to, pauses, resumes and finishes runs, and answers clients that wait for a step.
+"""Creates, attaches to, pauses, resumes and finishes runs.
 
 A run's spec never changes. Creating a run queues its init job in the same transaction; finishing it cancels its
 unfinished work.
@@ -15,22 +15,20 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from artd.core.decide import RunView, is_stalled
-from artd.core.fleet import Unfinished, admission_error, engines_of
-from artd.errors import Conflict, Invalid, NotFound, RequestError
+from artd.core.fleet import Unfinished, admission_error
+from artd.errors import Conflict, Invalid, NotFound
 from artd.models import names
 from artd.models.base_model import check_family, pin, read_config
 from artd.models.fetcher import Fetched, Fetcher
-from artd.packing import failures
 from artd.rollouts import slices
 from artd.store.selects import NOT_DELETED, UNFINISHED
 from artd.store.store import Store, emit, get_meta
-from artd.store.views import learning_of, load_run, push_failed, stored_spec, unreadable
+from artd.store.views import learning_of, stored_spec, unreadable
 from artd.supervise.packages import NO_PACKAGES, Packages
-from artd.supervise.postmortem import telling
 from artd.tables import pauses
 from artd.tables.jobs import give_up, insert_init_job
 from artd.tables.once import first_time
+from artd.tables.pushes import hurry_pushes
 from artd.tables.runs import insert_run
 from artd_schema.codec import UNREADABLE, to_json
 from artd_schema.crashpoint import reach
@@ -40,33 +38,28 @@ from artd_schema.run.families import SEEDED
 from artd_schema.run.losses import EXAMPLES
 from artd_schema.run.spec import RunSpec, first_difference, in_flight_error, layout_error, length_error
 from artd_schema.wire import client_api as api
-from artd_schema.wire.worker_names import label
 
 from .learning import check_loss, check_rules, update_learning
+from .progress import Routed, find_progress, served_step
 from .waits import Waits
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-WORKERS = """
-SELECT kind, replica, error, since FROM process WHERE (run_id = :run OR run_id IS NULL)"""
-"""The workers that a run needs: its own, and the gateway."""
-TOLD = 16
-"""`Stalled` explains at most this many of the newest discarded groups."""
 
 
 class Runs:
     """Answers the requests of clients about runs. `require_runtimes` raises RequestError when the trainer, or an engine
-    of this kind, cannot run here. `routed` returns the names (`RUN@STEP`) that the gateway confirmed to route.
+    of this kind, cannot run here. `routed` returns what the gateway confirmed to route.
     `packages` says what installed packages offer."""
 
     def __init__(
-        self, store: Store, require_runtimes: Callable[[str], None], routed: Callable[[], frozenset[str]],
+        self, store: Store, require_runtimes: Callable[[str], None], routed: Callable[[], Routed],
         models: Fetcher | None = None, packages: Packages = NO_PACKAGES,
     ) -> None:  # fmt: skip
         self._packages = packages
         self._models = models or Fetcher()
         self._store = store
         self._require_runtimes = require_runtimes
-        self._waits = Waits(store, lambda c, run, step: _progress(c, run, step, routed(), store.clock.now_ms()))
+        self._waits = Waits(store, lambda c, key: find_progress(c, key, routed(), store.clock.now_ms()))
 
     async def create(self, op: api.CreateRun) -> api.RunInfo | api.Pending:
         """Create a run or attach to it. Returns Pending while its model is being fetched. Raises Invalid, NotFound,
@@ -281,113 +274,6 @@ def set_run_state(c: sqlite3.Connection, now: int, run_id: int, target: str, rea
         pauses.hold(c, now, run_id, pauses.OPERATOR, reason)
     elif target == "active":
         pauses.lift(c, now, run_id)
+        hurry_pushes(c, run_id)
     else:
         pauses.finish(c, now, run_id)
-
-
-def served_step(c: sqlite3.Connection, run_id: int) -> int:
-    """Return the newest live step of a run, -1 when none is served."""
-    row = c.execute(
-        "SELECT max(k.step) AS step FROM serving s JOIN checkpoint k ON k.id = s.checkpoint_id"
-        " WHERE s.run_id = ? AND s.state = 'live'",
-        (run_id,),
-    ).fetchone()
-    return -1 if row["step"] is None else int(row["step"])
-
-
-def _count_discarded(c: sqlite3.Connection, run_id: int) -> dict[str, int]:
-    """Return why the newest groups of a run were discarded, with the number of groups for each reason."""
-    rows = c.execute(
-        "SELECT reason, count(*) AS groups FROM (SELECT reason FROM trajectory_group WHERE run_id = ? AND state = 'discarded'"
-        " ORDER BY id DESC LIMIT ?) GROUP BY reason ORDER BY groups DESC, reason",
-        (run_id, TOLD),
-    )
-    return {row["reason"]: row["groups"] for row in rows}
-
-
-def _is_routed(c: sqlite3.Connection, run_id: int, name: str, routed: frozenset[str]) -> bool:
-    """Return whether the gateway routes to this step, and to no step that a rollback left."""
-    left = c.execute("SELECT name FROM serving WHERE run_id = ? AND state = 'draining'", (run_id,))
-    return name in routed and not any(row["name"] in routed for row in left)
-
-
-def _progress(c: sqlite3.Connection, name: str, step: int, routed: frozenset[str], now: int = 0) -> api.Answer:
-    row = c.execute("SELECT id, name, spec, state, reason FROM run WHERE name = ?", (name,)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no run {name!r}", field="run")
-    run = load_run(c, row["id"])
-    served = served_step(c, row["id"])
-    there = served > step or (served == step and _is_routed(c, row["id"], f"{name}@{step}", routed))
-    if run.step >= step and there:
-        return _step_info(c, row["id"], name, step)
-    if hopeless := _hopeless(c, row, run, step):
-        what = f": {row['reason']}" if row["reason"] else ""
-        raise RequestError(f"run {name!r} is {run.state}{what}; step {step} will not {hopeless}. Next: artctl status")
-    if is_stalled(run, step):
-        sealed = len(run.sealed)
-        return api.Stalled(
-            step=run.step,
-            sealed=sealed,
-            trainable=sealed,
-            needed=run.groups_per_step,
-            discarded=_count_discarded(c, row["id"]),
-        )
-    phase = run.job or ("serve" if run.step >= step else "collect")
-    return api.Pending(
-        step=run.step,
-        phase=phase,
-        problem=_broken_worker(c, row["id"]) or _packing_problem(c, row["id"]),
-        doing=_doing(c, now, row["id"], phase, step),
-    )
-
-
-def _doing(c: sqlite3.Connection, now: int, run_id: int, phase: str, step: int) -> str:
-    """Describe for people what a wait is waiting for: a worker that starts, otherwise the phase."""
-    job = c.execute("SELECT started FROM job WHERE run_id = ? AND state = 'running'", (run_id,)).fetchone()
-    since = f", {max(0, now - job['started']) // 1000} s" if job and job["started"] else ""
-    row = c.execute(f"{WORKERS} AND state = 'starting' ORDER BY name LIMIT 1", {"run": run_id}).fetchone()
-    if row is not None and phase != "collect":
-        return f"{label(row['kind'], row['replica'])} starting, {max(0, now - row['since']) // 1000} s"
-    return {"collect": f"waiting for groups of step {step}", "serve": f"bringing step {step} into the engine",
-            "init": f"making the first checkpoint{since}", "train": f"training step {step}{since}"}.get(phase, phase)  # fmt: skip
-
-
-def _broken_worker(c: sqlite3.Connection, run_id: int) -> str:
-    """Return which worker of the run the daemon no longer restarts, and why; "" when there is none."""
-    row = c.execute(f"{WORKERS} AND state = 'broken' ORDER BY name LIMIT 1", {"run": run_id}).fetchone()
-    return f"{label(row['kind'], row['replica'])} is broken: {telling(row['error'])}" if row else ""
-
-
-def _packing_problem(c: sqlite3.Connection, run: int) -> str:
-    """Return why the packer fails again and again on the run's next batch, "" when it does not."""
-    told = failures.failing(c, run)
-    if told is None or told["tries"] < 2:
-        return ""
-    return f"step {told['step']} cannot be packed: {telling(told['error'])}"
-
-
-def _hopeless(c: sqlite3.Connection, row: sqlite3.Row, run: RunView, step: int) -> str:
-    """Return what cannot happen to a step while the run stays in its state ("come" or "be served"); "" when it can
-    still be served."""
-    if run.state == "active":
-        return ""
-    if run.step < step:
-        return "come"
-    engines = engines_of(row["id"], stored_spec(row))
-    failed = all(push_failed(c, row["id"], engine) for engine in engines)
-    return "be served" if run.state == "finished" or failed else ""
-
-
-def _step_info(c: sqlite3.Connection, run_id: int, name: str, step: int) -> api.StepInfo:
-    row = c.execute(
-        "SELECT k.sha, j.metrics, j.seconds FROM checkpoint k JOIN job j ON j.id = k.job_id WHERE k.run_id = ? AND k.step = ?"
-        " AND k.abandoned = 0",
-        (run_id, step),
-    ).fetchone()
-    return api.StepInfo(
-        run=name,
-        step=step,
-        checkpoint=row["sha"],
-        metrics=msgspec.json.decode(row["metrics"]),
-        seconds=msgspec.json.decode(row["seconds"]),
-    )

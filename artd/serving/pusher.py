@@ -49,6 +49,9 @@ DEADLINE_S = 180.0
 SLOWEST = 10 << 20
 """The slowest disk that artd allows for, in bytes per second. An engine sends no sign of progress while it reads one
 part of a checkpoint."""
+LAG_S = 30.0
+"""Seconds without progress that an engine gets which still reads the trainer's memory when another engine of the run serves the
+step already: the next job waits for it."""
 LOOK_S = 1.0
 GONE_S = 60.0
 KEEP_LIVE = 2
@@ -59,7 +62,7 @@ class Sending:
     """The push under way to an engine.
 
     `end` is its deadline on the daemon's awake clock; each sign of progress postpones it, and `progress` is the last
-    sign. `pausing` says that the engine is ready to pause. `held` exists once the daemon has asked the gateway to hold.
+    sign. `last` says that another engine of the run serves the step, so that this one holds up the trainer's next job. `pausing` says that the engine is ready to pause. `held` exists once the daemon has asked the gateway to hold.
     It is set when the gateway admits no more requests to the engine, or when nobody waits for that any more.
     """
 
@@ -67,8 +70,19 @@ class Sending:
     engine: str
     end: float
     pausing: bool = False
+    last: bool = False
     progress: int = 0
     held: anyio.Event | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without progress after which the engine is killed."""
+        return (LAG_S if self.last else self.message.deadline_s) + self.message.drain_s
+
+    def hurry(self, now: float) -> None:
+        """Wait no longer for this engine than for one that holds up others."""
+        self.last = True
+        self.end = min(self.end, now + self.patience_s)
 
     def done(self) -> None:
         """Wake whoever waits for the hold."""
@@ -114,7 +128,7 @@ class Pusher:
         """Kill engines whose push passed its deadline, and engines that did not end by themselves after a failed push."""
         for engine, sending in self._sending.items():
             if now > sending.end:
-                sending.end += sending.message.deadline_s
+                sending.end = now + sending.patience_s
                 what = f"push {sending.message.push} to {sending.message.name}"
                 self._kill(engine, f"{what} passed its deadline without progress")
         for engine, unknown in self._unknown.items():
@@ -245,7 +259,7 @@ class Pusher:
         sending = self._under_way(message.push, message.fence)
         if sending is not None and message.progress != sending.progress:
             sending.progress = message.progress
-            sending.end = self._awake.now() + sending.message.deadline_s + sending.message.drain_s
+            sending.end = self._awake.now() + sending.patience_s
 
     # ---- messages of workers ------------------------------------------------------------------------------------------
 
@@ -255,10 +269,19 @@ class Pusher:
         if done is None:
             return
         reach("push.served")
+        if (sending := self._under_way(message.push, message.fence)) is not None:
+            self._hurry_others(sending)
         self._end(message.push, message.fence)
         engine, gone = done
         for name in gone:
             self._wire.send(engine, w.Unload(name=name))
+
+    def _hurry_others(self, first: Sending) -> None:
+        """Wait for what the trainer still sends to other engines only as long as it goes on: meanwhile its weights may not change."""
+        for sending in self._sending.values():
+            message = sending.message
+            if message.source == "live" and message.checkpoint == first.message.checkpoint and sending is not first:
+                sending.hurry(self._awake.now())
 
     def _go_live(self, c: sqlite3.Connection, message: w.Live) -> tuple[str, list[str]] | None:
         """Change the step that an engine serves; only this function does. Returns the engine and the adapters that it

@@ -23,6 +23,10 @@ ENGINES = """
 SELECT name, state, address, held FROM process WHERE run_id = ? AND kind = 'engine' ORDER BY replica"""
 
 
+Routed = dict[str, frozenset[str]]
+"""The engines that the gateway sends requests to, by the name (`RUN@STEP`) that they serve."""
+
+
 class Router:
     """Keeps the gateway's table up to date, and knows what the gateway confirmed."""
 
@@ -31,18 +35,20 @@ class Router:
         self._wire = wire
         self._seq = 0
         self._sent: tuple[int | None, bytes] = (None, b"")
-        self._names: frozenset[str] = frozenset()
-        self.routed: frozenset[str] = frozenset()
+        self._names: Routed = {}
+        self.routed: Routed = {}
 
     async def run(self) -> None:
         """Send every new table to the gateway, until cancelled."""
         while True:
             changed = self._store.change()
             table = await self._store.write(load_table)
-            names = frozenset(served.name for engine in table.engines for served in engine.served)
-            if not self.routed <= names:
+            names = _names(table)
+            if self.routed.keys() <= names.keys():
+                self.routed = {name: engines & names[name] for name, engines in self.routed.items()}
+            else:
                 # The gateway may still route by the old table, and a rollback may give an old name to another step.
-                self.routed = frozenset()
+                self.routed = {}
             sent = (self._wire.spawn(GATEWAY), msgspec.msgpack.encode(table))
             if sent[0] is not None and sent != self._sent:
                 self._seq += 1
@@ -79,6 +85,14 @@ def load_table(c: sqlite3.Connection) -> Table:
             if row["state"] == "ready" and row["address"]:
                 routes.append(_engine(c, row, run, spec))
     return Table(tuple(run["name"] for run in runs), tuple(routes), tuple(held))
+
+
+def _names(table: Table) -> Routed:
+    names = {served.name for engine in table.engines for served in engine.served}
+    return {
+        name: frozenset(e.engine for e in table.engines if any(served.name == name for served in e.served))
+        for name in names
+    }
 
 
 def _engine(c: sqlite3.Connection, row: sqlite3.Row, run: sqlite3.Row, spec: RunSpec) -> w.EngineRoute:

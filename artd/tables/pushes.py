@@ -32,8 +32,8 @@ def supersede_push(c: sqlite3.Connection, now: int, push: int, start: str) -> No
     move(c, "push", push, "superseded", start=start, ended=now)
 
 
-def retry_push(c: sqlite3.Connection, push: int, attempts: int, error: str) -> None:
-    move(c, "push", push, "prepared", start="sending", attempts=attempts, error=error)
+def retry_push(c: sqlite3.Connection, push: int, attempts: int, error: str, not_before: int = 0) -> None:
+    move(c, "push", push, "prepared", start="sending", attempts=attempts, error=error, not_before=not_before)
 
 
 def fail_push(c: sqlite3.Connection, now: int, push: int, attempts: int, error: str) -> None:
@@ -42,6 +42,11 @@ def fail_push(c: sqlite3.Connection, now: int, push: int, attempts: int, error: 
 
 def delay_push(c: sqlite3.Connection, push: int, not_before: int) -> None:
     c.execute("UPDATE push SET not_before = ? WHERE id = ?", (not_before, push))
+
+
+def hurry_pushes(c: sqlite3.Connection, run: int) -> None:
+    """Let the run's pushes that wait for another attempt be tried at once."""
+    c.execute("UPDATE push SET not_before = 0 WHERE run_id = ? AND state = 'prepared' AND not_before > 0", (run,))
 
 
 def delete_pushes(c: sqlite3.Connection, ids: Sequence[tuple[int]]) -> None:

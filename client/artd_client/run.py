@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import msgspec
 
@@ -217,9 +217,15 @@ class Run:
         """Seal every open group and train on what there is, even on fewer groups than groups_per_step."""
         await self._connection.ask(api.Flush(run=self.name), api.Done)
 
-    async def wait(self, step: int, timeout: float | None = None) -> api.StepInfo:  # noqa: ASYNC109
+    async def wait(
+        self,
+        step: int,
+        timeout: float | None = None,  # noqa: ASYNC109
+        engines: Literal["first", "all"] = "first",
+    ) -> api.StepInfo:
         """Wait until `step` is committed and served. `timeout`: seconds, None = without limit.
 
+        `engines`: the first engine that serves the step ends the wait, or the last one of the run.
         After 5 s the client's `progress` hears what it waits for. A worker that artd no longer restarts is logged as a warning,
         and the wait goes on, because an operator may mend it. Raises Stalled when the step needs more groups, TimedOut, which
         says what the run was doing, Failed when the run is paused or finished, and DaemonNotRunning when no daemon answers
@@ -227,11 +233,17 @@ class Run:
         """
         waiter = object()
         try:
-            return await self._wait(step, timeout, waiter)
+            return await self._wait(step, timeout, waiter, engines)
         finally:
             self._progress.leave(waiter)
 
-    async def _wait(self, step: int, timeout: float | None, waiter: object) -> api.StepInfo:  # noqa: ASYNC109
+    async def _wait(
+        self,
+        step: int,
+        timeout: float | None,  # noqa: ASYNC109
+        waiter: object,
+        engines: Literal["first", "all"],
+    ) -> api.StepInfo:
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         told = ""
@@ -239,7 +251,7 @@ class Run:
             poll = self._progress.poll_s(waiter, POLL_S)
             left = poll if end is None else min(poll, max(0.0, end - loop.time()))
             grace = self._connection.timeout if end is None else max(end - loop.time() - left, ANSWER_S)
-            op = api.WaitStep(run=self.name, step=step, timeout_s=left)
+            op = api.WaitStep(run=self.name, step=step, timeout_s=left, engines=engines)
             answer = await self._connection.call(op, timeout=left + min(grace, self._connection.timeout))
             match answer:
                 case api.StepInfo():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from artd_schema.data.trajectory import Pick, Split, Turn
 from artd_schema.run.spec import Learning, RunSpec
@@ -175,8 +175,8 @@ class SyncRun(BlockingRun):
     def flush(self) -> None:
         self._client._call(self._run.flush())
 
-    def wait(self, step: int, timeout: float | None = None) -> api.StepInfo:
-        return self._client._call(self._run.wait(step, timeout))
+    def wait(self, step: int, timeout: float | None = None, engines: Literal["first", "all"] = "first") -> api.StepInfo:
+        return self._client._call(self._run.wait(step, timeout, engines))
 
     def trajectories(self, states: Sequence[str] = (), limit: int = 100) -> list[Row]:
         return self._client._call(self._run.trajectories(states, limit))

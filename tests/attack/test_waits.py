@@ -24,14 +24,14 @@ WAITERS = 1000
 @pytest.fixture
 def looks(monkeypatch):
     """Every look at the rows that a wait takes."""
-    found: list[tuple[str, int]] = []
-    look = lifecycle._progress
+    found: list[tuple[str, int, str]] = []
+    look = lifecycle.find_progress
 
-    def noted(c, run, step, *more):
-        found.append((run, step))
-        return look(c, run, step, *more)
+    def noted(c, key, *more):
+        found.append(key)
+        return look(c, key, *more)
 
-    monkeypatch.setattr(lifecycle, "_progress", noted)
+    monkeypatch.setattr(lifecycle, "find_progress", noted)
     return found
 
 
@@ -80,7 +80,7 @@ async def test_all_are_answered_when_the_step_is_served(tmp_path, looks):
 
 async def test_a_wait_sees_what_its_client_was_told_before(tmp_path, monkeypatch):
     """It is not answered by a look of another waiter that began earlier, and takes long."""
-    look = lifecycle._progress
+    look = lifecycle.find_progress
     lingering = threading.Event()
 
     def linger(*asked):
@@ -89,7 +89,7 @@ async def test_a_wait_sees_what_its_client_was_told_before(tmp_path, monkeypatch
         time.sleep(0.05)
         return answer
 
-    monkeypatch.setattr(lifecycle, "_progress", linger)
+    monkeypatch.setattr(lifecycle, "find_progress", linger)
     async with open_store(tmp_path) as store:
         data = data_dir(tmp_path)
         await add_run(store, groups_per_step=2)

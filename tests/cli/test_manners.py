@@ -156,9 +156,8 @@ def test_top_measures_the_daemon_and_its_workers(made: Made, daemon: FakeDaemon,
     assert code == 0 and (me["name"], me["pid"], me["job"]) == ("daemon", os.getpid(), None)
     assert me["rss"] > 1 << 20 and me["processes"] == 1 and me["threads"] >= 1 and me["cpu"] >= 0
     lines = artctl("top", "--once")[1].splitlines()
-    assert lines[2].split() == ["name", "pid", "cpu", "memory", "processes", "threads", "job"] and lines[3].startswith(
-        "daemon"
-    )
+    columns = ["name", "pid", "cpu", "memory", "processes", "threads", "job", "state", "serving"]
+    assert lines[2].split() == columns and lines[3].startswith("daemon")
 
 
 # ---- completion -----------------------------------------------------------------------------------------------------------

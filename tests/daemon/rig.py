@@ -196,8 +196,8 @@ class Rig:
         return found
 
     def worker_pid(self, name: str) -> int:
-        """Process id of the fake itself (its guardian is in the row)."""
-        (guardian,) = self.rows("SELECT pid FROM process WHERE kind = ? AND pid IS NOT NULL", name)[0]
+        """Process id of the fake itself (its guardian is in the row). name: a worker's, or its kind."""
+        (guardian,) = self.rows("SELECT pid FROM process WHERE ? IN (kind, name) AND pid IS NOT NULL", name)[0]
         children = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
         return int(children[0])
 

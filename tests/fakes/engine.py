@@ -1,10 +1,10 @@
 """An engine that serves no model: it speaks the protocol through the real link, and says Live to every push.
 
 A stand-in for the vllm runtime's interpreter runs it. Faults (see script.py): `dead:N` spawns that report Down at their start,
-`bad:STEP` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gates: `push:STEP` before it asks
+`bad:STEP` and `bad:ENGINE` fences whose push fails its canary, `crash:STEP` fences at which it kills itself. Gates: `push:STEP` before it asks
 the gateway to hold, `verify:STEP` once the gateway holds. Mark: `live:SHA FENCE` before it says Live. With `http` in the script
 it also serves the OpenAI fake of tests/gateway on its socket, which captures routed experts when the daemon wants them. With
-`sign` it also reports only which weights it holds.
+`sign` it also reports only which weights it holds, with `names` only its own name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
         link.close()
         return 1
     socket = Path(config.dir) / "engine.sock"
-    served = Served(config.run, config.routes, script)
+    served = Served(config.run, config.routes, script, link.identity.name)
     if "http" in script.read():
         served.start(socket)
     reach("engine.started")
@@ -68,7 +68,7 @@ def push(link: Link, script: Script, message: w.Push, served: Served) -> bool:
         return False
     if script.wants(f"crash:{step}", message.fence):
         os.kill(os.getpid(), signal.SIGKILL)
-    if script.wants(f"bad:{step}", message.fence):
+    if script.wants(f"bad:{step}", message.fence) or script.wants(f"bad:{message.engine}", message.fence):
         link.send(w.PushFailed(push=message.push, fence=message.fence, phase="verify", error="told to fail"))
         link.close()
         return False
@@ -100,8 +100,9 @@ class Served:
     checkpoint's manifest) each of them is. In merged mode all names are the same weights, the version that is told with the
     tokens is the newest push's, and nothing is generated between pause and resume."""
 
-    def __init__(self, run: str, routes: RouteShape | None, script: Script) -> None:
+    def __init__(self, run: str, routes: RouteShape | None, script: Script, name: str = "") -> None:
         self.run = run
+        self.name = name
         self.names = {run, f"{run}@base"}
         self.weights = dict.fromkeys(self.names, "(nothing was pushed)")
         self.version = "default"
@@ -143,6 +144,8 @@ class Served:
         engine.routes = self.routes
         if "sign" in self.script.read():
             engine.says = lambda model: (f"{self.weights[model][:SIGNED]}$", self.version)
+        if "names" in self.script.read():
+            engine.says = lambda model: (f"{self.name}$", self.version)
         async with engine.server.running():
             self._loop = asyncio.get_running_loop()
             self._listening.set()

@@ -39,9 +39,10 @@ from .staging import stage  # noqa: F401 - part of this toolbox
 VOCAB = 100
 
 
-def EVERY_STEP() -> frozenset[str]:
-    """A gateway that has confirmed every step of run `r`."""
-    return frozenset(f"r@{step}" for step in range(100))
+def EVERY_STEP() -> dict[str, frozenset[str]]:
+    """A gateway that has confirmed every step of run `r`, on each of its engines."""
+    engines = frozenset(engine_name(1, replica) for replica in range(3))
+    return {f"r@{step}": engines for step in range(100)}
 
 
 BASE = BaseModel("b" * 64, VOCAB, ())

@@ -340,9 +340,10 @@ class Gateway(Worker):
 
     async def respond(self, run: str, name: str = "", **rollout: Any) -> str:
         """Serve one request: id of a response that is in the ledger, "" when it failed."""
-        place = next(
-            (engine for engine in self._route.engines if engine.engine not in self._held and engine.served), None
-        )
+        free = [engine for engine in self._route.engines if engine.engine not in self._held and engine.served]
+        newest = max((engine.served[-1].epoch for engine in free), default=0)
+        best = [engine for engine in free if engine.served[-1].epoch == newest]
+        place = self.world.rng.choice(best) if best else None
         engine = self.world.engines.get(place.socket) if place else None
         if place is None or engine is None:
             return ""

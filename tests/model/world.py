@@ -25,7 +25,7 @@ from artd.net.router import WorkerWire
 from artd.packing import child
 from artd.services import Services
 from artd.store.store import Store, set_meta
-from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec import EngineSpec, RunSpec
 from artd_schema.wire import worker as w
 from tests.fakes.rows import VOCAB, data_dir
 
@@ -89,6 +89,7 @@ class World:
         self.spec = RunSpec(
             model=str(model), group_size=2, groups_per_step=self.rng.choice((1, 1, 2)), row_length=64, drop_longer=True, group_timeout_s=15.0,
             rollout_weights_mode=self.rng.choice(("merged", "lora")), push_drain_s=2.0, keep_checkpoints=self.rng.choice((1, 3)),
+            engine=EngineSpec(replicas=self.rng.choice((1, 2))),
         )  # fmt: skip
         self.life = Life()
         self._processes: list[Process] = []

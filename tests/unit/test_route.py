@@ -165,12 +165,12 @@ async def test_what_the_gateway_confirmed_is_routed(tmp_path):
         task = asyncio.ensure_future(router.run())
         await until(lambda: wire.of(w.Route))
         (sent,) = wire.of(w.Route)
-        assert router.routed == frozenset()
+        assert router.routed == {}
         router.taken(w.RouteTaken(seq=sent.seq - 1))
-        assert router.routed == frozenset()
+        assert router.routed == {}
         changed = store.change()
         router.taken(w.RouteTaken(seq=sent.seq))
-        assert router.routed == {"r@0"}
+        assert router.routed == {"r@0": {ENGINE}}
         await asyncio.wait_for(changed.wait(), SOON_S)
         await store.write(lambda c: c.execute("UPDATE serving SET state = 'gone'").rowcount)
         await until(lambda: not router.routed)  # a name that is served no more

@@ -12,7 +12,7 @@ import pytest
 from artd.errors import Conflict, Invalid, NotFound, RequestError
 from artd.packing.advantages import group_statistics
 from artd.runs.lifecycle import Runs, set_run_state
-from artd.tables import once
+from artd.tables import once, pauses
 from artd_schema.run.spec import EngineSpec, LoraSpec, LossSpec, RunSpec, TrainerSpec
 from artd_schema.wire import client_api as api
 from tests.awake import SOON_S
@@ -302,12 +302,12 @@ async def test_a_step_that_no_engine_will_get_is_not_waited_for(tmp_path):
         runs, data = make_runs(store), data_dir(tmp_path)
         run = await add_run(store)
         await commit_next(store, data)
-        await store.write(lambda c: set_run_state(c, 0, run, "paused", "push 1 failed 5 times: canary"))
+        await store.write(lambda c: set_run_state(c, 0, run, "paused", ""))
         assert await runs.wait(wait(0)) == api.Pending(
             step=0, phase="serve", doing="bringing step 0 into the engine"
         ), "a paused run is still pushed"
-        await store.write(lambda c: c.execute("UPDATE push SET state = 'failed'").rowcount)
-        with pytest.raises(RequestError, match="paused: push 1 failed 5 times: canary; step 0 will not be served"):
+        await store.write(lambda c: pauses.hold(c, 0, run, "push 1", "push 1 failed 5 times: canary"))
+        with pytest.raises(RequestError, match="push 1 failed 5 times: canary; step 0 will not be served"):
             await runs.wait(wait(0))
         await runs.set_state("r", "active")
         assert await runs.wait(wait(0)) == api.Pending(step=0, phase="serve", doing="bringing step 0 into the engine")

@@ -96,11 +96,16 @@ def _run(shot: Snapshot) -> str:
         parts[0] += f" ({show.one_line(run['reason'], 80)})"
     parts.append(f"step {run['step']}" if run["step"] >= 0 else "no step yet")
     if shot.daemon.running:
-        parts.append(
-            f"serving @{run['served']}  lag {run['step'] - run['served']}" if run["served"] >= 0 else "serving nothing"
-        )
+        parts.append(_serving(run))
     parts.append(spec_value(run["spec"], "rollout_weights_mode"))
     return "   ".join(parts)
+
+
+def _serving(run: show.Row) -> str:
+    if run["served"] < 0:
+        return "serving nothing"
+    by = f" by {run['serving']} of {run['engines']} engines" if run["engines"] > 1 else ""
+    return f"serving @{run['served']}{by}  lag {run['step'] - run['served']}"
 
 
 def _flow(shot: Snapshot) -> str:

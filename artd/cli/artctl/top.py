@@ -72,7 +72,8 @@ class _Meter:
     def rows(self, shot: Snapshot) -> list[Row]:
         """Return a row for the daemon and each worker that lives."""
         stats = list(all_stats())
-        roots = {worker["name"]: worker["pid"] for worker in shot.workers if worker["alive"]}
+        workers = {worker["name"]: worker for worker in shot.workers if worker["alive"]}
+        roots = {name: worker["pid"] for name, worker in workers.items()}
         if shot.daemon.running and shot.daemon.file is not None:
             roots = {"daemon": shot.daemon.file.pid} | roots
         jobs = {job["worker"]: job for job in shot.active if job["state"] == "running"}
@@ -85,7 +86,11 @@ class _Meter:
             share = max(0.0, use.cpu_s - old.cpu_s) / (now - before) if now > before else 0.0
             self._seen[name] = (now, use)
             job = jobs.get(name)
-            out.append({"name": name, "pid": pid, "cpu": share} | use._asdict() | {"job": job["id"] if job else None})
+            worker = workers.get(name, {})
+            health = {"state": worker.get("state"), "serving": worker.get("serving", [])}
+            out.append(
+                {"name": name, "pid": pid, "cpu": share} | use._asdict() | {"job": job["id"] if job else None} | health
+            )
         return out
 
     def lines(self) -> Iterator[str]:
@@ -94,13 +99,14 @@ class _Meter:
         yield f"{show.paint('doing', 'dim')}  {doing(shot)}    {show.paint('disk free', 'dim')}  {show.size(shot.disk_free)}"
         yield f"{show.paint('next', 'dim')}   {advice(shot)}"
         yield show.paint(
-            f"{'name':10}{'pid':>9}{'cpu':>7}{'memory':>12}{'processes':>11}{'threads':>9}{'job':>7}", "dim"
+            f"{'name':12}{'pid':>9}{'cpu':>7}{'memory':>12}{'processes':>11}{'threads':>9}{'job':>7}  {'state':9}serving",
+            "dim",
         )
         for row in self.rows(shot):
             size, job = show.size(row["rss"]), row["job"] or ""
             yield (
-                f"{show.one_line(row['name'], 10):10}{row['pid']:>9}{row['cpu']:>7.0%}{size:>12}{row['processes']:>11}"
-                f"{row['threads']:>9}{job:>7}"
+                f"{show.one_line(row['name'], 12):12}{row['pid']:>9}{row['cpu']:>7.0%}{size:>12}{row['processes']:>11}"
+                f"{row['threads']:>9}{job:>7}  {row['state'] or '':9}{' '.join(row['serving'])}"
             )
 
 

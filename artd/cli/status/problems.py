@@ -21,6 +21,7 @@ from artd.cli.health import Problem
 from artd.cli.show import Row, worker_label, worker_log
 from artd.store.fs import is_full
 from artd.supervise.postmortem import telling
+from artd_schema.wire.worker_names import label, parse_worker
 
 if TYPE_CHECKING:
     from .snapshot import Snapshot
@@ -69,7 +70,7 @@ def find_problems(shot: Snapshot) -> list[Problem]:
     found += [
         _run(shot.run, bool(quarantined), where),
         _pack(shot, where),
-        _push(shot.pushes, shot.run, where),
+        *_pushes(shot.pushes, shot.run, where),
         _disk(shot),
     ]
     found += _report_blamed(shot, where)
@@ -185,18 +186,34 @@ def _report_blamed(shot: Snapshot, where: str) -> list[Problem]:
     ]
 
 
-def _push(pushes: list[Row], run: Row | None, where: str) -> Problem | None:
-    """Report the failure of the newest push, unless the pause of its run reports it."""
-    push = next((one for one in pushes if one["error"] and one["state"] != "superseded"), None)
-    if push is None:
-        return None
-    if push["state"] != "failed":  # it is tried again at the engine's next start
-        what = f"push {push['id']} of step {push['step']} failed {push['attempts']} times and is tried again: {push['error']}"
-        return Problem(what, f"artctl logs engine{where}")
-    if run is not None and run["state"] == "paused" and run["reason"].startswith(f"push {push['id']} "):
+def engine_label(push: Row) -> str:
+    """Return what people call the engine of a push."""
+    engine = parse_worker(push["engine"])
+    return label(engine.kind, engine.replica)
+
+
+def _pushes(pushes: list[Row], run: Row | None, where: str) -> list[Problem | None]:
+    """Report the failure of the newest push to each engine."""
+    newest: dict[str, Row] = {}
+    for push in pushes:
+        if push["error"] and push["state"] != "superseded":
+            newest.setdefault(push["engine"], push)
+    return [_push(push, run, where) for push in newest.values()]
+
+
+def _push(push: Row, run: Row | None, where: str) -> Problem | None:
+    """Report the failure of a push, unless the pause of its run reports it."""
+    several = run is not None and run["engines"] > 1
+    what = f"push {push['id']} of step {push['step']}{f' into {engine_label(push)}' if several else ''} failed"
+    if push["state"] != "failed":  # it is tried again at the engine's next start, or later while other engines serve
+        log = push["engine"] if parse_worker(push["engine"]).replica else "engine"
+        return Problem(
+            f"{what} {push['attempts']} times and is tried again: {push['error']}", f"artctl logs {log}{where}"
+        )
+    if run is not None and run["state"] == "paused" and f"push {push['id']} failed" in run["reason"]:
         return None
     then = f"artctl resume {run['name']}{where}" if run and run["state"] == "paused" else f"artctl pushes{where}"
-    return Problem(f"push {push['id']} of step {push['step']} failed: {push['error']}", then)
+    return Problem(f"{what}: {push['error']}", then)
 
 
 def _disk(shot: Snapshot) -> Problem | None:

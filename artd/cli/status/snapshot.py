@@ -17,9 +17,8 @@ from artd.cli.show import Row, iso, span, stamp_times
 from artd.store.version import BUG, REMEDY, wal_reset_bug
 from artd_schema.paths import boot_id, process_ticks
 from artd_schema.run.spec_defaults import spec_value
-from artd_schema.wire.worker_names import label, parse_worker
 
-from .problems import Problem, advice, find_problems
+from .problems import Problem, advice, engine_label, find_problems
 
 GROUP_STATES = ("open", "sealed", "packed", "trained", "discarded")
 JOB_STATES = ("queued", "running", "succeeded", "quarantined", "cancelled")
@@ -122,7 +121,8 @@ def _fill(shot: Snapshot, database: read.Database) -> None:
             counted = database.rows(read.ROLLOUT_COUNT, run=number, state=state, limit=ROLLOUTS_COUNTED)
             shot.rollouts[state] = int(counted[0]["count"])
         shot.unpacked = database.rows(read.UNPACKED, run=number, limit=UNPACKED_OF)[0]["dropped"]
-        shot.pushes = database.page("pushes", run=name, limit=3)
+        shot.run["engines"] = spec_value(shot.run["spec"], "engine", "replicas")
+        shot.pushes = database.page("pushes", run=name, limit=3 * shot.run["engines"])
         counted = database.rows(read.JOB_COUNTS, run=number)
         shot.jobs = read.counts(counted, JOB_STATES, "count")
         shot.jobs["retrying"] = int(database.rows(read.RETRYING, run=number)[0]["count"])
@@ -135,6 +135,10 @@ def _fill(shot: Snapshot, database: read.Database) -> None:
         worker["serving"] = [
             row["name"] for row in serving if row["engine"] == worker["name"] and row["state"] == "live"
         ]
+    if shot.run is not None:
+        mine = {worker["name"] for worker in shot.workers if worker["run"] == shot.run["name"]}
+        newest = {row["engine"] for row in serving if row["step"] == shot.run["served"] and row["state"] == "live"}
+        shot.run["serving"] = len(mine & newest)
     shot.events = database.rows(read.RECENT_EVENTS, limit=5)
 
 
@@ -184,11 +188,10 @@ def doing(shot: Snapshot) -> str:
             made = f"training step {job['step']}" if job["kind"] == "train" else "making checkpoint 0"
             since = f" ({span(show.now_ms() - job['started'])})" if shot.daemon.running and job["started"] else ""
             return f"{was}{made}{since}"
-    if shot.daemon.running:
-        sending = next((push for push in shot.pushes if push["state"] == "sending"), None)
-        if sending:
-            engine = parse_worker(sending["engine"])
-            return f"pushing step {sending['step']} into {label(engine.kind, engine.replica)}"
+    sending = [push for push in shot.pushes if push["state"] == "sending"]
+    if shot.daemon.running and sending:
+        into = ", ".join(sorted(engine_label(push) for push in sending if push["step"] == sending[0]["step"]))
+        return f"pushing step {sending[0]['step']} into {into}"
     if shot.waiting:
         return f"waiting for disk space: {shot.waiting}"
     if any(job["state"] == "queued" for job in shot.active):

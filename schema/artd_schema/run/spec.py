@@ -18,6 +18,7 @@ from .engines import AUTO, DEFAULT
 from .losses import EXAMPLES, Normalise, defaults_of
 from .spec_defaults import (
     ENGINE_DTYPE,
+    ENGINE_REPLICAS,
     GROUPS_PER_STEP,
     MAX_MODEL_LEN,
     ROLLOUT_WEIGHTS_MODE,
@@ -200,22 +201,20 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the inference engine is started. Lengths are in tokens, memory is in MiB.
 
     - `device`: `auto` takes a GPU if the engine's torch sees one.
-    - `transfer`: how a merged push travels on a GPU. `auto` takes the first that is possible: `staged` (directly, into
-      a second copy of the weights
-      beside the KV cache), `in_place` (directly), `nccl` (the same over NCCL, so no GPU memory is shared between processes), `stock` (the engine's own
-      calls). On a CPU it has no effect.
-    - `in_flight`: what happens to running requests at a merged push. `drain` waits for them (`push_drain_s`). `keep`
-      pauses them and continues with
-      their KV cache of the old weights. `recompute` computes their cache again with the new weights. Responses of the last two have several policy epochs.
-      They work only for direct pushes, which are verified before the engine continues; all others (from disk, by the engine's own calls, on a CPU) drain.
+    - `transfer`: how a merged push travels on a GPU. `auto` takes the first that is possible: `staged` (directly, into a second copy of the
+      weights beside the KV cache), `in_place` (directly), `nccl` (the same over NCCL, so no GPU memory is shared between processes), `stock`
+      (the engine's own calls). On a CPU it has no effect.
+    - `in_flight`: what happens to running requests at a merged push. `drain` waits for them (`push_drain_s`). `keep` pauses them and continues
+      with their KV cache of the old weights. `recompute` computes their cache again with the new weights. Responses of the last two have
+      several policy epochs. They work only for direct pushes, which are verified before the engine continues; all others (from disk, by the
+      engine's own calls, on a CPU) drain.
     - `tool_parser`, `reasoning_parser`: find tool calls and reasoning in the model's text: a name of the engine's,
-      `none`, or `auto` (by the model's family
-      and chat template). The engine's start tests them.
+      `none`, or `auto` (by the model's family and chat template). The engine's start tests them.
     - `chat_template`: Jinja text that replaces the model's own.
     - `args`: flags of the engine's server, without dashes, of those that `artd_schema.run.engines` allows.
     - `grammar`: what happens to a grammar of a request for training (a required or named tool, a response format,
-      strict tools). `drop` samples
-      freely and says so in the reply; `refuse` answers 400.
+      strict tools). `drop` samples freely and says so in the reply; `refuse` answers 400.
+    - `replicas`: how many engines serve the run, each with the whole model and a process of its own.
     """
 
     kind: EngineName = DEFAULT
@@ -231,6 +230,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[str, Meta(max_length=1 << 17)] = ""
     args: dict[str, bool | int | float | str] = {}
     grammar: Literal["drop", "refuse"] = "drop"
+    replicas: Annotated[int, Meta(ge=1, le=64)] = ENGINE_REPLICAS
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,13 +13,14 @@ GROUPS_PER_STEP: Final = 8
 ROW_LENGTH: Final = 0
 MAX_MODEL_LEN: Final = 1024
 ENGINE_DTYPE: Final = "float32"
+ENGINE_REPLICAS: Final = 1
 
 _DEFAULTS: dict[str, Any] = {
     "rollout_weights_mode": ROLLOUT_WEIGHTS_MODE,
     "group_size": GROUP_SIZE,
     "groups_per_step": GROUPS_PER_STEP,
     "row_length": ROW_LENGTH,
-    "engine": {"max_model_len": MAX_MODEL_LEN, "dtype": ENGINE_DTYPE},
+    "engine": {"max_model_len": MAX_MODEL_LEN, "dtype": ENGINE_DTYPE, "replicas": ENGINE_REPLICAS},
 }
 
 

@@ -56,8 +56,7 @@ class Submit(_Op, frozen=True):
 
     `key`: unique in the run for ever; "" = sha256 of its response ids or of its body. By reference: `refs`, no bulk. By value: one bulk
     frame, msgpack list[Turn]. `group`: name of the group, which the first submission creates. `reward`: from -1e30 to 1e30. `metrics`: at
-    most 256 finite numbers. `metadata`: anything that JSON can express. `credits`: for each turn its advantages and weights; () = none.
-    """
+    most 256 finite numbers. `metadata`: anything that JSON can express. `credits`: for each turn its advantages and weights; () = none."""
 
     run: str
     group: str
@@ -85,12 +84,13 @@ class Flush(Order, frozen=True):
 
 
 class WaitStep(_Op, frozen=True):
-    """Wait for a step. Answered by StepInfo once `step` is committed and served, by Pending after `timeout_s` seconds, by Stalled when no
-    rollout is open and too few groups are trainable."""
+    """Wait for a step. Answered by StepInfo once it is committed, and the first of the run's `engines` or all of them serve it; by Pending
+    after `timeout_s` seconds, by Stalled when no rollout is open and too few groups are trainable."""
 
     run: str
     step: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
     timeout_s: Seconds = 30.0
+    engines: Literal["first", "all"] = "first"
 
 
 class List(_Op, frozen=True):

@@ -136,4 +136,25 @@ BUGS = (
         "        except Exception as error:  # another package's metadata\n", "        except KeyError as error:\n",
         "tests/unit/test_packages.py::test_another_package_with_malformed_metadata_stops_no_start", "Pair.*missing",
     ),
+    Bug(
+        "one-bad-engine-pauses-the-run", "artd/serving/push_ends.py",
+        'or not counted or _has_other(c, run, row["engine"]):', "or not counted:",
+        "tests/unit/test_fleet.py::test_an_engine_whose_pushes_fail_does_not_pause_a_run_that_another_one_serves",
+        "'paused' == 'active'",
+    ),
+    Bug(
+        "a-bad-engine-is-tried-for-ever", "artd/core/fleet.py",
+        "    return engine.serves or (engine.failures < most and not engine.broken)\n", "    return True\n",
+        "tests/unit/test_fleet.py::test_a_run_is_paused_when_no_engine_may_serve_it", "'active' == 'paused'",
+    ),
+    Bug(
+        "all-means-the-first", "artd/runs/progress.py",
+        '    if engines == "first":\n', "    if engines:\n",
+        "tests/unit/test_fleet.py::test_a_wait_ends_with_the_first_engine_or_with_all", r"\(True, True\) == \(True, False\)",
+    ),
+    Bug(
+        "a-lagging-engine-holds-up-training", "artd/serving/pusher.py",
+        "            self._hurry_others(sending)\n", "            pass\n",
+        "tests/unit/test_fleet.py::test_an_engine_that_lags_behind_another_one_is_not_waited_for_long", "assert .* == ",
+    ),
 )  # fmt: skip

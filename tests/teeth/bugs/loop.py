@@ -7,7 +7,7 @@ from .bug import Bug
 BUGS = (
     Bug(
         "failures-forgotten-with-each-step", "artd/serving/push_ends.py",
-        "    failures = attempts + failures_before(c, row)\n", "    failures = attempts\n",
+        "    failures = failures_in_a_row(c, row[\"run_id\"], row[\"engine\"]) + counted\n", "    failures = attempts\n",
         "tests/unit/test_push.py::test_steps_that_all_fail_pause_the_run_although_each_is_a_push_of_its_own", "assert",
     ),
     Bug(
@@ -61,8 +61,8 @@ BUGS = (
     ),
     Bug(
         "a-wait-is-answered-by-an-older-look", "artd/runs/waits.py",
-        "            watch.next = None\n            return await self._store.ask(lambda c: self._look(c, *key))",
-        "            answer = await self._store.ask(lambda c: self._look(c, *key))\n            watch.next = None\n"
+        "            watch.next = None\n            return await self._store.ask(lambda c: self._look(c, key))",
+        "            answer = await self._store.ask(lambda c: self._look(c, key))\n            watch.next = None\n"
         "            return answer",
         "tests/attack/test_waits.py::test_a_wait_sees_what_its_client_was_told_before",
         "AssertionError|assert False",
