@@ -36,7 +36,8 @@ from artd_schema.data.base import BaseModel
 from artd_schema.run.engines import UnknownEngine, engine_kind
 from artd_schema.run.families import SEEDED
 from artd_schema.run.losses import EXAMPLES
-from artd_schema.run.spec import RunSpec, first_difference, in_flight_error, layout_error, length_error
+from artd_schema.run.spec import RunSpec, first_difference
+from artd_schema.run.spec_rules import in_flight_error, layout_error, length_error
 from artd_schema.wire import client_api as api
 
 from .learning import check_loss, check_rules, update_learning

@@ -8,7 +8,8 @@ import pytest
 
 from artd.errors import Invalid
 from artd.runs.lifecycle import Runs
-from artd_schema.run.spec import EngineSpec, Mode, RunSpec, in_flight_error
+from artd_schema.run.spec import EngineSpec, Mode, RunSpec
+from artd_schema.run.spec_rules import in_flight_error
 from artd_schema.wire import client_api as api
 from tests.fakes.rows import EVERY_STEP, count, open_store
 

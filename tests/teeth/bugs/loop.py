@@ -230,7 +230,7 @@ BUGS = (
         r"\(5.0, 10.0\) == \(1, 2\)",
     ),
     Bug(
-        "short-rows-are-taken-silently", "schema/artd_schema/run/spec.py",
+        "short-rows-are-taken-silently", "schema/artd_schema/run/spec_rules.py",
         "if spec.row_tokens >= longest or spec.drop_longer:", "if True:",
         "tests/unit/test_runs.py::test_rows_shorter_than_the_engines_answers_are_refused_unless_asked_for",
         "DID NOT RAISE .*Invalid",

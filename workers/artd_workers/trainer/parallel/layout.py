@@ -18,7 +18,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from artd_schema.run.spec import RunSpec, layout_error
+from artd_schema.run.spec import RunSpec
+from artd_schema.run.spec_rules import layout_error
 from artd_workers.models.base import Plan, UnsupportedModel
 from artd_workers.models.codec import Codec
 
