@@ -37,7 +37,7 @@ from artd_schema.run.engines import UnknownEngine, engine_kind
 from artd_schema.run.families import SEEDED
 from artd_schema.run.losses import EXAMPLES
 from artd_schema.run.spec import RunSpec, first_difference
-from artd_schema.run.spec_rules import in_flight_error, layout_error, length_error
+from artd_schema.run.spec_rules import in_flight_error, layout_error, length_error, targets_error
 from artd_schema.wire import client_api as api
 
 from .learning import check_loss, check_rules, update_learning
@@ -191,6 +191,8 @@ def _check_spec(spec: RunSpec) -> None:
         raise Invalid(error, field="spec.row_length")
     if error := layout_error(spec):
         raise Invalid(error, field="spec.trainer")
+    if error := targets_error(spec):
+        raise Invalid(error, field="spec.lora.targets")
     if error := in_flight_error(spec):
         raise Invalid(error, field="spec.engine.in_flight")
     check_rules(spec)

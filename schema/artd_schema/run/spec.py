@@ -6,6 +6,7 @@ bounds at both ends, so it is finite, and JSON and SQLite hold it as it is.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -46,11 +47,30 @@ Parameters = Literal["lora", "full"]
 InFlight = Literal["drain", "keep", "recompute"]
 
 
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters on every linear (arXiv:2106.09685); the product is scaled by alpha / rank."""
+    """Low-rank adapters (arXiv:2106.09685). Their product is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank)
+    (arXiv:2312.03732). `targets` are the linears that have one, by their names in the checkpoint; unset means every linear."""
 
     rank: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
     alpha: Count = 32
+    rslora: bool | UnsetType = UNSET
+    targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=7)] | UnsetType = UNSET
+
+    @property
+    def stored_alpha(self) -> float:
+        """The alpha that a checkpoint's adapter names: divided by the rank it is the scale, for whoever loads it.
+
+        PEFT adapts the fused experts of a layer at another rank, where its own `use_rslora` would be another scale (seen in 0.21).
+        """
+        return self.alpha * math.sqrt(self.rank) if self.rslora else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """What the product of the adapters is multiplied by."""
+        return self.stored_alpha / self.rank
 
 
 class ScheduleSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from .spec import RunSpec
+from msgspec import UNSET
+
+from .spec import RunSpec, Target
+
+TOGETHER: tuple[tuple[Target, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"))
+"""Linears that are adapted all or not at all: the trainer computes their products together."""
 
 
 def layout_error(spec: RunSpec) -> str:
@@ -46,4 +51,18 @@ def in_flight_error(spec: RunSpec) -> str:
         return f"{needs}, and those are of a GPU's memory: with engine.device='cpu' leave it out"
     if way == "stock":
         return f"{needs}, and engine.transfer='stock' has none: use 'auto', or leave it out"
+    return ""
+
+
+def targets_error(spec: RunSpec) -> str:
+    """Return why a run's adapter cannot have the targets that it asks for; "" = it can."""
+    targets = spec.lora.targets
+    if targets is UNSET:
+        return ""
+    if spec.parameters == "full":
+        return "lora.targets: parameters='full' trains every weight, and there is no adapter: leave it out"
+    for group in TOGETHER:
+        held = [name for name in group if name in targets]
+        if held and len(held) < len(group):
+            return f"lora.targets: {', '.join(group)} are adapted together: name all of them, or none"
     return ""

@@ -117,6 +117,16 @@ BUGS = (
         "tests/trainer/test_minibatches.py::test_each_minibatch_is_a_step_of_transformers", "assert ", torch=True,
     ),
     Bug(
+        "a-rank-stabilised-adapter-is-scaled-as-any", "schema/artd_schema/run/spec.py",
+        "return self.alpha * math.sqrt(self.rank) if self.rslora else self.alpha", "return self.alpha",
+        "tests/trainer/test_lora_targets.py::test_the_scale_is_that_of_pefts_own_rank_stabilised_adapters", "assert", torch=True,
+    ),
+    Bug(
+        "every-linear-is-adapted", "workers/artd_workers/models/codec.py",
+        "replace(row, lora=row.lora and names[row] <= set(modules))", "replace(row, lora=row.lora)",
+        "tests/trainer/test_lora_targets.py::test_peft_computes_the_same_with_what_is_stored", "assert", torch=True,
+    ),
+    Bug(
         "norms-decay", "workers/artd_workers/trainer/step/step.py",
         'inner.endswith("norm") or ', "",
         "tests/trainer/test_full.py::test_weight_decay_leaves_out_norms_biases_embeddings_and_routers",

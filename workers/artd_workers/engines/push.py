@@ -229,7 +229,7 @@ class Pusher:
         if push.source == "live":
             self._adapter.join(push.rendezvous, deadline, push.transfer)
             return self._adapter.receive(fence, table, deadline, push.transfer)
-        scale = self._spec.lora.alpha / self._spec.lora.rank
+        scale = self._spec.lora.scale
         base = None if committed.manifest.parameters == "full" else Path(self._spec.model)
         load = DiskLoad(base, committed.folder, scale, self._spec.engine.dtype)
         return self._adapter.load_merged(fence, table, load, deadline)

@@ -6,7 +6,7 @@ elements, so it is exact. A name that the table or the checkpoint lacks is an er
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,6 +105,17 @@ class Codec:
         """Yield (Hugging Face name, tensor) from Megatron's state; entries that the table lacks are ignored."""
         for row in self.rows:
             yield from zip(row.parts, self.split(row, state[row.megatron]), strict=True)
+
+    def targeting(self, modules: Collection[str]) -> Codec:
+        """Return this table with adapters on the linears of these names alone, such as `q_proj`. Raises ValueError if the model adapts no
+        linear of one of the names, or if one Megatron linear holds others beside it."""
+        names = {row: {module_name(part).rpartition(".")[2] for part in row.parts} for row in self.lora_rows()}
+        if odd := sorted(set(modules) - {name for own in names.values() for name in own}):
+            raise ValueError(f"lora.targets: this model has no linear {odd[0]!r} that could be adapted: leave it out")
+        if cut := [sorted(own) for own in names.values() if own & set(modules) and not own <= set(modules)]:
+            raise ValueError(f"lora.targets: {', '.join(cut[0])} are adapted together: name all of them, or none")
+        rows = (replace(row, lora=row.lora and names[row] <= set(modules)) for row in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def lora_rows(self) -> Iterator[Row]:
         """Yield the rows whose parts are adapted, in table order."""

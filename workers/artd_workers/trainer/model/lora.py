@@ -119,7 +119,7 @@ class Lora:
     views = True
 
     def __init__(
-        self, codec: Codec, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool = False
+        self, codec: Codec, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: float, grouped: bool = False
     ) -> None:
         """Make the adapters. `shapes`: Hugging Face weight name -> (out, in) of every adapted weight; `grouped`: a layer's
         experts are one parameter."""
@@ -218,7 +218,7 @@ def shapes_of(codec: Codec, weights: Mapping[str, Tensor]) -> dict[str, tuple[in
     return {part: (weights[part].shape[0], weights[part].shape[1]) for row in codec.lora_rows() for part in row.parts}
 
 
-def adapter_config(base: str, codec: Codec, rank: int, alpha: int) -> dict[str, Any]:
+def adapter_config(base: str, codec: Codec, rank: int, alpha: float) -> dict[str, Any]:
     """Return `adapter_config.json` for PEFT and the engine.
 
     With transformers 5, PEFT takes gate, up and down for the fused experts' weights, and leaves them out of dense layers

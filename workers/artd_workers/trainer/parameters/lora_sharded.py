@@ -44,7 +44,7 @@ class ShardedLora(Lora):
     views = False
 
     def __init__(
-        self, plan: Plan, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool, parallel: Parallel
+        self, plan: Plan, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: float, grouped: bool, parallel: Parallel
     ) -> None:  # fmt: skip
         """Make the adapters. `shapes`: (out, in) of the whole weights, as for `Lora`."""
         codec = parallel.codec(plan)
@@ -116,7 +116,7 @@ class ShardedLora(Lora):
 
 
 def lora_of(
-    plan: Plan, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: int, grouped: bool, parallel: Parallel
+    plan: Plan, shapes: Mapping[str, tuple[int, int]], rank: int, alpha: float, grouped: bool, parallel: Parallel
 ) -> Lora:
     """Return the adapters of a model, or of this rank's part of it; arguments as for `Lora`. The process groups must exist."""
     if parallel.world == 1:

@@ -8,9 +8,11 @@ Checkpoint 0 of full parameters is the base. Served weights are rounded once, fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from artd_schema.data.manifest import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WeightEntry
@@ -145,6 +147,9 @@ def open_model(spec: RunSpec, parallel: Parallel = ALONE) -> tuple[Policy, Train
     if spec.parameters == "full":
         policy = Policy(plan, build(plan, base, parallel, where), None, parallel)
         return policy, (FullState if parallel.world == 1 else ShardedState)(policy, base, spec)
-    lora = lora_of(plan, shapes_of(plan.codec, base), spec.lora.rank, spec.lora.alpha, where.grouped, parallel)
+    if spec.lora.targets is not UNSET:
+        plan = replace(plan, codec=plan.codec.targeting(spec.lora.targets))
+    rank, alpha = spec.lora.rank, spec.lora.stored_alpha
+    lora = lora_of(plan, shapes_of(plan.codec, base), rank, alpha, where.grouped, parallel)
     policy = Policy(plan, build(plan, base, parallel, where), lora, parallel)
     return policy, AdapterState(policy, lora, base, spec)
