@@ -13,7 +13,7 @@ from functools import cache
 
 import msgspec
 
-from artd.store.migrate import migrate
+from artd.store import migrate
 from artd_schema.codec import UNREADABLE
 from artd_schema.data.base import BaseModel
 from artd_schema.data.trajectory import RouteShape
@@ -58,7 +58,7 @@ def schema(c: sqlite3.Connection) -> Outcome:
 
 
 def _schema(c: sqlite3.Connection) -> Iterator[Violation]:
-    expected = _expected_objects()
+    expected = _expected_objects(tuple(migrate.scripts()))
     found = {row[0]: row[1] for row in c.execute(OBJECTS)}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
@@ -73,9 +73,10 @@ def _schema(c: sqlite3.Connection) -> Iterator[Violation]:
 
 
 @cache
-def _expected_objects() -> dict[str, str]:
+def _expected_objects(_scripts: tuple[tuple[int, str], ...]) -> dict[str, str]:
+    """Return name and definition of everything that these migrations make."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
-        migrate(fresh)
+        migrate.migrate(fresh)
         return dict(fresh.execute(OBJECTS).fetchall())
 
 

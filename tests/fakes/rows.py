@@ -23,8 +23,8 @@ from artd.datadir.layout import DataDir
 from artd.errors import RequestError
 from artd.rollouts.ingest import Ingest
 from artd.runs.lifecycle import _insert
+from artd.store import migrate
 from artd.store.blobs import Blobs
-from artd.store.migrate import migrate
 from artd.store.store import Store
 from artd.store.writer import connect
 from artd_schema.data.base import BaseModel
@@ -101,12 +101,12 @@ def never(error: BaseException) -> None:
 
 
 @functools.cache
-def empty_database() -> bytes:
-    """Return a database without rows, as `migrate` makes it: to make one for each test would be a good part of their time."""
+def empty_database(_scripts: tuple[tuple[int, str], ...]) -> bytes:
+    """Return a database without rows, as `migrate` makes it of these scripts: to make one for each test would be a good part of their time."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "artd.db"
         with contextlib.closing(connect(path)) as connection:
-            migrate(connection)
+            migrate.migrate(connection)
         return path.read_bytes()
 
 
@@ -114,7 +114,7 @@ def empty_database() -> bytes:
 async def open_store(root: Path, clock: Clock | None = None, on_fatal: Any = never) -> AsyncIterator[Store]:
     """Open the store of `root`, and make it where there is none."""
     if not (root / "artd.db").exists():
-        (root / "artd.db").write_bytes(empty_database())
+        (root / "artd.db").write_bytes(empty_database(tuple(migrate.scripts())))
     store = Store(root / "artd.db", clock or FakeClock(), on_fatal)
     await store.open()
     store._writer._connection.execute("PRAGMA synchronous = OFF")  # no test pulls the plug, and disks are slow
