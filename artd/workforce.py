@@ -1,7 +1,7 @@
 """Decides which workers run, creates their processes, and handles their Hello, Ready and death.
 
-Owns process rows. A spawn number is durable before its process exists. A message counts only if its process is the
-present one of its name. The services learn of a death after it is proven.
+Owns process rows. A spawn number is durable before its process exists. A message of an older process of its name does
+not count. The services learn of a death after it is proven.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Workforce:
         crew = self._crews[run]
         for name in [name for name in crew.workers if name not in self.supervisor.names()]:
             self._add(name)
-        # Base and runtime are looked for on disk: not at every change while the worker lives.
+        # These checks read the disk, so they run only for workers without a process, not at every change.
         idle = [name for name in crew.workers if self.supervisor.state(name) not in ("starting", "ready")]
         if not idle or not await self._has_base(crew, idle):
             return
@@ -162,12 +162,12 @@ class Workforce:
                 self.supervisor.start(name)
 
     async def _has_place(self, name: str) -> bool:
-        """Return whether no process of another run lives on that may hold what this worker needs. Leases will say so exactly."""
+        """Return whether no process of a finished run may hold what this worker needs. Leases will answer this exactly."""
         kind = parse_worker(name).kind
         for other in self._leaving:
             if parse_worker(other).kind == kind:
                 await self._note_missing(
-                    name, f"{other}, of a finished run, has not ended; artd goes on by itself then"
+                    name, f"{other}, of a finished run, has not ended; artd continues by itself then"
                 )
                 return False
         return True
@@ -176,7 +176,7 @@ class Workforce:
         try:
             await self.supervisor.stop(name, self.settings.drain_s, reason)
         except Undead as error:
-            log.error("%s", error)  # its worker is broken until it is gone, and nothing is started beside it
+            log.error("%s", error)  # the worker is broken until the process is gone, so no second one starts beside it
 
     # ---- making a process ---------------------------------------------------------------------------------------------
 
@@ -190,12 +190,12 @@ class Workforce:
                 raise RequestError(str(error)) from None
 
     async def _has_base(self, crew: Crew, names: Sequence[str]) -> bool:
-        """Return whether the run's base model is unchanged. If it is not, stop these workers until it is: a start that
-        fails would count as a death."""
+        """Return whether the run's base model is unchanged. If not, stop these workers until it is: a failed start
+        counts as a death."""
         try:
             await anyio.to_thread.run_sync(crew.base.check)
         except Conflict as error:
-            text = f"{error.message}; artd goes on by itself then"
+            text = f"{error.message}; artd continues by itself then"
             for name in names:
                 if self.supervisor.state(name) != "broken":
                     await self._stop(name, text)
@@ -295,7 +295,7 @@ class Workforce:
             return
         welcome = await self.store.write(lambda c: self._welcome(c, message))
         if self._ends.get(message.name, Words()).spawn >= message.spawn:
-            return  # it died meanwhile: who is registered counts as alive until its death is told
+            return  # it died meanwhile; a process that is registered now would count as alive for ever
         self.wire.register(message.name, message.spawn, peer)
         self.wire.send(message.name, welcome)
 
@@ -357,8 +357,7 @@ class Workforce:
                 self.supervisor.retry_broken(name)
 
     def mend(self, endpoint: str) -> None:
-        """Continue with a runtime folder that was removed and created again: the next processes connect to `endpoint`,
-        and living ones get their scratch folders back where that is possible."""
+        """Use the new runtime folder: `endpoint` for the next processes, new scratch folders for those that live."""
         self.boot = dataclasses.replace(self.boot, endpoint=endpoint)
         for holder in self.holders():
             self.data.spawn_dir(holder.name, holder.spawn).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -369,8 +368,8 @@ class Workforce:
         return [Holder(name, self.supervisor.info(name).spawn) for name in living]
 
     def kill(self, name: str, reason: str, spawn: int | None = None, traced: bool = False) -> None:
-        """Order the death of a worker (of its process `spawn`, if given), which is then started again. With `traced`
-        its log first shows where it hangs."""
+        """Order the death of a worker, or only of its process `spawn`. It starts again. `traced`: its log first shows
+        where it hangs."""
         log.warning("killing %s: %s", name, reason)
         self._group.start_soon(self._kill, name, reason, spawn, traced)
 
@@ -378,7 +377,7 @@ class Workforce:
         try:
             await self.supervisor.kill(name, spawn, reason, traced)
         except Undead as error:
-            log.error("%s", error)  # its worker is broken now, and says so in its row
+            log.error("%s", error)  # the worker is broken now, and its row says so
 
     async def stop_all(self, grace_s: float) -> None:
         self._leave()
@@ -393,8 +392,8 @@ class Workforce:
     def _leave(self) -> None:
         self.stopping = True
         if self.boot.listener is not None:
-            self.boot.listener.close()  # who connects while the gateway ends is refused at once, and tries again
+            self.boot.listener.close()  # so a client that connects while the gateway ends is refused, and retries
 
     async def _stop_all(self, grace_s: float, reason: str) -> None:
-        if self._supervising:  # else the daemon is told to stop while it boots, and nothing will be started any more
+        if self._supervising:  # otherwise the daemon stops while it boots, and no worker was started
             await self.supervisor.stop_all(grace_s, reason)

@@ -249,14 +249,12 @@ def _failure(error: BaseException) -> api.Error:
     if isinstance(error, StoreFull):
         return _error(Busy(str(error), retry_after_s=5.0))
     if is_full(error):
-        return _error(
-            Busy(f"the disk takes nothing more ({error}): free space; artd goes on by itself", retry_after_s=5.0)
-        )
+        return _error(Busy(f"the disk has no room ({error}): free space; artd continues by itself", retry_after_s=5.0))
     if isinstance(error, TooSlow):
         return _error(Busy(f"{error}: ask for fewer rows (limit), and for the next ones by `before` or `after`"))
     if is_scarce(error):
         return _error(
-            Busy(f"the daemon has no file descriptor left ({error}); it goes on by itself", retry_after_s=1.0)
+            Busy(f"the daemon has no file descriptor left ({error}); it continues by itself", retry_after_s=1.0)
         )
     if isinstance(error, IllegalTransition):
         return _error(Conflict(str(error)))

@@ -55,4 +55,6 @@ def parse_since(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise CliError(USAGE, f"--since: {text!r} is no time: use 90s, 10m, 2h, 1d or 2026-01-31T12:00", "") from None
+        raise CliError(
+            USAGE, f"--since: {text!r} is not a time: use 90s, 10m, 2h, 1d or 2026-01-31T12:00", ""
+        ) from None

@@ -28,7 +28,7 @@ HEALED = 1.25
 """The high mark, as a multiple of the low one."""
 LOW_FILES = 256
 """The low mark of free inodes: a submit, a step and a push together make some tens of files."""
-HELP = "Free space, or make it writable; artd goes on by itself"
+HELP = "Free space, or make it writable; artd continues by itself"
 STATE = "disk"
 RESERVE = "reserve"
 

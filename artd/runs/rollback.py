@@ -55,7 +55,7 @@ def _target(c: sqlite3.Connection, run: sqlite3.Row, op: api.Rollback) -> int:
     ).fetchone()
     if run["state"] == "finished":
         kept = f"`artctl export {name} DIR`, or " if found is not None and found["state"] == "committed" else ""
-        raise Conflict(f"run {run['name']!r} is finished, and goes on from no step: {kept}create another run")
+        raise Conflict(f"run {run['name']!r} is finished, and cannot continue: {kept}create another run")
     if run["lineage"] != op.lineage:
         raise Conflict(
             f"run {run['name']!r} was rolled back meanwhile: it is at step {run['step']}; artctl checkpoints"

@@ -222,7 +222,7 @@ def fold(connection: sqlite3.Connection, mode: str, folder: Path) -> bool:
         if not is_full(error, folder):
             raise
         log.warning(
-            "the disk has no room to fold the write-ahead log into the database: free space; artd goes on by itself"
+            "the disk has no room to fold the write-ahead log into the database: free space; artd continues by itself"
         )
         return False
     return not busy and frames == folded
@@ -230,5 +230,5 @@ def fold(connection: sqlite3.Connection, mode: str, folder: Path) -> bool:
 
 def _refuse_all(group: Group) -> list[tuple[asyncio.Future[Any], Any, BaseException | None]]:
     """Return StoreFull as the result of every write of a group."""
-    error = StoreFull("the disk is full: free space; artd goes on by itself")
+    error = StoreFull("the disk is full: free space; artd continues by itself")
     return [(future, None, error) for _, future in group]

@@ -102,7 +102,7 @@ def commit(
     _check(c, run, job, manifest)
     checkpoint = insert_checkpoint(c, now, job, run["lineage"], manifest, sha, relative)
     if not advance_run(c, run["id"], manifest.step, checkpoint, job["parent_id"]):
-        raise Stale(f"run {run['name']} is not at step {manifest.step - 1} from which job {job['id']} goes on")
+        raise Stale(f"run {run['name']} is not at step {manifest.step - 1} from which job {job['id']} continues")
     metrics = manifest.metrics
     if job["batch_id"] is not None:
         mark_batch_trained(c, job["batch_id"])

@@ -379,7 +379,7 @@ def _check_forms(group: object, responses: object, turns: object, split: object)
     if not group.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in group):
         raise Invalid(f"group: {group!r} cannot be written as UTF-8", "group")
     if split not in get_args(Split):
-        raise Invalid(f"split: {split!r} is none; it is one of {', '.join(map(repr, get_args(Split)))}", "split")
+        raise Invalid(f"unknown split {split!r}; use one of: {', '.join(map(repr, get_args(Split)))}", "split")
     if isinstance(responses, str) or hasattr(responses, "choices"):
         raise Invalid("responses: is one response; give a list, responses=[response]", "responses")
     if isinstance(turns, Turn):

@@ -121,7 +121,7 @@ def test_logs_since(logged: Made, artctl: Call, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(log_times.time, "time", lambda: 1_767_323_050.0)
     assert [line[-1] for line in artctl("logs", "daemon", "--since", "3s")[1].splitlines()] == ["d"]
     code, _, err = artctl("logs", "--since", "yesterday")
-    assert code == 2 and "'yesterday' is no time" in err
+    assert code == 2 and "'yesterday' is not a time" in err
 
 
 def test_a_text_that_only_looks_like_a_time() -> None:

@@ -1,5 +1,5 @@
 """A data folder on a small file system of its own that really gets full: nothing acknowledged is lost, nothing flaps, and all
-goes on by itself."""
+continues by itself."""
 
 from __future__ import annotations
 

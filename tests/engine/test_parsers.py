@@ -53,7 +53,7 @@ def test_a_template_file_comes_before_the_tokenizers(tmp_path: Path) -> None:
 def test_a_parser_that_this_version_lacks_is_refused_by_name(tmp_path: Path) -> None:
     folder = model(tmp_path, "")
     assert choose(EngineSpec(tool_parser="qwen3_json"), folder, "0.32") == Parsers("qwen3_json")
-    with pytest.raises(EngineError, match=r"engine.tool_parser='qwen3_json' is no parser of vLLM 0.25"):
+    with pytest.raises(EngineError, match=r"engine.tool_parser='qwen3_json' is not a parser of vLLM 0.25"):
         choose(EngineSpec(tool_parser="qwen3_json"), folder, "0.25")
     with pytest.raises(EngineError, match=r"engine.reasoning_parser='hermes'"):
         choose(EngineSpec(reasoning_parser="hermes"), folder, "0.32")

@@ -69,7 +69,7 @@ def test_what_cannot_be_imported_is_told(copied) -> None:
         load(PackageCode(kind="x", target="no_such_module:x", distribution="d", version="1", digest="0" * 12))
     with pytest.raises(PackageError, match="cannot be imported: ZeroDivisionError"):
         load(copied("broken", b"1 / 0\n"))
-    with pytest.raises(PackageError, match="cannot be imported: TypeError: plan is no function"):
+    with pytest.raises(PackageError, match="cannot be imported: TypeError: plan is not a function"):
         load(copied("constant", b"plan = 3\n"))
 
 

@@ -282,7 +282,7 @@ def test_what_the_refusals_change_is_good():
 @pytest.mark.parametrize(
     ("turns", "position", "says"),
     [
-        ([changed(GOOD, routes=GOOD.routes[:-1])], "turns[0].routes", "no whole number of rows of 6 bytes"),
+        ([changed(GOOD, routes=GOOD.routes[:-1])], "turns[0].routes", "not a whole number of rows of 6 bytes"),
         ([changed(GOOD, routes=GOOD.routes[:-ROW])], "turns[0].routes", "11 rows from token 0 of 13"),
         ([changed(GOOD, routes=GOOD.routes + 2 * GOOD.routes[:ROW])], "turns[0].routes", "14 rows from token 0 of 13"),
         ([GOOD, changed(NEXT, routes_start=11)], "turns[1].routes", "from token 11 of 16"),

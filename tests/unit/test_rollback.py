@@ -129,10 +129,10 @@ async def test_what_is_refused(tmp_path):
             await back(store, 1)
         assert await count(store, "checkpoint", "abandoned = 1") == 0
         await store.write(lambda c: set_run_state(c, 0, 1, "finished", ""))
-        with pytest.raises(Conflict, match=r"is finished, .* no step: `artctl export r@1 DIR`, or create another run"):
+        with pytest.raises(Conflict, match=r"is finished, .* continue: `artctl export r@1 DIR`, or create another run"):
             await back(store, 1)
         for step in (0, 7):
-            with pytest.raises(Conflict, match="goes on from no step: create another run"):
+            with pytest.raises(Conflict, match="cannot continue: create another run"):
                 await back(store, step)
 
 

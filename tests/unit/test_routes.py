@@ -93,7 +93,7 @@ def test_the_only_expert_is_expert_0():
 
 
 def test_half_a_row_and_none():
-    with pytest.raises(BadRoutes, match="17 bytes are no whole number of rows of 6 bytes"):
+    with pytest.raises(BadRoutes, match="17 bytes are not a whole number of rows of 6 bytes"):
         check_routes(bytes(17), SHAPE)
     assert check_routes(b"", SHAPE) == 0
 
@@ -137,7 +137,7 @@ def test_what_covers_every_token_but_the_last_is_trained(turns):
 
 
 BAD = [
-    ("turns[0].routes", "23 bytes are no whole number of rows of 6 bytes", (turn([1, 2, 3], [4, 5], routes=GOOD[:-1]),)),
+    ("turns[0].routes", "23 bytes are not a whole number of rows of 6 bytes", (turn([1, 2, 3], [4, 5], routes=GOOD[:-1]),)),
     ("turns[0].routes", "has 3 rows from token 0 of 5", (turn([1, 2, 3], [4, 5], rows=3),)),
     ("turns[0].routes", "has 6 rows from token 0 of 5", (turn([1, 2, 3], [4, 5], rows=6),)),
     ("turns[1].routes", "has 1 rows from token 4 of 7", (FIRST, turn(NEXT, [7], start=4, rows=1))),

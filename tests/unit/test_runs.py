@@ -148,7 +148,7 @@ async def test_groups_of_one_are_refused_as_nothing_could_ever_be_trained(tmp_pa
 async def test_an_engine_that_artd_does_not_have_is_refused(tmp_path, model):
     async with open_store(tmp_path) as store:
         spec = RunSpec(model=model, engine=EngineSpec(kind="abacus"))
-        with pytest.raises(Invalid, match="engine.kind='abacus' is no engine of this artd: use 'vllm'") as caught:
+        with pytest.raises(Invalid, match="engine.kind='abacus' is not an engine of this artd: use 'vllm'") as caught:
             await make_runs(store).create(api.CreateRun(name="r", spec=spec))
         assert caught.value.field == "spec.engine.kind" and await count(store, "run") == 0
 

@@ -258,7 +258,7 @@ async def test_an_engine_runs_in_the_runtime_of_its_kind(tmp_path, monkeypatch):
         monkeypatch.setitem(ENGINES, "toy", replace(ENGINES["vllm"], runtime="abacus"))
         made.require_runtimes("toy")
         assert asked == ["megatron", "abacus"]
-        with pytest.raises(RequestError, match="engine.kind='gone' is no engine of this artd: use 'vllm' or 'toy'"):
+        with pytest.raises(RequestError, match="engine.kind='gone' is not an engine of this artd: use 'vllm' or 'toy'"):
             made.require_runtimes("gone")
 
 

@@ -22,7 +22,7 @@ def load(code: PackageCode) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         if not callable(function):
-            raise TypeError(f"{name} is no function")
+            raise TypeError(f"{name} is not a function")
     except Exception as error:  # a package's own code: whatever it raises
         raise PackageError(
             f"{_describe(code)} cannot be imported: {type(error).__name__}: {error}; mend the package, install it and start artd again"

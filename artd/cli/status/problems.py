@@ -224,7 +224,7 @@ def _disk(shot: Snapshot) -> Problem | None:
     said = f"{why}; " if why else ""
     free = f"{shot.disk_free >> 20} MiB are free under {shot.data}"
     return Problem(
-        f"{said}{free}", f"free disk space there, then artd goes on by itself; artctl gc{data_dir_option(shot.data)}"
+        f"{said}{free}", f"free disk space there, then artd continues by itself; artctl gc{data_dir_option(shot.data)}"
     )
 
 

@@ -52,7 +52,7 @@ def count_rows(data: bytes, shape: RouteShape) -> int:
     """Return how many rows `data` has. Raises BadRoutes if the bytes are not whole rows."""
     rows, rest = divmod(len(data), shape.row_bytes)
     if rest:
-        what = f"{len(data)} bytes are no whole number of rows of {shape.row_bytes} bytes ({_form(shape)})"
+        what = f"{len(data)} bytes are not a whole number of rows of {shape.row_bytes} bytes ({_form(shape)})"
         raise BadRoutes(rows, what)
     return rows
 

@@ -21,11 +21,11 @@ from .trajectory import RouteShape, Turn
 STORED = (RunSpec, BaseModel, RouteShape, Turn, BatchManifest, ReplayManifest, CheckpointManifest, WeightTable)
 READABLE: frozenset[str] = frozenset(
     {
-        # Before losses had clip_low, corrections and penalties, and before advantages and credits: all are left out where they are unset.
+        # The form before clip_low, corrections, penalties, advantages and credits, which JSON leaves out if they are unset.
         "edd2389f9c05ca72ab2434af84b036f39dc488a3cf602db38ea98057491f3d75",
-        # Before an engine's kind was checked by the daemon's table, and as the next.
+        # The form before the daemon's table checked an engine's kind; it also lacks what the next one lacks.
         "25deb1d10b73f25dc0e85d9de56aa42e3ab9cf9f223c648eff65832b1b363981",
-        # Before losses had parameters and code of packages: both fields are left out of JSON where they are unset.
+        # The form before losses had parameters and packages' code, two fields that JSON leaves out if they are unset.
         "c9823aa1afb7865a35ee4e002d7a6b867b6e5532c8a37f3ac4ca1d87804c134c",
     }
 )

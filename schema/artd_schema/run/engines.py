@@ -71,7 +71,9 @@ class EngineKind:
         if name in (*fits, AUTO, NONE):
             return ""
         of = f" of {self.title} {series}" if series else ""
-        return f"engine.{field}={name!r} is no parser{of}: use {AUTO!r}, {NONE!r} or one of: {', '.join(sorted(fits))}"
+        return (
+            f"engine.{field}={name!r} is not a parser{of}: use {AUTO!r}, {NONE!r} or one of: {', '.join(sorted(fits))}"
+        )
 
     def refusal(self, version: str) -> str:
         """Return why artd does not drive this version, such as `0.32.0+cpu`; "" if it does."""
@@ -147,4 +149,4 @@ def engine_kind(kind: str) -> EngineKind:
     """Return the entry of a kind. Raises UnknownEngine."""
     if found := ENGINES.get(kind):
         return found
-    raise UnknownEngine(f"engine.kind={kind!r} is no engine of this artd: use {' or '.join(map(repr, ENGINES))}")
+    raise UnknownEngine(f"engine.kind={kind!r} is not an engine of this artd: use {' or '.join(map(repr, ENGINES))}")

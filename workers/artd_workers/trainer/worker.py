@@ -150,7 +150,7 @@ def classify(error: Exception) -> tuple[w.FailureClass, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             "full",
-            f"disk full while writing {error.filename or 'the checkpoint'}: free space; the job goes on by itself",
+            f"disk full while writing {error.filename or 'the checkpoint'}: free space; the job continues by itself",
         )
     if isinstance(error, MemoryError) or is_out_of_memory(error):
         return "transient", f"out of memory in the trainer ({text}): lower row_length or close other programs"

@@ -210,9 +210,9 @@ _CPU_ENV = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 _CUDA_ENV = {
-    # FlashInfer's sampler is compiled at the first start, and its processed logprobs were not looked at.
+    # FlashInfer's sampler is compiled at the first start, and nobody has checked its processed logprobs.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # vLLM 0.25 runs dense models by its new runner, which tells no routes and was not looked at; sparse ones by this one anyway.
+    # vLLM 0.25 runs dense models by its new runner, which reports no routes and which nobody has checked. Sparse models use this runner anyway.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # Multicast over NVLink needs rights that a container may lack, and nothing here gains by it; ENVIRONMENT has NCCL's.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

@@ -137,7 +137,8 @@ class VllmDialect:
                     yield Piece(choice["index"], choice, choice.pop("shown", {}))
 
     def join(self, fragments: Sequence[Json]) -> Json:
-        whole = dict(fragments[-1])  # only the last has what is of the whole choice: versions, routes, how it ended
+        # only the last fragment has what concerns the whole choice: versions, routes, its end
+        whole = dict(fragments[-1])
         whole["token_ids"] = [token for one in fragments for token in one.get("token_ids") or ()]
         content = [entry for one in fragments for entry in (one.get("logprobs") or {}).get("content") or ()]
         return whole | {"logprobs": {"content": content}}
@@ -162,7 +163,8 @@ class VllmDialect:
         if kind.chat and isinstance(shown, dict):
             params = requests[0]["sampling_params"]
             for choice, source in zip(shown.get("choices") or (), replies[0]["choices"], strict=False):
-                if stops.says_nothing(source, params):  # its parsers take the stop token, which it must have, for text
+                # vLLM's parsers would take the choice's only token, a stop token, for text
+                if stops.says_nothing(source, params):
                     choice["message"] = {"role": "assistant", "content": ""}
         return shown
 

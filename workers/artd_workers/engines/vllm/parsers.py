@@ -78,7 +78,7 @@ def read_template(model: Path) -> str:
     except FileNotFoundError:
         pass
     found = _read_json(model / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # of several, named ones
+    if isinstance(found, list):  # the model has several templates with names
         named = {one.get("name"): one.get("template") for one in found}
         found = named.get("tool_use") or named.get("default")
     return found if isinstance(found, str) else ""
@@ -120,7 +120,7 @@ class _Proof:
         found = self._parse(said, "reasoning_parser", name)
         text = str(found.get("reasoning") or found.get("reasoning_content") or "")
         if "because" not in str(found):
-            return  # a template that drops it shows nothing to prove it by
+            return  # the template drops reasoning, so it cannot prove the parser
         if text.strip() != "because" or (found.get("content") or "").strip() != "answer":
             raise EngineError(
                 f"engine.reasoning_parser={name!r} does not find the reasoning that the model's chat template writes (it made {found} of it):"

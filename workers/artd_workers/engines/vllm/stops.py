@@ -56,7 +56,7 @@ def ends_in_stop_token(choice: Json, params: Json) -> bool:
     if choice.get("finish_reason") != "stop" or params.get("include_stop_str_in_output"):
         return False
     if "stop_reason" not in choice:
-        # vLLM before 0.32 does not tell; without stop strings only a token can have ended it.
+        # vLLM before 0.32 does not report what ended the choice. Without stop strings only a token can have.
         return choice["token_ids"][-1] in (params.get("stop_token_ids") or ()) or not params.get("stop")
     stop = choice["stop_reason"]
     return stop is None or (isinstance(stop, int) and choice["token_ids"][-1:] == [stop])  # None: the model's own EOS

@@ -54,7 +54,7 @@ class _Scored(torch.autograd.Function):
         own = targets if group is None else targets - len(weight) * dist.get_rank(group)
         found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         ready = graded and not ctx.needs_input_grad[1]
-        # Of the logprobs, and where asked of the entropies.
+        # The slopes of the logprobs, and of the entropies if `entropy` asks for them.
         slopes = [torch.empty_like(hidden) for _ in range(1 + entropy)] if ready else []
         for here in chunks(len(hidden)):
             _chunk(
@@ -72,7 +72,7 @@ class _Scored(torch.autograd.Function):
         temperatures, *rest = ctx.saved_tensors
         scales = [grad / temperatures for grad in grads[0][: 1 + ctx.entropy]]
         if ctx.ready:
-            # Into a tensor of the right dtype: a product of its own would be fp32, twice as large.
+            # `out` has the right dtype; the product alone would be fp32, twice as large.
             d_hidden = torch.mul(rest[0], scales[0][:, None], out=torch.empty_like(rest[0]))
             for slopes, scale in zip(rest[1:], scales[1:], strict=True):
                 d_hidden += torch.mul(slopes, scale[:, None], out=torch.empty_like(slopes))

@@ -86,7 +86,7 @@ class Objective:
         if tuple(found.metrics) != self.names:
             raise LossError(
                 f"loss {self.kind!r} gives the metrics {list(found.metrics)}, and {list(self.names)} where there is no token: a "
-                "loss gives the same names always"
+                "loss must always give the same names"
             )
         return (found.tokens * row.weights * share[row.trajectories].to(logprobs.dtype)).sum(), found.metrics
 
@@ -104,7 +104,8 @@ class Objective:
             found = self._function(inputs, **self._parameters)
         except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception as error:  # a package's code, perhaps on one rank alone: no try makes it better
+        # a package's code may raise anything, even on one rank alone; another try would not help
+        except Exception as error:
             raise LossError(f"loss {self.kind!r}: {type(error).__name__}: {error}") from error
         if not isinstance(found, LossOutput) or found.tokens.shape != inputs.logprobs.shape:
             raise LossError(

@@ -143,7 +143,7 @@ def train_step(
     """
     started = time.perf_counter()
     parameters = optimizer.parameters
-    # Ahead of their use, all of them: they are small beside the activations of one.
+    # All rows go to the device at once, because they are small compared with the activations of one.
     mine = schedule_rows(batch.rows, policy.parallel, policy.device)
     into = _Found.of(policy, batch, loss)
     into.proximals = proximals or {}
@@ -154,7 +154,7 @@ def train_step(
         with policy.open_replay(batch.coverage is not None) as replay:
             _pass_all(policy, mine, lambda scheduled: _forward(policy, scheduled, into), progress, cancelled)
             into.measures.found = sum_over_ranks(into.measures.found, policy.parallel)
-            # The first wait for the device: what is read after it is there then.
+            # The first wait for the device. What is read after this is ready.
             parts = sum_over_ranks(into.losses, policy.parallel).tolist()
             own = into.tally.metrics(policy.parallel)
             _check_losses(parts)
@@ -168,9 +168,8 @@ def train_step(
         optimizer.step()
     finally:
         optimizer.torch.zero_grad(set_to_none=True)
-    found = own | into.measures.metrics(
-        epoch, sampled=loss.kind != EXAMPLES
-    )  # waits for the device, which has the update yet to make
+    # Reading the measures waits for the device, which is still making the update.
+    found = own | into.measures.metrics(epoch, sampled=loss.kind != EXAMPLES)
     seconds = time.perf_counter() - started
     rates = {"tokens_per_s": sum(len(row.tokens) for row in batch.rows) / seconds}
     if batch.coverage is not None:
@@ -247,7 +246,7 @@ def _forward(policy: Policy, scheduled: ScheduledRow, into: _Found) -> Tensor:
         into.measures.add(scheduled.first, scores.logprobs, scores.entropy)
         into.tally.add(metrics)
         into.losses[scheduled.index] = part.detach()
-    # Without a trained token of its own, what a rank does for the others' tokens goes backward all the same.
+    # A rank without a trained token of its own still runs the backward, because the other ranks need its part.
     return part if len(row.at) else part + out.sum() * 0.0
 
 

@@ -35,7 +35,7 @@ _MARK = "artd_route_capture"
 
 
 class CaptureError(Exception):
-    """This engine cannot capture routes, or not of this shape. The text says what prevents it and what to do."""
+    """The engine cannot capture routes, or not of this shape. The text says what prevents it and what to do."""
 
 
 class RouteCapture:
