@@ -86,7 +86,8 @@ class Words:
 
 @dataclass
 class Workforce:
-    """The supervisor's listener and the workers' registrar. announce(url): the gateway can be reached there."""
+    """Listens to the supervisor, and registers the workers that connect. `announce(url)` reports that the gateway can
+    be reached there."""
 
     store: Store
     wire: WorkerWire
@@ -287,7 +288,7 @@ class Workforce:
     # ---- what workers say ---------------------------------------------------------------------------------------------
 
     async def hello(self, peer: bytes, message: w.Hello) -> None:
-        """Take a process up, or tell it why not."""
+        """Register a process, or tell it why it is rejected."""
         known = message.name in self.supervisor.names() and self.supervisor.info(message.name).spawn == message.spawn
         if message.protocol != PROTOCOL or not known or message.instance != self.boot.instance:
             who = f"{message.name} spawn {message.spawn} protocol {message.protocol} of instance {message.instance}"

@@ -31,8 +31,12 @@ UNFINISHED = "SELECT id, run_id FROM job WHERE state IN ('queued', 'quarantined'
 
 
 def renew(c: sqlite3.Connection, now: int, database: Path) -> tuple[str, int]:
-    """Mint an instance and take back work under way, as at a boot: running jobs return to the queue, and no checkpoint is
-    served. `database` is the file that holds these rows, under whatever name. Returns (instance, leap)."""
+    """Create a new instance id, and take back work under way, as at a boot: running jobs return to the queue, and no
+    checkpoint is served.
+
+    `database` is the file with these rows, which may have any name. Returns the instance id and the leap, by which
+    numbers continue above the original's.
+    """
     leap = _leap(LEAP)
     for table in SEQUENCES:
         _leap_sequence(c, table, leap)

@@ -19,10 +19,8 @@ from .outcome import FAILED, NOT_FOUND, CliError
 
 
 def committed_code(data: Path, row: read.Row) -> RunCode:
-    """Read a checkpoint's code from its manifest. `row` has `dir` and `sha`.
-
-    A damaged manifest names none: whoever reads the checkpoint says that it is damaged.
-    """
+    """Read a checkpoint's code from its manifest. `row` has `dir` and `sha`. A damaged manifest names no code; the
+    reader of the checkpoint reports the damage."""
     try:
         raw = (data / row["dir"] / MANIFEST_FILE).read_bytes()
         return msgspec.json.decode(raw, type=RunCode) if digest(raw) == row["sha"] else RunCode()

@@ -46,7 +46,7 @@ def width() -> int:
 
 
 def cut(line: str, most: int) -> str:
-    """Return a line of at most `most` columns (0: as it is); colour sequences need none."""
+    """Return a line cut to at most `most` columns (0: not cut). Colour sequences take no columns."""
     steps = _STEP.findall(line)
     seen = [step for step in steps if len(step) == 1]
     if not most or len(seen) <= most:

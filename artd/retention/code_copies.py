@@ -19,9 +19,11 @@ KEPT_S = 86400.0
 
 
 def delete_copies(data: DataDir, used: Collection[str]) -> list[str]:
-    """Delete what nothing names any more. `used` are the digests of this boot. Returns those that are gone.
+    """Delete copies of code that nothing uses any more. `used` has the digests of this boot. Returns the digests that
+    were deleted.
 
-    Deletes nothing if a manifest cannot be read, and no folder that artd did not name. Raises OSError when DATA/code cannot be read.
+    If a manifest cannot be read, it deletes nothing. It never deletes a folder that artd did not name. Raises OSError
+    if DATA/code cannot be read.
     """
     unused = {path.name: path for path in data.code.iterdir() if path.name not in used and _is_old_copy(path)}
     if not unused:

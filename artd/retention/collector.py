@@ -157,8 +157,8 @@ class Collector:
             await anyio.sleep(PERIOD_S)
 
     async def collect(self, dry: bool = False, resume: bool = False) -> Collection:
-        """Make one pass and return what it did. `dry`: only count what a pass would do. `resume`: let deletion by age go on
-        first."""
+        """Make one pass and return what it did. `dry` only counts what a pass would do. `resume` first allows deletion
+        by age again."""
         async with self._busy:
             if resume and not dry:
                 await self._store.write(lambda c: resume_retention(c, self._store.clock.now_ms()))

@@ -32,7 +32,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """An entry point group. noun: what it brings; own: the names that artd has without a package; pattern: of a name, and `rule` in words."""
+    """An entry point group. `noun` names what its packages offer. `own` has the names that artd itself offers. A name
+    must match `pattern`, which `rule` describes."""
 
     name: str
     noun: str
@@ -52,7 +53,8 @@ FAMILY = Group(
 
 @dataclass(frozen=True)
 class Offers:
-    """What packages offer in a group. codes: what can be used, by name; refused: name -> why it cannot."""
+    """What packages offer in a group. `codes` has what can be used, by name. `refused` says why each other name cannot
+    be used."""
 
     group: Group
     codes: Mapping[str, PackageCode] = field(default_factory=dict)

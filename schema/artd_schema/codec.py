@@ -24,8 +24,8 @@ class WireError(Exception):
 
 
 def prepare(*kinds: Any) -> None:
-    """Let msgspec take these types in now. It does so at a type's first use, and two threads that used a new type at once (the
-    daemon's loop and its writer, at a boot) have been seen to crash there."""
+    """Have msgspec prepare these types now. Otherwise it does so at a type's first use, and crashed when two threads
+    used a new type at once (the daemon's loop and its writer, at a boot)."""
     for kind in kinds:
         msgspec.json.Decoder(kind)
 

@@ -45,7 +45,7 @@ def test_a_spec_with_a_wrong_field_says_where_it_belongs(fields, says):
         ({"metrics": {"x": "y"}}, "metrics['x']", "metrics['x']: 'y' is not a number"),
         ({"metrics": {"x": None}}, "metrics['x']", "is not a number"),
         ({"group": "\ud800"}, "group", "cannot be written as UTF-8"),
-        ({"split": "valid"}, "split", "it is one of 'train', 'eval'"),
+        ({"split": "valid"}, "split", "use one of: 'train', 'eval'"),
     ],
 )
 async def test_a_submit_with_a_wrong_value_names_it(changes, field, says):

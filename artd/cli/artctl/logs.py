@@ -119,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _entries(found: list[Source], name: str, most: int, since: str) -> list[tuple[str, str]]:
-    """Return (source, line) of the last lines, or of those from a time on. Lines of all files, and those from a time on, stand by time."""
+    """Return (source, line) of the last lines, or with `since` of all lines from that time on. Lines are sorted by time
+    if they come from several files, or if `since` is given."""
     if since:
         start = parse_since(since)
         told = [(when, source.name, line) for source in found for when, line in _since(source, start)]
@@ -133,7 +134,8 @@ def _entries(found: list[Source], name: str, most: int, since: str) -> list[tupl
 
 
 def _labels(names: list[str]) -> dict[str, str]:
-    """Return what stands before the lines of each file: nothing for a single one, its kind where no other has it, else its name."""
+    """Return the prefix for the lines of each file: nothing if there is one file, else its kind, or its name if several
+    files have that kind."""
     kinds = {name: "server" if name.endswith(SERVER) else name.partition("-")[0] for name in names}
     if len(names) == 1:
         return dict.fromkeys(names, "")

@@ -33,7 +33,7 @@ UNPACKED_OF = 2000
 
 
 class StatusWarning(NamedTuple):
-    """Something that is not as it should be, but needs nobody now. `text`: all of it; `brief`: a line for the terminal."""
+    """A problem that needs no action now. `text` explains it; `brief` is a line for the terminal."""
 
     text: str
     brief: str

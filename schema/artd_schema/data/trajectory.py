@@ -147,22 +147,23 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def advantages(self) -> bytes:
-        """Return the columns as `Given` has them; b"" where none are given."""
+        """The advantages as `Given` has them, b"" if none are given."""
         return self.given.advantages if self.given else b""
 
     @property
     def weights(self) -> bytes:
-        """Return the columns as `Given` has them; b"" where none are given."""
+        """The weights as `Given` has them, b"" if none are given."""
         return self.given.weights if self.given else b""
 
     @property
     def example(self) -> bool:
-        """Whether the tokens are an example's."""
+        """Whether the turn is an example."""
         return self.given.example if self.given else False
 
 
 class Credit(Struct, frozen=True, omit_defaults=True):
-    """What a program gives for one turn beside its tokens, for each token or one number for all: see `Turn`. () = nothing."""
+    """The advantages and weights that a program gives for one turn: a number for each sampled token, or one for all of
+    them. () = none."""
 
     advantages: tuple[float, ...] = ()
     weights: tuple[float, ...] = ()

@@ -27,8 +27,8 @@ class Unreadable(Exception):
 
 
 class Piece(NamedTuple):
-    """What one token adds to the text. `marker`: the tokenizer added it outside its vocabulary, such as `<|im_start|>`; `special`: it is a marker
-    that is no part of what anybody said."""
+    """What one token adds to the text. `marker` says that the tokenizer added it to its vocabulary, such as
+    `<|im_start|>`. `special` says that it is a marker which belongs to no message."""
 
     raw: bytes
     marker: bool

@@ -61,9 +61,10 @@ class Passage(Struct, frozen=True, kw_only=True):
 
 
 def read_turns(turns: Sequence[Turn], tokenizer: Tokenizer | None) -> list[Passage]:
-    """Return the sequences of a trajectory, in order of their first turn.
+    """Return the sequences of a trajectory, in the order of their first turn.
 
-    Without a tokenizer a token's text is empty; context is then told by its length, and an answer by what the engine said of it.
+    Without a tokenizer a token's text is empty. Context is then described by its length, and an answer by the engine's
+    text.
     """
     said = [_said(turn) for turn in turns]
     return [_passage(tokens, tokenizer, said) for tokens in _sequences(turns)]

@@ -66,9 +66,8 @@ class Session:
                 link.close()
 
     def _on_end(self, link: OpenOffer) -> None:
-        """Close an offer of which a process has ended. Runs in the watch's thread; a pull that is under way ends by
-        itself.
-        """
+        """Close an offer after one of its processes has ended. Runs in the watch's thread; a pull that is under way
+        ends by itself."""
         with self._lock:
             if self._link is link:
                 self.close()

@@ -44,7 +44,7 @@ _USER = {"role": "user", "content": "u"}
 
 @dataclass(frozen=True)
 class Parsers:
-    """Names; "" = none."""
+    """The names of a run's parsers; "" = none."""
 
     tool: str = ""
     reasoning: str = ""

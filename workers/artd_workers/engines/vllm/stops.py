@@ -63,7 +63,7 @@ def ends_in_stop_token(choice: Json, params: Json) -> bool:
 
 
 def _found_stop(text: str, params: Json) -> str | None:
-    """Return the stop string that comes first in the text of a choice that ended in one or in a stop token, else None."""
+    """Return the first stop string in the text of a choice that ended in a stop string or a stop token, else None."""
     stops = params.get("stop") or ()
     found = [(text.find(stop), stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in text]
     return min(found)[1] if found else None

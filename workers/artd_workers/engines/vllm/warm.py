@@ -26,8 +26,8 @@ _ALIGNED = 16
 class Experts:
     """Layers of one shape.
 
-    `tiles(tokens)`: vLLM's choice of tiles. `chosen`: experts of a token. `known`: experts of the model. `mapped`: whether a
-    map leads to the experts that are on this rank.
+    `tiles(tokens)` is vLLM's choice of tiles. `chosen` is the number of experts for each token, `known` that of the
+    model. `mapped` says whether vLLM looks up in a map which experts this rank has.
     """
 
     tiles: Callable[[int], Mapping[str, int]]

@@ -37,10 +37,10 @@ _CHUNK = 1 << 26
 
 
 def metrics(policy: Policy, base: Mapping[str, Tensor], spec: RunSpec) -> dict[str, float]:
-    """Return `measure` of the canary's prompts, where the engine is served rounded weights; else nothing.
+    """Return `measure` of the canary's prompts, or nothing if the engine does not get rounded weights.
 
-    It returns nothing either where the model does not hold the stored base weights, from which the served ones are made. It
-    costs one pass over the adapted weights and two forwards of the canary's 128 tokens.
+    It also returns nothing if the model does not hold the stored base weights, from which the served weights are made.
+    It costs one pass over the adapted weights and two forwards of the canary's 128 tokens.
     """
     if spec.parameters != "lora" or spec.rollout_weights_mode != "merged" or spec.engine.dtype == "float32":
         return {}

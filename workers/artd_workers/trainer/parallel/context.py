@@ -62,7 +62,8 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 class _Summed(torch.autograd.Function):
-    """Every rank's loss takes from the sum, so the gradient of a rank's part is what all ranks' losses ask of it."""
+    """A sum over ranks with a gradient. The losses of all ranks depend on the sum, so the gradient of each rank's part
+    is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

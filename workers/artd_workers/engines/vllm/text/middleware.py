@@ -1,8 +1,10 @@
-"""artd in vLLM's API server (`--middleware`): `/artd/stream` passes a generate request on, and adds what the client sees to each event.
+"""Runs in vLLM's API server (`--middleware`): `/artd/stream` forwards a generate request and adds the client's text to
+each event.
 
-Its body is `generate` (a request to /inference/v1/generate), `chat` or `completion` (the client's body) and `logprobs`. It answers as the
-server's own route does, with `shown` in each choice (see `Speaker.show`). A detokenizer and a parser live as long as their stream: the
-server's own derender of streams replays the whole answer for every event. Runs before every other middleware; imports vLLM when called.
+The request's body is `generate` (a request to /inference/v1/generate), `chat` or `completion` (the client's body) and
+`logprobs`. The reply is that of the server's own route, with `shown` in each choice (see `Speaker.show`). A detokenizer
+and a parser live as long as their stream. The server's own derender cannot be used for streams, because it would replay
+the whole answer for every event. This middleware runs before every other one. It imports vLLM when it is called.
 """
 
 from __future__ import annotations

@@ -77,10 +77,10 @@ class ServedWeights:
         return Snapshot(entries, tensors, self.weight_source.device.type, self.weight_source, version, self.team)
 
     def _next_version(self) -> int:
-        """Return the next version.
+        """Begin the next version on all ranks, rank 0 first, and return its number.
 
-        Rank 0 goes ahead: its readers end when those of all ranks have ended, and it must not ask a rank for a
-        version that the rank has left.
+        Rank 0 begins only when no push reads the old version on any rank. If another rank began earlier, rank 0 could
+        still ask it for the old version.
         """
         weight_lock, version = self.weight_source.weight_lock, 0
         with self.ranks.share_errors():
