@@ -23,7 +23,7 @@ KEPT_S = 60.0
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """A model that is here. `path`: its absolute folder; `base`: its manifest."""
+    """A model on disk. `path` is its absolute folder, `base` its manifest."""
 
     path: str
     base: BaseModel

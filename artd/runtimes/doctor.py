@@ -180,7 +180,7 @@ def _gpu(owns: Sequence[own.Own]) -> list[Finding]:
 
 
 def _room(lacking: Sequence[str]) -> list[Finding]:
-    """Check the disk space for missing runtimes. `lacking`: their folder names."""
+    """Check the disk space for missing runtimes. `lacking` has their folder names."""
     root = paths.runtimes_root()
     needed = sum(diagnose.NEEDED_BYTES.get(name.partition("-py")[0], 0) for name in lacking)
     free = shutil.disk_usage(nearest_existing(root)).free

@@ -47,7 +47,7 @@ def hold(c: sqlite3.Connection, now: int, run_id: int, cause: str, reason: str) 
 
 
 def lift(c: sqlite3.Connection, now: int, run_id: int, cause: str | None = None) -> None:
-    """Take away one cause, or every one. The run goes on when none is left."""
+    """Take away one cause, or every one. The run continues when no cause is left."""
     c.execute("DELETE FROM pause WHERE run_id = ? AND (?2 IS NULL OR cause = ?2)", (run_id, cause))
     run = _run(c, run_id)
     if run["state"] != "paused":

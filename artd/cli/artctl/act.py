@@ -95,7 +95,7 @@ ACTS = {
     ),
     "retry": Act(
         "job",
-        "queue a quarantined job again, on the same batch; its run goes on",
+        "queue a quarantined job again, on the same batch; its run continues",
         "job {} is queued again",
         lambda art, args, job: art.retry(job),
     ),
@@ -131,7 +131,7 @@ ACTS = {
         final=True,
         confirm=True,
     ),
-    "rollback": Act("step", "go on from an older step, in a new lineage", "{} is the newest step again", _roll_back),
+    "rollback": Act("step", "continue from an older step, in a new lineage", "{} is the newest step again", _roll_back),
 }
 
 

@@ -134,11 +134,11 @@ def choices(job: Row, where: str) -> list[Choice]:
         return [Choice(f"artctl logs trainer{where}", "why it failed before")]
     if job["state"] != "quarantined":
         return []
-    retry = Choice(f"artctl retry {number}{where}", "do it again; the run goes on")
+    retry = Choice(f"artctl retry {number}{where}", "do it again; the run continues")
     if job["kind"] == "init":
         finish = Choice(f"artctl finish {job['run']}{where}", "give the run up; another one may ask for something else")
         return [finish, retry] if job["failure"] == "permanent" else [retry, finish]
-    drop = Choice(f"artctl discard {number}{where}", "never train this batch; the run goes on without it")
+    drop = Choice(f"artctl discard {number}{where}", "never train this batch; the run continues without it")
     free = Choice(f"artctl cancel {number}{where}", "pack its trajectories again, after artctl resume")
     # A permanent failure, such as a loss that is not finite, comes again at the next try.
     return [drop, retry, free] if job["failure"] == "permanent" else [retry, drop, free]

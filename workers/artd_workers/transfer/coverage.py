@@ -84,7 +84,8 @@ def _check_tiling(intervals: Iterable[tuple[int, int]], size: int, at: int = 0) 
 
 
 def _rows(runs: Sequence[_Run], size: int) -> str:
-    """Return what is wrong with runs of which some are rows, or ""."""
+    """Return what is wrong with the pieces of one tensor if some pieces consist of rows with gaps between them; "" if
+    nothing is."""
     low, high = min(run.at for run in runs), max(run.stop for run in runs)
     if low < 0 or high > size:
         return f"pieces reach to element {low if low < 0 else high - 1}, but it has {size}"

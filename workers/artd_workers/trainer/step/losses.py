@@ -1,6 +1,7 @@
-"""Policy losses, one function each: `LOSSES`. docs/losses.md has the same formulas with the reasons for the defaults.
+"""Policy losses, one function each: `LOSSES`. docs/losses.md has the same formulas, and the reasons for the defaults.
 
-Signs: a loss is minimised. r[t] is the importance ratio of token t: the trainer's probability of it by `old_logprobs`'. A[t] is its advantage.
+A loss is minimised. r[t] is the importance ratio of token t: the trainer's probability divided by that of
+`old_logprobs`. A[t] is its advantage.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def ratio(logprobs: Tensor, old: Tensor) -> Tensor:
 
 
 def exp_bounded(log_ratios: Tensor) -> Tensor:
-    """Return exp of the log ratios [n], which count from -20 to 20; beyond there is no gradient."""
+    """Return exp of the log ratios [n], clamped to -20 .. 20. A clamped ratio has no gradient."""
     return log_ratios.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
@@ -33,18 +34,20 @@ def cispo(inputs: LossInputs, *, clip_high: float) -> LossOutput:
 
 
 def reinforce(inputs: LossInputs) -> LossOutput:
-    """Compute REINFORCE per token (Williams 1992, doi:10.1007/BF00992696): -advantage * logprob. It corrects nothing off-policy."""
+    """Compute REINFORCE per token (Williams 1992, doi:10.1007/BF00992696): -advantage * logprob. There is no off-policy
+    correction."""
     return LossOutput(-inputs.advantages * inputs.logprobs)
 
 
 def sft(inputs: LossInputs) -> LossOutput:
-    """Compute cross-entropy per token: -logprob. The tokens are an example's, and the weights of its tokens count as any sample's."""
+    """Compute cross-entropy per token: -logprob. The tokens are those of examples; artd multiplies by their weights, as
+    for every loss."""
     return LossOutput(-inputs.logprobs)
 
 
 def importance_sampling(inputs: LossInputs) -> LossOutput:
-    """Compute -r * advantage per token, whose gradient is -r * advantage * grad logprob (Degris et al., arXiv:1205.4839, eq. 5): unbiased
-    for one token, and without any bound."""
+    """Compute -r * advantage per token, with the gradient -r * advantage * grad logprob (Degris et al.,
+    arXiv:1205.4839, eq. 5). It is unbiased for one token, and r has no bound."""
     return LossOutput(-_ratios(inputs) * inputs.advantages)
 
 
@@ -60,22 +63,22 @@ def ppo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: flo
 
 
 def grpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
-    """Compute GRPO's surrogate per token (arXiv:2402.03300, eq. 3): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Its mean of each
-    trajectory first is `normalise`, its penalty is `kl`."""
+    """Compute GRPO's surrogate per token (arXiv:2402.03300, eq. 3): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    The run's `normalise` averages over each trajectory first, and `kl` adds GRPO's penalty."""
     ratios = _ratios(inputs)
     surrogate = _surrogate(ratios, inputs.advantages, clip_low, clip_high)
     return LossOutput(-surrogate, _clip_metrics(ratios, inputs.advantages, clip_low, clip_high))
 
 
 def dr_grpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
-    """Compute Dr. GRPO per token (arXiv:2503.20783, section 3.2): GRPO's surrogate. What differs is that advantages are not divided by a
-    standard deviation, nor sums by the length of an answer; `Own` has both."""
+    """Compute Dr. GRPO per token (arXiv:2503.20783, section 3.2): GRPO's surrogate. The defaults in `Own` make the
+    difference: advantages are not divided by a standard deviation, and sums are not divided by an answer's length."""
     return grpo(inputs, clip_low=clip_low, clip_high=clip_high)
 
 
 def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
-    """Compute GSPO (arXiv:2507.18071, eq. 5 and 7): GRPO's surrogate with one ratio for all tokens of a sequence, the geometric mean of
-    theirs."""
+    """Compute GSPO (arXiv:2507.18071, eq. 5 and 7): GRPO's surrogate with one ratio for all tokens of a sequence, the
+    geometric mean of their ratios."""
     count = inputs.sequence_sum(inputs.logprobs.new_ones(len(inputs.logprobs)))
     ratios = exp_bounded(inputs.sequence_sum(inputs.logprobs - inputs.old_logprobs) / count)
     surrogate = _surrogate(ratios, inputs.advantages, clip_low, clip_high)
@@ -93,7 +96,7 @@ def _surrogate(ratios: Tensor, advantages: Tensor, low: float, high: float) -> T
 
 
 def _clip_metrics(ratios: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Mean]:
-    """Measure the shares of tokens that a bound leaves without a gradient."""
+    """Measure the share of tokens that have no gradient because a bound clips their ratio."""
     below, above = (ratios < 1 - low) & (advantages < 0), (ratios > 1 + high) & (advantages > 0)
     return {
         "clipped_fraction": Mean.of(below | above),

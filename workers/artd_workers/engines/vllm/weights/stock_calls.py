@@ -1,9 +1,9 @@
-"""vLLM's own NCCL transfer calls, as vLLM 0.25 takes them: their JSON, and the meeting with the trainer.
+"""Builds the JSON of vLLM's own NCCL transfer calls, in the form of vLLM 0.25, and gives vLLM the communicator's id.
 
-Owns a key-value store for the time of one call. Nothing listens beyond 127.0.0.1.
-vLLM 0.25 takes the communicator's id from torch's key-value store over TCP, and unpickles it: those bytes are built here, by hand, and
-nothing is ever unpickled. While the first call of a pair runs (a second or so), another user of this machine who finds the port could
-put other bytes in their place (SECURITY.md).
+Owns a key-value store while one call runs. It listens only on 127.0.0.1. vLLM 0.25 reads the communicator's id from
+torch's key-value store over TCP, and unpickles it. This module builds the pickled bytes by hand, and artd itself
+unpickles nothing. During the first call of a pair (about a second) another user of this machine who finds the port
+could replace these bytes (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def init_body(meeting: dict[str, Any]) -> dict[str, Any]:
 def update_body(table: Sequence[WeightEntry]) -> dict[str, Any]:
     """Return the body of /update_weights.
 
-    The packing has one buffer: with more, vLLM before 0.33 loads a layer whose tensors came in two chunks on another stream than they came
-    on. It costs nothing, because the trainer packs the next chunk meanwhile.
+    One buffer for packing: with more, vLLM before 0.33 may load a layer on another CUDA stream than the one on which a
+    part of its tensors arrived. One buffer costs no time, because the trainer packs the next chunk meanwhile.
     """
     return {
         "update_info": {
@@ -51,7 +51,8 @@ def update_body(table: Sequence[WeightEntry]) -> dict[str, Any]:
 
 @contextmanager
 def meet(unique_id: bytes, timeout_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the part of `init_body` that says where the communicator's id is. The engine can join while the context is open."""
+    """Offer the communicator's id for the time of the block. Yields its address for `init_body`; the engine can join
+    inside the block."""
     store, port = _open_store(timeout_s)
     try:
         store.set(_KEY, unique_id.join(_PICKLED))
@@ -61,7 +62,8 @@ def meet(unique_id: bytes, timeout_s: float) -> Iterator[dict[str, Any]]:
 
 
 def _open_store(timeout_s: float) -> tuple[Any, int]:
-    """Return torch's store and its port. It listens on loopback alone because it is given the socket: its own would be open to all."""
+    """Return torch's store and its port. The store gets a socket on loopback, because one that it opens itself would
+    listen on every interface."""
     from torch.distributed import TCPStore  # the harness needs torch for nothing else
 
     listener = socket.create_server((LOOPBACK, 0))
