@@ -190,7 +190,7 @@ def describe(group: Group, kind: str, points: list[EntryPoint]) -> tuple[Package
 
 def _read(package: str, distribution: str) -> dict[str, bytes]:
     """Read the files of a top-level package or module, by name. Raises Refused, OSError."""
-    # Of a name without a dot nothing is imported.
+    # For a name without a dot `find_spec` imports nothing.
     found = None if package in PACKAGES else importlib.util.find_spec(package)
     origin = Path(found.origin) if found and found.has_location and found.origin else None
     if origin is None or origin.suffix != ".py":

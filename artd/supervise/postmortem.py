@@ -85,5 +85,5 @@ def explain(code: int | None, tail: str, oom_kills: int = 0, why: str = "") -> S
         parts.append("out of memory: an allocation failed; lower the lengths, batch or threads, or add memory")
     elif _DISK.search(f"{why}\n{tail}"):
         cause = "disk full"
-        parts.append("disk full: no space left; make room, it goes on by itself")
+        parts.append("disk full: no space left; make room, it continues by itself")
     return Status(code, cause, "; ".join(parts))

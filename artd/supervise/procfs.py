@@ -1,6 +1,6 @@
 """Reads /proc: identities, sessions and environment tags of processes, and the counts of the kernel's memory killer.
 
-Invariants: (pid, start ticks) names a process within one boot of the machine. A process that vanishes during a read counts as
+(pid, start ticks) names a process within one boot of the machine. A process that vanishes during a read counts as
 absent, never as an error.
 """
 
