@@ -157,7 +157,7 @@ class Services:
                 elif self._dispatch.beat(name, message):
                     self._stalls.renew(name, spawn)
             case w.Accepted():
-                self._dispatch.accepted(name, message)
+                self._dispatch.take_accepted(name, message)
             case w.Held():
                 self._pusher.held(message)
             case w.RouteTaken():
@@ -174,9 +174,9 @@ class Services:
             case w.Down():
                 self.workforce.down(name, spawn, message)
             case w.Staged():
-                self._group.start_soon(patient, self._dispatch.staged, name, message)
+                self._group.start_soon(patient, self._dispatch.take_staged, name, message)
             case w.Failed():
-                self._group.start_soon(patient, self._dispatch.failed, name, message)
+                self._group.start_soon(patient, self._dispatch.take_failed, name, message)
             case w.Refused():
                 self._group.start_soon(patient, self._pusher.refused, message)
             case w.Pausing():
@@ -227,13 +227,13 @@ class Services:
 
     def _kill_stalled(self, name: str, seconds: float, spawn: int) -> None:
         """Kill a trainer whose job makes no progress."""
-        self.workforce.kill(name, self._dispatch.stalled(name, seconds), spawn, traced=True)
+        self.workforce.kill(name, self._dispatch.mark_stalled(name, seconds), spawn, traced=True)
 
     async def _worker_died(self, name: str, spawn: int, ordered: bool, error: str, tail: str) -> None:
         """Have the services take their work back from a process that is proven dead."""
         match parse_worker(name).kind:
             case "trainer":
-                await self._dispatch.died(name, spawn, ordered, error, tail)
+                await self._dispatch.take_back(name, spawn, ordered, error, tail)
                 await self._pusher.trainer_died(name)
             case "engine":
                 await self._pusher.engine_died(name, error, counted=not self._stopping)

@@ -57,7 +57,7 @@ class Claim:
 
 
 class Dispatch:
-    """Gives each trainer one job at a time. The death of a trainer's process comes back through `died`."""
+    """Gives each trainer one job at a time. The death of a trainer's process comes back through `take_back`."""
 
     def __init__(
         self, store: Store, wire: WorkerWire, data: DataDir, instance: str,
@@ -92,7 +92,7 @@ class Dispatch:
             return
         reach("job.claimed")
         if self._wire.spawn(name) != spawn:
-            # the process died meanwhile: `died` takes the job back, and the next process must not get this order
+            # the process died meanwhile: `take_back` takes the job back, and the next process must not get this order
             return
         self._claims[name] = Claim(order, name, spawn, self._store.clock.monotonic())
         self._wire.send(name, order)
@@ -177,19 +177,19 @@ class Dispatch:
             if (claim.run.job, claim.run.fence) not in self._committing
         ]
 
-    def stalled(self, name: str, seconds: float) -> str:
+    def mark_stalled(self, name: str, seconds: float) -> str:
         """Mark the job of the trainer `name` as stalled, which costs it an attempt. Returns why the trainer is ended."""
         claim = self._claims[name]
         claim.stalled = True
         run = claim.run
         return f"job {run.job} ({run.kind}, step {run.step}) made no progress for {seconds:.0f} s (limits.stall_s)"
 
-    def accepted(self, name: str, message: w.Accepted) -> None:
+    def take_accepted(self, name: str, message: w.Accepted) -> None:
         claim = self._claims.get(name)
         if claim is not None and claim.run.job == message.job:
             claim.seen = True
 
-    async def staged(self, name: str, message: w.Staged) -> None:
+    async def take_staged(self, name: str, message: w.Staged) -> None:
         """Verify, publish and commit a result, and only then send Committed. A rejected result is removed. The same
         report is ignored while its result is being committed."""
         identity = (message.job, message.fence)
@@ -286,7 +286,7 @@ class Dispatch:
             job=message.job, fence=message.fence, checkpoint=checkpoint_ref(self._data, row["name"], row)
         )
 
-    async def failed(self, name: str, message: w.Failed) -> None:
+    async def take_failed(self, name: str, message: w.Failed) -> None:
         ended = await self._end(message.job, message.fence, message.failure, message.error, message.trace)
         reach("job.failed")
         self._release(message.job, message.fence)
@@ -294,7 +294,7 @@ class Dispatch:
         answer = w.Ack if ended else w.Fenced
         self._wire.send(name, answer(job=message.job, fence=message.fence))
 
-    async def died(self, name: str, spawn: int, ordered: bool, error: str, tail: str = "") -> None:
+    async def take_back(self, name: str, spawn: int, ordered: bool, error: str, tail: str = "") -> None:
         """Take back the jobs of a trainer's process that is proven dead. A result that is being committed no longer
         needs its process, so that commit ends first. `tail` holds the last lines of the process's log."""
         for committing in list(self._committing.values()):

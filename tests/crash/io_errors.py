@@ -145,9 +145,11 @@ class Desk(FakeWire):
                 sha = stage(Path(order.dir), order)
         except OSError as error:  # as artd_workers.trainer.worker classifies
             kind = "full" if fs.is_full(error) else "transient"
-            await dispatch.failed(TRAINER, w.Failed(job=order.job, fence=order.fence, failure=kind, error=str(error)))
+            await dispatch.take_failed(
+                TRAINER, w.Failed(job=order.job, fence=order.fence, failure=kind, error=str(error))
+            )
             return
-        await dispatch.staged(TRAINER, w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha))
+        await dispatch.take_staged(TRAINER, w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha))
 
 
 class Daemon:

@@ -57,7 +57,7 @@ async def commit_next(store: Store, data: DataDir, **changes: Any) -> w.Checkpoi
     wire = FakeWire(run, trainer=1)
     dispatch = make_dispatch(store, data, wire)
     order = await claim(store, data, dispatch)
-    await dispatch.staged(trainer_name(run), staged(order, stage(Path(order.dir), order, **changes)))
+    await dispatch.take_staged(trainer_name(run), staged(order, stage(Path(order.dir), order, **changes)))
     (answer,) = wire.of(w.Committed)
     return answer.checkpoint
 

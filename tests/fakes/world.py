@@ -66,7 +66,7 @@ class World:
         order, wire = await self.order()
         base = BASE if self.name == "old" else MIXTURE
         sha = stage(Path(order.dir), order, base.digest, run=self.name)
-        await make_dispatch(self.store, self.data, wire).staged(trainer_name(self.number), staged(order, sha))
+        await make_dispatch(self.store, self.data, wire).take_staged(trainer_name(self.number), staged(order, sha))
         assert wire.of(w.Committed), wire.sent
 
     async def serve(self) -> None:
@@ -192,6 +192,6 @@ async def fill(store: Store, data: DataDir) -> None:
     assert await pack(store, data)
     order, wire = await world.order()
     failed = w.Failed(job=order.job, fence=order.fence, failure="interrupted", error="the disk was full")
-    await make_dispatch(store, data, wire).failed(trainer_name(world.number), failed)
+    await make_dispatch(store, data, wire).take_failed(trainer_name(world.number), failed)
     await add_worker(store, trainer_name(world.number), 1, "ready")
     await world.order()

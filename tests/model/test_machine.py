@@ -125,10 +125,10 @@ class Rules(Machine):
         order, self.order = self.order, None
         assert order is not None
         if self.model.commit(self.job):
-            self.do(self.services._dispatch.staged(TRAINER, self.stage(order)))
+            self.do(self.services._dispatch.take_staged(TRAINER, self.stage(order)))
             self.committed[order.job] = (order.fence, self.peers.take(w.Committed).checkpoint.sha)
         else:
-            self.do(self.services._dispatch.staged(TRAINER, self.stage(order)))
+            self.do(self.services._dispatch.take_staged(TRAINER, self.stage(order)))
             self.peers.take(w.Fenced)
 
     @precondition(lambda self: self.order is None and self.push is None)
@@ -149,7 +149,7 @@ class Rules(Machine):
         report = self.stage(order)
         (Path(order.dir) / "weights.bin").write_bytes(b"other bytes")
         self.model.fail(self.job, "permanent")
-        self.do(self.services._dispatch.staged(TRAINER, report))
+        self.do(self.services._dispatch.take_staged(TRAINER, report))
         self.peers.take(w.Ack)
         assert not Path(order.dir).exists()
 
@@ -160,7 +160,7 @@ class Rules(Machine):
         assert order is not None
         self.model.fail(self.job, failure)
         self.do(
-            self.services._dispatch.failed(
+            self.services._dispatch.take_failed(
                 TRAINER, w.Failed(job=order.job, fence=order.fence, failure=failure, error="told to")
             )
         )
@@ -171,7 +171,7 @@ class Rules(Machine):
         if self.order is not None:
             self.model.fail(self.job, "killed" if ordered else "died")
             self.order = None
-        self.do(self.services._dispatch.died(TRAINER, self.spawns["trainer"], ordered, "gone"))
+        self.do(self.services._dispatch.take_back(TRAINER, self.spawns["trainer"], ordered, "gone"))
         self.respawn("trainer")
 
     @precondition(lambda self: self.orders)
@@ -197,12 +197,12 @@ class Rules(Machine):
         identity = (order.job, order.fence)
         if how == "failed":
             late = w.Failed(job=order.job, fence=order.fence, failure="permanent", error="late")
-            self.do(self.services._dispatch.failed(TRAINER, late))
+            self.do(self.services._dispatch.take_failed(TRAINER, late))
             self.peers.take(w.Fenced)
             return
         sha = self.stage(order).manifest_sha if how == "woken" else self.results.get(identity, "0" * 64)
         report = w.Staged(job=order.job, fence=order.fence, dir=order.dir, manifest_sha=sha)
-        self.do(self.services._dispatch.staged(TRAINER, report))
+        self.do(self.services._dispatch.take_staged(TRAINER, report))
         if self.committed.get(order.job) == (order.fence, sha):
             assert self.peers.take(w.Committed).checkpoint.sha == sha
         else:

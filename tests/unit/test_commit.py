@@ -38,7 +38,7 @@ class World:
 
     async def report(self, sha, **changes):
         """Staged, and the daemon's last answer."""
-        await self.dispatch.staged(TRAINER, staged(self.order, sha, **changes))
+        await self.dispatch.take_staged(TRAINER, staged(self.order, sha, **changes))
         return self.wire.sent[-1][1]
 
     async def unchanged(self):
@@ -104,14 +104,14 @@ async def test_reports_at_the_same_time_commit_once(tmp_path):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
         message = staged(it.order, stage(Path(it.order.dir), it.order))
-        await asyncio.gather(*(it.dispatch.staged(TRAINER, message) for _ in range(5)))
+        await asyncio.gather(*(it.dispatch.take_staged(TRAINER, message) for _ in range(5)))
         assert await count(store, "checkpoint") == 2 and it.wire.of(w.Fenced) == []
 
 
 async def test_an_old_fence_is_fenced_and_its_files_go(tmp_path):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
-        await it.dispatch.died(TRAINER, 1, True, "killed")
+        await it.dispatch.take_back(TRAINER, 1, True, "killed")
         await add_worker(store, "trainer", 2)
         it.wire.connected[TRAINER] = 2
         await it.dispatch._claim_next(1)
@@ -123,7 +123,7 @@ async def test_an_old_fence_is_fenced_and_its_files_go(tmp_path):
         await it.unchanged()
         assert await one(store, "SELECT fence FROM job WHERE state = 'running'") == 2
         assert it.dispatch._claims and it.dispatch._claims[TRAINER].run.fence == 2
-        await it.dispatch.failed(
+        await it.dispatch.take_failed(
             TRAINER, w.Failed(job=it.order.job, fence=1, failure="permanent", error="an old life's")
         )
         assert it.wire.of(w.Fenced)[-1] == answer
@@ -247,7 +247,7 @@ async def test_failures_requeue_or_quarantine(tmp_path):
             (2, "transient", "queued"),
             (3, "permanent", "quarantined"),
         ]:
-            await it.dispatch.failed(
+            await it.dispatch.take_failed(
                 TRAINER,
                 w.Failed(job=job, fence=fence, failure=failure, error=f"{failure}!\ntrace", trace=f"in step {fence}"),
             )
@@ -260,7 +260,7 @@ async def test_failures_requeue_or_quarantine(tmp_path):
         attempts = await store.read("SELECT outcome, evidence FROM attempt WHERE job_id = ? ORDER BY fence", (job,))
         assert [row[0] for row in attempts] == ["interrupted", "transient", "permanent"]
         assert [row[1] for row in attempts] == ["in step 1", "in step 2", "in step 3"]
-        await it.dispatch.failed(TRAINER, w.Failed(job=job, fence=1, failure="transient", error="late"))
+        await it.dispatch.take_failed(TRAINER, w.Failed(job=job, fence=1, failure="transient", error="late"))
         assert it.wire.sent[-1][1] == w.Fenced(job=job, fence=1)
 
 
@@ -268,7 +268,7 @@ async def test_a_transient_failure_waits_before_it_is_claimed_again(tmp_path):
     clock = FakeClock()
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path)
-        await it.dispatch.failed(TRAINER, w.Failed(job=it.order.job, fence=1, failure="transient", error="x"))
+        await it.dispatch.take_failed(TRAINER, w.Failed(job=it.order.job, fence=1, failure="transient", error="x"))
         await it.dispatch._claim_next(1)
         assert len(it.wire.of(w.Run)) == 1
         clock.advance(2.1)
@@ -285,7 +285,7 @@ async def test_two_deaths_that_nobody_ordered_are_quarantine_and_ordered_ones_co
             (3, True, "queued"),
             (4, False, "quarantined"),
         ]:
-            await it.dispatch.died(TRAINER, spawn, ordered, "Segmentation fault", f"last words of {spawn}")
+            await it.dispatch.take_back(TRAINER, spawn, ordered, "Segmentation fault", f"last words of {spawn}")
             assert await one(store, "SELECT state FROM job WHERE kind = 'train'") == state
             await add_worker(store, "trainer", spawn + 1)
             it.wire.connected[TRAINER] = spawn + 1
@@ -300,7 +300,7 @@ async def test_two_deaths_that_nobody_ordered_are_quarantine_and_ordered_ones_co
 async def test_a_death_of_an_older_process_does_not_touch_the_newer_ones_job(tmp_path):
     async with open_store(tmp_path) as store:
         it = await make(store, tmp_path)
-        await it.dispatch.died(TRAINER, 0, False, "an older one")
+        await it.dispatch.take_back(TRAINER, 0, False, "an older one")
         assert await one(store, "SELECT state FROM job WHERE kind = 'train'") == "running"
         assert it.dispatch._claims
 
@@ -311,7 +311,7 @@ async def test_a_process_that_is_no_longer_the_trainer_is_fenced_out(tmp_path):
         late = staged(it.order, stage(Path(it.order.dir), it.order))
         assert await it.dispatch.late(late) is None  # its end is still being taken: it asks again
         assert Path(it.order.dir).is_dir()
-        await it.dispatch.died(TRAINER, 1, True, "its lease was over")
+        await it.dispatch.take_back(TRAINER, 1, True, "its lease was over")
         Path(it.order.dir).mkdir(parents=True)  # it was not dead, and wrote
         fenced = w.Fenced(job=it.order.job, fence=1)
         assert await it.dispatch.late(w.Beat(job=it.order.job, fence=1)) == fenced
@@ -339,7 +339,7 @@ async def test_a_lost_order_is_sent_again(tmp_path):
         clock.advance(6)
         it.dispatch._send_again()
         assert len(it.wire.of(w.Run)) == 2
-        it.dispatch.accepted(TRAINER, w.Accepted(job=it.order.job, fence=1))
+        it.dispatch.take_accepted(TRAINER, w.Accepted(job=it.order.job, fence=1))
         clock.advance(6)
         it.dispatch._send_again()
         assert len(it.wire.of(w.Run)) == 2
@@ -363,7 +363,7 @@ async def test_a_death_during_the_commit_does_not_harm_a_result_that_is_whole(tm
         report = stage(Path(it.order.dir), it.order)
         committing = asyncio.ensure_future(it.report(report))
         await asyncio.sleep(0)  # it is on its way
-        await it.dispatch.died(TRAINER, it.wire.connected[TRAINER], False, "killed by SIGKILL")
+        await it.dispatch.take_back(TRAINER, it.wire.connected[TRAINER], False, "killed by SIGKILL")
         assert isinstance(await committing, w.Committed)
         assert await one(store, "SELECT step FROM run") == 1
         assert await one(store, "SELECT deaths FROM job WHERE kind = 'train'") == 0

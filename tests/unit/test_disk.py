@@ -197,7 +197,7 @@ async def test_a_result_that_the_disk_cannot_keep_is_interrupted_and_never_count
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr("artd.training.commit.publish", full)
-        await dispatch.staged(TRAINER, staged(order, stage(Path(order.dir), order)))
+        await dispatch.take_staged(TRAINER, staged(order, stage(Path(order.dir), order)))
         assert wire.of(w.Fenced) and not Path(order.dir).exists()
         row = (await store.read("SELECT state, attempts, deaths FROM job WHERE id = ?", (order.job,)))[0]
         assert tuple(row) == ("queued", 0, 0)

@@ -64,11 +64,11 @@ async def test_two_runs_train_and_serve_beside_each_other(tmp_path):
         for run in (1, 2):
             await dispatch._claim_next(run)
         assert [(name, order.job) for name, order in wire.sent] == [("trainer-1", 1), ("trainer-2", 2)]
-        await dispatch.died("trainer-1", 1, True, "killed")
+        await dispatch.take_back("trainer-1", 1, True, "killed")
         assert [row["state"] for row in await store.read("SELECT state FROM job ORDER BY id")] == ["queued", "running"]
         assert {holder.name for holder in dispatch.holders()} == {"trainer-2"}
         order = wire.of(w.Run)[1]
-        await dispatch.staged("trainer-2", staged(order, stage(Path(order.dir), order, run="b")))
+        await dispatch.take_staged("trainer-2", staged(order, stage(Path(order.dir), order, run="b")))
         assert [row["step"] for row in await store.read("SELECT step FROM run ORDER BY id")] == [-1, 0]
         for engine in await store.write(pusher_engines):
             await pusher._send_due(engine)

@@ -45,14 +45,14 @@ class Bench:
     async def quarantine(self) -> int:
         """Its numbers are not finite; the job's id."""
         order = self.orders[-1]
-        await self.dispatch.failed(
+        await self.dispatch.take_failed(
             TRAINER, w.Failed(job=order.job, fence=order.fence, failure="permanent", error="NaN")
         )
         return order.job
 
     async def report(self, order: w.Run) -> Any:
         """The answer to a result that arrives now."""
-        await self.dispatch.staged(TRAINER, staged(order, stage(Path(order.dir), order)))
+        await self.dispatch.take_staged(TRAINER, staged(order, stage(Path(order.dir), order)))
         return self.wire.sent[-1][1]
 
     async def states(self) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ async def test_a_run_that_its_operator_paused_stays_paused(tmp_path, discard):
         it = await bench(store, tmp_path)
         order = it.orders[-1]
         await it.do(set_run_state, 1, "paused", "operator")
-        await it.dispatch.failed(TRAINER, w.Failed(job=order.job, fence=1, failure="transient", error="x"))
+        await it.dispatch.take_failed(TRAINER, w.Failed(job=order.job, fence=1, failure="transient", error="x"))
         await it.do(end_job, order.job, discard)
         assert (await it.states())[:2] == ("paused", "cancelled")
         reasons = "operator" if discard else f"operator; job {order.job} was cancelled"
@@ -182,7 +182,7 @@ async def test_a_result_that_is_refused_is_told_apart_from_numbers_that_are_not_
         order = it.orders[-1]
         sha = stage(Path(order.dir), order)
         (Path(order.dir) / "weights.bin").write_bytes(b"step X")
-        await it.dispatch.staged(TRAINER, staged(order, sha))
+        await it.dispatch.take_staged(TRAINER, staged(order, sha))
         assert await it.states() == ("paused", "quarantined", "packed", "packed", "packed")
         assert await one(store, "SELECT outcome FROM attempt WHERE job_id = ?", order.job) == "rejected"
         assert not Path(order.dir).exists(), "gigabytes that nobody needs, until the next start"
@@ -201,11 +201,11 @@ async def test_a_report_that_comes_again_while_its_files_are_removed_is_left_alo
             removed.wait(10)
 
         monkeypatch.setattr("artd.training.dispatch.fs.remove_tree", remove)
-        first = asyncio.ensure_future(it.dispatch.staged(TRAINER, staged(order, sha)))
+        first = asyncio.ensure_future(it.dispatch.take_staged(TRAINER, staged(order, sha)))
         while not calls:
             await asyncio.sleep(0.01)
-        await it.dispatch.staged(TRAINER, staged(order, sha))
-        died = asyncio.ensure_future(it.dispatch.died(TRAINER, 1, False, "gone"))
+        await it.dispatch.take_staged(TRAINER, staged(order, sha))
+        died = asyncio.ensure_future(it.dispatch.take_back(TRAINER, 1, False, "gone"))
         await asyncio.sleep(0.1)
         assert calls == [Path(order.dir)] and not died.done()
         removed.set()
@@ -234,7 +234,7 @@ async def test_a_finished_run_has_no_job_that_waits_for_ever(tmp_path, waits):
         if waits == "quarantined":
             await it.quarantine()
         else:
-            await it.dispatch.died(TRAINER, 9, ordered=True, error="restart")
+            await it.dispatch.take_back(TRAINER, 9, ordered=True, error="restart")
         assert (await it.states())[1] == waits
         await Runs(store, lambda _: None, EVERY_STEP).set_state("r", "finished")
         assert await it.states() == ("finished", "cancelled", "abandoned", "discarded", "discarded")

@@ -91,7 +91,7 @@ async def test_a_result_that_was_trained_with_other_values_is_no_step(tmp_path: 
         assert order.learning is not None
         other = msgspec.structs.replace(order.learning, version=7)
         sha = stage(Path(order.dir), order, learning=other)
-        await dispatch.staged("trainer-1", staged(order, sha))
+        await dispatch.take_staged("trainer-1", staged(order, sha))
         assert await one(store, "SELECT step FROM run") == 0
         assert "learning" in await one(store, "SELECT error FROM job WHERE kind = 'train'")
 

@@ -30,7 +30,7 @@ async def test_a_trainer_that_dies_as_its_job_is_claimed(tmp_path: Path):
         await dispatch._claim_next(1)
         assert await one(store, "SELECT state FROM job") == "running"
         assert wire.sent == [] and not dispatch._claims
-        await dispatch.died(TRAINER, 1, False, "killed")
+        await dispatch.take_back(TRAINER, 1, False, "killed")
         dispatch._claim_due = claim
         wire.connected[TRAINER] = 2
         await add_worker(store, TRAINER, 2)

@@ -81,7 +81,9 @@ async def quarantined(desk):
         await submit(desk.ingest, key=key, reward=reward)
     assert await pack(desk.store, desk.data)
     order = await claim(desk.store, desk.data, desk.dispatch)
-    await desk.dispatch.failed(TRAINER, w.Failed(job=order.job, fence=order.fence, failure="permanent", error="NaN"))
+    await desk.dispatch.take_failed(
+        TRAINER, w.Failed(job=order.job, fence=order.fence, failure="permanent", error="NaN")
+    )
     return order.job
 
 
@@ -276,7 +278,7 @@ async def test_cancel_of_a_running_job_tells_the_trainer(tmp_path):
         assert await desk.ask(api.CancelJob(job=job)) == api.Done()
         assert desk.wire.of(w.Cancel) == [w.Cancel(job=job, fence=2)]
         assert await one(store, "SELECT cancel FROM job WHERE id = ?", job) == 1
-        await desk.dispatch.failed(TRAINER, w.Failed(job=job, fence=2, failure="interrupted", error="cancelled"))
+        await desk.dispatch.take_failed(TRAINER, w.Failed(job=job, fence=2, failure="interrupted", error="cancelled"))
         assert await one(store, "SELECT state FROM job WHERE id = ?", job) == "cancelled"
 
 

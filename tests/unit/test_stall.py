@@ -139,7 +139,7 @@ async def test_a_result_that_is_being_committed_does_not_stand_still(tmp_path, m
 
         monkeypatch.setattr(result, "verify", slow)
         it.beat(order, progress=5)
-        report = asyncio.ensure_future(it.dispatch.staged(TRAINER, staged(order, stage(Path(order.dir), order))))
+        report = asyncio.ensure_future(it.dispatch.take_staged(TRAINER, staged(order, stage(Path(order.dir), order))))
         await asyncio.to_thread(hashing.wait, 20)
         for _ in HOUR:
             it.beat(order, progress=5)
@@ -171,7 +171,9 @@ async def test_only_the_job_that_stood_still_pays_for_it(tmp_path):
         for _ in range(12):
             it.look()
         assert len(it.kills) == 1
-        await it.dispatch.failed(TRAINER, w.Failed(job=order.job, fence=1, failure="interrupted", error="disk full"))
+        await it.dispatch.take_failed(
+            TRAINER, w.Failed(job=order.job, fence=1, failure="interrupted", error="disk full")
+        )
         await it.dispatch._claim_next(1)
         assert it.sent[-1].fence == 2
         await it.dies()
