@@ -223,13 +223,14 @@ class Run:
         timeout: float | None = None,  # noqa: ASYNC109
         engines: Literal["first", "all"] = "first",
     ) -> api.StepInfo:
-        """Wait until `step` is committed and served. `timeout`: seconds, None = without limit.
+        """Wait until `step` is committed and served. `timeout` is in seconds, None = without limit.
 
-        `engines`: the first engine that serves the step ends the wait, or the last one of the run.
-        After 5 s the client's `progress` hears what it waits for. A worker that artd no longer restarts is logged as a warning,
-        and the wait goes on, because an operator may mend it. Raises Stalled when the step needs more groups, TimedOut, which
-        says what the run was doing, Failed when the run is paused or finished, and DaemonNotRunning when no daemon answers
-        until the time-out (without one: for longer than the client's time-out).
+        `engines` says whether the first engine that serves the step ends the wait, or the last one of the run does.
+        After 5 s the client's `progress` is called with what the call is waiting for. A worker that artd no longer
+        restarts is logged as a warning, and the wait continues, because an operator may repair it. Raises Stalled if
+        the step needs more groups, TimedOut, which says what the run was doing, Failed if the run is paused or
+        finished, and DaemonNotRunning if no daemon answers until the time-out (without one: for longer than the
+        client's time-out).
         """
         waiter = object()
         try:
