@@ -22,8 +22,8 @@ from artd_workers.trainer.step.objective import Objective, shares
 
 from .test_losses import make_batch
 
-CUT = 13
-"""Tokens of a rank's part: it cuts the second trajectory of the first row, and leaves the second row to the first rank."""
+CUT = 20
+"""Tokens of a rank's part: it cuts the second trajectory of the first row (no bound clips it), and leaves the second row to the first rank."""
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def parts(kind: str, rank: int) -> list[dict[str, Any]]:
     batch, objective, found = make_batch(), Objective(LossSpec(kind=kind)), []
     for row in batch.rows:
         mine, _ = cut_trained(row, rank, CUT)
-        values = (mine.old_logprobs + 0.1).double().requires_grad_()
+        values = (0.9 * mine.old_logprobs).double().requires_grad_()
         part, _ = objective.row_loss(mine, values, shares(batch, "token"), batch.sequences)
         part.backward()
         found.append({"part": part.item(), "gradient": values.grad.tolist()})

@@ -186,7 +186,7 @@ def test_a_sequence_that_is_cut_over_ranks_is_summed_whole(tmp_path: Path) -> No
         one, two = first[kind], second[kind]
         assert not two[1]["gradient"] and one[0]["gradient"] and two[0]["gradient"]
         for row, left, right in zip(batch.rows, one, two, strict=True):
-            values = (row.old_logprobs + 0.1).double().requires_grad_()
+            values = (0.9 * row.old_logprobs).double().requires_grad_()  # another ratio at each token
             whole, _ = objective.row_loss(row, values, shares(batch, "token"), batch.sequences)
             whole.backward()
             assert left["part"] + right["part"] == pytest.approx(whole.item(), rel=1e-10), kind
