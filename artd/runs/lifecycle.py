@@ -262,7 +262,7 @@ def pause_unreadable(c: sqlite3.Connection, now: int) -> list[str]:
     """Pause every run whose spec cannot be read, and release it once its spec can be read again. No service does
     anything for a paused run, and all other runs go on. Returns what is wrong with each spec."""
     told = []
-    for row in c.execute(f"SELECT id, name, spec FROM run WHERE {UNFINISHED}").fetchall():
+    for row in c.execute(f"SELECT id, name, spec, learning FROM run WHERE {UNFINISHED}").fetchall():
         if why := unreadable(row):
             pauses.hold(c, now, row["id"], pauses.SPEC, why)
             told.append(why)

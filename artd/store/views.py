@@ -24,6 +24,11 @@ def _spec(stored: bytes) -> RunSpec:
     return msgspec.json.decode(stored, type=RunSpec)
 
 
+@functools.lru_cache(maxsize=16)
+def _learning(stored: bytes) -> Learning:
+    return msgspec.json.decode(stored, type=Learning)
+
+
 def stored_spec(run: sqlite3.Row) -> RunSpec:
     """Return the spec of a row with `name` and `spec`. Raises Unreadable."""
     if why := unreadable(run):
@@ -34,13 +39,15 @@ def stored_spec(run: sqlite3.Row) -> RunSpec:
 def learning_of(run: sqlite3.Row) -> Learning:
     """Return what the next batch of a run (a row with `name`, `spec` and `learning`) is trained with. Raises Unreadable."""
     spec = stored_spec(run)
-    return msgspec.json.decode(run["learning"], type=Learning) if run["learning"] else spec.learning
+    return _learning(run["learning"]) if run["learning"] else spec.learning
 
 
 def unreadable(run: sqlite3.Row) -> str:
-    """Return why the spec of a row with `name` and `spec` cannot be read, "" when it can."""
+    """Return why the spec of a row with `name` and `spec` cannot be read, or its `learning` if it has that, "" when they can."""
     try:
         _spec(run["spec"])
+        if "learning" in run.keys() and run["learning"]:  # noqa: SIM118 - a Row iterates over values
+            _learning(run["learning"])
     except UNREADABLE as error:
         return f"the spec of run {run['name']!r} cannot be read: {error}"
     return ""

@@ -175,6 +175,22 @@ async def test_a_boot_outlives_an_unreadable_spec_with_all_its_work(tmp_path, da
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("damage", DAMAGE)
+async def test_a_change_that_cannot_be_read_pauses_its_run(tmp_path, damage):
+    async with open_store(tmp_path) as store:
+        data = await packed_run(store, tmp_path)
+        runs = Runs(store, lambda _: None, EVERY_STEP)
+        await store.write(lambda c: c.execute("UPDATE run SET learning = ?", (damage,)))
+        await recover(store, data)
+        assert await one(store, "SELECT state FROM run") == "paused"
+        assert await store.write(active_runs) == []
+        found = await runs.create(api.CreateRun(name="r"))
+        assert isinstance(found, api.RunInfo) and found.learning is None
+        with pytest.raises(Unreadable, match="cannot be read"):
+            await runs.update(api.UpdateRun(run="r", changes={"optimizer": {"lr": 1e-4}}))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("damage", DAMAGE)
 async def test_another_run_is_kept_in_order_beside_a_finished_one_whose_spec_is_lost(tmp_path, damage):
     async with open_store(tmp_path) as store:
         data = data_dir(tmp_path)
