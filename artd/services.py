@@ -159,9 +159,9 @@ class Services:
             case w.Accepted():
                 self._dispatch.take_accepted(name, message)
             case w.Held():
-                self._pusher.held(message)
+                self._pusher.take_held(message)
             case w.RouteTaken():
-                self._routes.taken(message)
+                self._routes.confirm(message)
             case w.Exchange():
                 self._group.start_soon(self._exchange, name, message, bulk)
             case Delivery():
@@ -178,13 +178,13 @@ class Services:
             case w.Failed():
                 self._group.start_soon(patient, self._dispatch.take_failed, name, message)
             case w.Refused():
-                self._group.start_soon(patient, self._pusher.refused, message)
+                self._group.start_soon(patient, self._pusher.take_refused, message)
             case w.Pausing():
                 self._group.start_soon(patient, self._pusher.pausing, message)
             case w.Live():
                 self._group.start_soon(patient, self._pusher.live, message)
             case w.PushFailed():
-                self._group.start_soon(patient, self._pusher.failed, message)
+                self._group.start_soon(patient, self._pusher.take_failed, message)
 
     async def _answer_late(self, peer: bytes, message: w.Staged | w.Failed | w.Beat) -> None:
         if (answer := await self._dispatch.late(message)) is not None:

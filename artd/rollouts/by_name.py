@@ -1,7 +1,7 @@
-"""Rollouts by name: every response under one name becomes one trajectory, in the order of the requests (docs/adr/0006).
+"""Submits a rollout by its name: its responses become one trajectory, in the order of the requests (docs/adr/0006).
 
-Invariants: what was superseded, or lost on its way to the client, is in no trajectory; a rollout that is submitted or expired takes no more
-responses; a trajectory holds the rows that the rollout had when it was closed, because that transaction compares them again.
+What was superseded, or lost on its way to the client, is in no trajectory. A rollout that is submitted or expired takes no more
+responses. A trajectory holds the rows that the rollout had when it was closed, because that transaction compares them again.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Sending:
         self.last = True
         self.end = min(self.end, now + self.patience_s)
 
-    def done(self) -> None:
+    def wake(self) -> None:
         """Wake whoever waits for the hold."""
         if self.held is not None:
             self.held.set()
@@ -244,15 +244,15 @@ class Pusher:
             self._kill(GATEWAY, f"it did not confirm the hold of push {message.push} within {HELD_S:.0f} s")
             await held.wait()
 
-    def held(self, message: w.Held) -> None:
+    def take_held(self, message: w.Held) -> None:
         if (sending := self._under_way(message.push, message.fence)) is not None:
-            sending.done()
+            sending.wake()
 
     def gateway_died(self) -> None:
         """End every wait for a hold: a dead gateway admits nothing, and the first routing table of the next one holds
         the engines."""
         for sending in self._sending.values():
-            sending.done()
+            sending.wake()
 
     def beat(self, message: w.Beat) -> None:
         """Postpone a push's deadline if its engine made progress: the deadline limits a standstill, not the whole push."""
@@ -306,7 +306,7 @@ class Pusher:
              max_abs=message.max_abs, mean_abs=message.mean_abs, seconds=message.seconds, engine=engine)  # fmt: skip
         return engine, gone if row["mode"] == "lora" else []
 
-    async def failed(self, message: w.PushFailed) -> None:
+    async def take_failed(self, message: w.PushFailed) -> None:
         """Take back a failed push: it waits for the engine's next process. The harness ends its engine by itself; if it
         does not, `_watch` kills it."""
         log.warning("push %d failed in phase %s: %s", message.push, message.phase, message.error)
@@ -316,14 +316,14 @@ class Pusher:
         await self._store.write(lambda c: self._fail(c, message))
         self._end(message.push, message.fence)
 
-    async def refused(self, message: w.Refused) -> None:
+    async def take_refused(self, message: w.Refused) -> None:
         """Restart an engine if the trainer cannot send it the weights, or no longer holds them: the engine then loads
         them from disk. A late refusal of an older attempt changes nothing."""
         if (sending := self._under_way(message.push, message.fence)) is not None:
             trainer = _trainer_for(sending.engine)
             spawn = self._wire.spawn(trainer)
             if message.transfer is not None and spawn is not None:
-                self.transfers.refused((trainer, spawn), sending.engine, message.transfer)
+                self.transfers.rule_out((trainer, spawn), sending.engine, message.transfer)
             self._kill(sending.engine, f"the trainer refused push {message.push}: {message.reason}")
 
     async def trainer_died(self, trainer: str) -> None:
@@ -357,7 +357,7 @@ class Pusher:
             if sending.message.source == "live":
                 self._wire.send(_trainer_for(sending.engine), w.PushEnd(push=push, fence=fence))
             del self._sending[sending.engine]
-            sending.done()
+            sending.wake()
 
     def _under_way(self, push: int, fence: int) -> Sending | None:
         """Return the push under way that is this attempt, None if there is none."""

@@ -57,7 +57,7 @@ class Router:
             with anyio.move_on_after(5.0):
                 await changed.wait()
 
-    def taken(self, message: w.RouteTaken) -> None:
+    def confirm(self, message: w.RouteTaken) -> None:
         """Note that the gateway routes by this table now, and wake the clients that wait for a step to be served."""
         if message.seq == self._seq:
             self.routed = self._names

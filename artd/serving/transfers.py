@@ -23,7 +23,7 @@ class Transfers:
         """Note the transfers that a worker's process offers, best first."""
         self._able[name] = (spawn, ways)
 
-    def refused(self, trainer: Process, engine: str, way: w.Transfer) -> None:
+    def rule_out(self, trainer: Process, engine: str, way: w.Transfer) -> None:
         """Note that this process of the trainer cannot use that transfer to this engine. The next push uses another
         one."""
         self._refused.add((trainer, engine, way))

@@ -20,7 +20,7 @@ class Waiting:
 
     def drop(self) -> None:
         self.dropped = True
-        self.crowd.waited(self)
+        self.crowd.end_wait(self)
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ class Rules(Machine):
 
         async def answered(task: asyncio.Task[None], *fences: int) -> None:
             for fence in fences:
-                pusher.held(w.Held(push=push.push, fence=fence, engine=ENGINE, in_flight=0))
+                pusher.take_held(w.Held(push=push.push, fence=fence, engine=ENGINE, in_flight=0))
             await asyncio.sleep(0.1)
             assert task.done() == (push.fence in fences)
 
@@ -384,7 +384,7 @@ class Rules(Machine):
         given_up = self.failed_pushes()
         if self.push is not None and failed:
             message = w.PushFailed(push=self.push.push, fence=self.push.fence, phase="verify", error="told to")
-            self.do(self.services._pusher.failed(message))
+            self.do(self.services._pusher.take_failed(message))
         self.do(self.services._pusher.engine_died(ENGINE, "gone"))
         self.push = None
         assert not self.served()

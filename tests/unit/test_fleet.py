@@ -145,7 +145,7 @@ async def fail(store, wire, pusher, engine, times):
     for _ in range(times):
         await pusher._send_due(engine)
         push = push_to(wire, engine)
-        await pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
+        await pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
         await restart(store, wire, pusher, engine)
 
 
@@ -244,7 +244,7 @@ async def test_the_gateways_confirmation_counts_for_the_engines_that_it_named(tm
             before = len(wire.of(w.Route))
             await pusher.live(live(push_to(wire, engine)))
             await until(lambda before=before: len(wire.of(w.Route)) > before)
-            router.taken(w.RouteTaken(seq=wire.of(w.Route)[-1].seq))
+            router.confirm(w.RouteTaken(seq=wire.of(w.Route)[-1].seq))
             await until(lambda known=known: router.routed == {"r@0": frozenset(known)})
         await restart(store, wire, pusher, engines[0])
         await until(lambda: router.routed == {"r@0": frozenset(engines[1:])})

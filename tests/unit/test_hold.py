@@ -43,7 +43,7 @@ class World:
         await self.rest()
 
     async def held(self, push: w.Push, /, **changes: int) -> None:
-        self.pusher.held(
+        self.pusher.take_held(
             w.Held(**({"push": push.push, "fence": push.fence, "engine": ENGINE, "in_flight": 0} | changes))
         )
         await self.rest()
@@ -234,7 +234,7 @@ async def test_a_push_that_fails_while_it_is_held_releases(tmp_path):
         push = await it.push()
         await it.pausing(push)
         await it.held(push)
-        await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="pause", error="x"))
+        await it.pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence, phase="pause", error="x"))
         await it.rest()
         assert not it.holding() and len(it.wire.of(w.Route)) > len(before)
         assert it.wire.of(w.Route)[-1].engines[0].served == (), "its weights are unknown, and it lives still"

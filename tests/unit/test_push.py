@@ -158,7 +158,7 @@ async def test_a_failed_push_goes_back_and_waits_for_the_next_process(tmp_path, 
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
         push = await it.send()
-        await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="canary"))
+        await it.pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="canary"))
         (row,) = await store.read("SELECT * FROM push")
         assert (row["state"], row["attempts"], row["error"]) == ("prepared", 1, "verify: canary")
         assert await it.send() is None, "the process that failed is unknown and must not be pushed to again"
@@ -172,7 +172,7 @@ async def test_a_failure_with_an_old_fence_changes_nothing(tmp_path, clock):
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
         push = await it.send()
-        await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence - 1, phase="load", error="x"))
+        await it.pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence - 1, phase="load", error="x"))
         assert await it.push_states() == ["sending"] and it.pusher._sending
 
 
@@ -183,7 +183,9 @@ async def test_five_failures_pause_the_run_and_resume_tries_again(tmp_path, cloc
             assert await one(store, "SELECT state FROM run") == "active"
             push = await it.send()
             assert push is not None, attempt
-            await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad\nlong"))
+            await it.pusher.take_failed(
+                w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad\nlong")
+            )
             await it.restart_engine()
         assert await it.push_states() == ["failed"]
         assert await one(store, "SELECT reason FROM run") == "push 1 failed 5 times: verify: bad"
@@ -200,7 +202,7 @@ async def test_steps_that_all_fail_pause_the_run_although_each_is_a_push_of_its_
         for attempt in range(MAX_ATTEMPTS):
             assert await one(store, "SELECT state FROM run") == "active", attempt
             push = await it.send()
-            await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
+            await it.pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
             await it.restart_engine()
             if attempt < 3:
                 await train_next(store, it.data)
@@ -213,7 +215,7 @@ async def test_a_push_that_is_live_ends_the_count_of_failures(tmp_path, clock):
         it = await make(store, tmp_path, clock)
         for _ in range(MAX_ATTEMPTS):
             push = await it.send()
-            await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
+            await it.pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence, phase="verify", error="bad"))
             await it.restart_engine()
             await it.pusher.live(live(await it.send()))
             await train_next(store, it.data)
@@ -260,10 +262,10 @@ async def test_a_refusal_or_the_trainers_death_restarts_the_engine(tmp_path, clo
         await it.pusher.live(live(await it.send()))
         await train_next(store, it.data)
         push = await it.send()
-        await it.pusher.refused(w.Refused(push=99, fence=1, reason="?"))
-        await it.pusher.refused(w.Refused(push=push.push, fence=push.fence - 1, reason="of an older attempt"))
+        await it.pusher.take_refused(w.Refused(push=99, fence=1, reason="?"))
+        await it.pusher.take_refused(w.Refused(push=push.push, fence=push.fence - 1, reason="of an older attempt"))
         assert it.kills == []
-        await it.pusher.refused(w.Refused(push=push.push, fence=push.fence, reason="not resident"))
+        await it.pusher.take_refused(w.Refused(push=push.push, fence=push.fence, reason="not resident"))
         await it.pusher.trainer_died(TRAINER)
         assert [name for name, _ in it.kills] == [ENGINE, ENGINE] and "not resident" in it.kills[0][1]
 
@@ -316,7 +318,7 @@ async def test_an_engine_that_lives_on_after_its_push_failed_is_ended(tmp_path, 
     async with open_store(tmp_path, clock) as store:
         it = await make(store, tmp_path, clock)
         push = await it.send()
-        await it.pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
+        await it.pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
         awake(it, clock, GONE_S - 1)
         assert it.kills == [], "it tells first why its server ended"
         awake(it, clock, 3)
@@ -404,7 +406,7 @@ async def test_a_way_that_a_trainer_refused_is_not_taken_again_by_this_spawn(tmp
         await served_once(it)
         push = await it.send()
         refusal = {"push": push.push, "fence": push.fence, "reason": "layer 3 is not covered"}
-        await it.pusher.refused(w.Refused(**refusal, transfer="direct"))
+        await it.pusher.take_refused(w.Refused(**refusal, transfer="direct"))
         assert it.kills[-1][0] == ENGINE and "layer 3" in it.kills[-1][1]
         ways = it.pusher.transfers
         assert ways.choose((TRAINER, 1), (ENGINE, 1)) == "stock"
@@ -412,5 +414,5 @@ async def test_a_way_that_a_trainer_refused_is_not_taken_again_by_this_spawn(tmp
         assert ways.choose((TRAINER, 2), (ENGINE, 1)) == "direct"
         ways.able(TRAINER, 3, ("nccl", "stock"))
         assert ways.choose((TRAINER, 3), (ENGINE, 1)) == "nccl"
-        ways.refused((TRAINER, 3), ENGINE, "nccl")  # one GPU for both, or another NCCL
+        ways.rule_out((TRAINER, 3), ENGINE, "nccl")  # one GPU for both, or another NCCL
         assert ways.choose((TRAINER, 3), (ENGINE, 1)) == "stock"

@@ -136,7 +136,7 @@ async def test_every_hold_makes_a_new_table_for_it_ends_only_with_one(tmp_path):
         await pusher._send_due(ENGINE)
         await pause(pusher)
         push = pusher._sending[ENGINE].message
-        await pusher.failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
+        await pusher.take_failed(w.PushFailed(push=push.push, fence=push.fence, phase="load", error="x"))
         after = await store.write(load_table)
         assert before.engines == after.engines and before != after
 
@@ -166,10 +166,10 @@ async def test_what_the_gateway_confirmed_is_routed(tmp_path):
         await until(lambda: wire.of(w.Route))
         (sent,) = wire.of(w.Route)
         assert router.routed == {}
-        router.taken(w.RouteTaken(seq=sent.seq - 1))
+        router.confirm(w.RouteTaken(seq=sent.seq - 1))
         assert router.routed == {}
         changed = store.change()
-        router.taken(w.RouteTaken(seq=sent.seq))
+        router.confirm(w.RouteTaken(seq=sent.seq))
         assert router.routed == {"r@0": {ENGINE}}
         await asyncio.wait_for(changed.wait(), SOON_S)
         await store.write(lambda c: c.execute("UPDATE serving SET state = 'gone'").rowcount)

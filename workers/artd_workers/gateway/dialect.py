@@ -1,10 +1,10 @@
-"""What the gateway asks of an engine, and the dialect of a kind.
+"""Defines what the gateway asks of an engine, and finds the dialect of an engine's kind.
 
-Purpose: a request is rendered to tokens, generated, derendered to text, and asked for its experts and for who sampled it; how an engine
-says these things is one class in that engine's folder, named by its entry in `artd_schema.run.engines`.
-Invariants: a dialect imports neither torch nor its engine, for it runs in the daemon's interpreter; a request to generate is a JSON object
-with `token_ids`, `sampling_params` and, once made by `to_generate`, `request_id`; a reply has `choices`, each with `index`, `token_ids` and
-`finish_reason`. What else is in them only the dialect reads.
+The gateway has an engine render a request to tokens, generate, and derender tokens to text; it asks for the experts and for the weights
+that sampled. One class in the engine's folder, which its entry in `artd_schema.run.engines` names, says these things to that engine.
+A dialect imports neither torch nor its engine, because it runs in the daemon's interpreter. A generate request is a JSON object
+with `token_ids`, `sampling_params` and, once `to_generate` made it, `request_id`. A reply has `choices`, each with `index`, `token_ids` and
+`finish_reason`. Only the dialect reads what else is in them.
 """
 
 from __future__ import annotations

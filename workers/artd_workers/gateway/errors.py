@@ -1,6 +1,6 @@
-"""Errors of the gateway and their one JSON form, the one that OpenAI clients parse. Owner of no state.
+"""Defines the gateway's errors and their JSON form, which OpenAI clients parse.
 
-Invariant: every reply that is not 2xx carries `{"error": {"message", "type", "code", "param"}}`.
+Every reply that is not 2xx carries `{"error": {"message", "type", "code", "param"}}`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,6 @@ def invalid(message: str, *, param: str | None = None, code: str = "invalid_requ
     return ApiError(400, code, message, param=param)
 
 
-def aborted(what: str, retry_after_s: float) -> ApiError:
-    """A push ended the request after its first token: the client must send it again."""
+def abort_error(what: str, retry_after_s: float) -> ApiError:
+    """Return the error of a request that a push ended after its first token: the client must send it again."""
     return ApiError(503, "aborted", f"{what}; send it again", retry_after_s=retry_after_s)

@@ -1,4 +1,4 @@
-"""The gateway's deadlines and sizes, in one place. Owner of no state."""
+"""Holds the gateway's deadlines and sizes."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Table:
             self._balance.learn(work, place.cache, answers)
 
     def moved(self, place: Place) -> bool:
-        """True when the daemon has said anything since that concerns this place."""
+        """Return whether the daemon has said anything since that concerns this place."""
         return self._route.seq > place.seq or place.engine.engine in self._held
 
     async def newer(self, place: Place, timeout_s: float) -> bool:
@@ -190,8 +190,8 @@ class Table:
                 return self.moved(place)
         return True
 
-    async def named(self, label: str, timeout_s: float) -> Served | None:
-        """What a weight version label stands for; waits for the route that names it, None at the timeout."""
+    async def find(self, label: str, timeout_s: float) -> Served | None:
+        """Return what a weight version label stands for, None at the timeout. Waits for the route that names it."""
         deadline = time.monotonic() + timeout_s
         while (served := self._labels.get(label)) is None:
             left = deadline - time.monotonic()

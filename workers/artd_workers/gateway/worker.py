@@ -115,8 +115,8 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def inherited() -> socket.socket:
-    """The listening TCP socket that the daemon holds, too. Errors: ValueError, OSError."""
+def inherit_listener() -> socket.socket:
+    """Return the listening TCP socket, which the daemon holds, too. Raises ValueError, OSError."""
     if not (number := os.environ.get(w.LISTENER, "")).isdecimal():
         raise ValueError(f"{w.LISTENER} names no socket; the gateway is started by `artd start`, not by hand")
     listener = socket.socket(fileno=int(number))
@@ -125,7 +125,7 @@ def inherited() -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Base address for clients of this machine; a wildcard address becomes loopback."""
+    """Return the base address for clients of this machine; a wildcard address becomes loopback."""
     host, port = listener.getsockname()[:2]
     ip = ipaddress.ip_address(host)
     if ip.is_unspecified:
@@ -185,7 +185,7 @@ def main() -> int:
     try:
         if welcome.gateway is None:
             raise ValueError("the daemon's Welcome has no gateway configuration")
-        listener = inherited()
+        listener = inherit_listener()
     except (OSError, ValueError) as error:
         log.error("%s", error)
         link.send(w.Down(error=str(error)))

@@ -1,8 +1,8 @@
-"""What an engine tells of routed experts becomes the routes of a Turn, or an EngineFailure that says what is wrong.
+"""Turns what an engine says of routed experts into the routes of a Turn, or into an EngineFailure that says what is wrong.
 
-Owner of no state. Two forms come in: the answer of artd's worker extension (MoE layers only, the layout of
-`Turn.routes`), and a field of the engine's reply (all layers, zeros in dense ones). Invariant: rows start at a token of the
-prompt, reach to the last sampled token or end one before it, and hold ids that a router can choose.
+It reads two forms: the answer of artd's worker extension (MoE layers only, the layout of `Turn.routes`), and a field of the
+engine's reply (all layers, zeros in dense ones). Rows start at a token of the prompt, reach the last sampled token or end one
+before it, and hold ids that a router can choose.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """The name under which the extension holds its routes."""
+        """Name under which the extension holds its routes."""
         return f"{self.request['request_id']}#{self.choice['index']}"
 
 
@@ -53,8 +53,8 @@ def captures_of(
     shape: RouteShape,
     needed: bool,
 ) -> list[Capture | None]:
-    """The checked routes of each choice; None where there are none. Errors: EngineFailure, also for missing ones that
-    are needed."""
+    """Return the checked routes of each choice, None where there are none. Raises EngineFailure, also for routes that are missing
+    and needed."""
     found: list[Capture | None] = []
     for choice in choices:
         try:
@@ -70,7 +70,7 @@ def captures_of(
 
 
 def _capture(dialect: Dialect, choice: Choice, taken: Taken | None, shape: RouteShape) -> Capture | None:
-    """Errors: ValueError."""
+    """Return the checked routes of one choice, None where there are none. Raises ValueError."""
     if choice.field:
         capture = Capture(_moe_layers(dialect.read_field(choice.field), shape), dialect.field_start(choice.request))
     elif taken is not None:
@@ -103,7 +103,7 @@ def _check(capture: Capture, prompt: int, sampled: int, shape: RouteShape) -> No
 
 
 def _moe_layers(ids: npy.Ids, shape: RouteShape) -> bytes:
-    """The MoE layers of an array over all layers, in which dense ones are zero. Errors: ValueError."""
+    """Return the MoE layers of an array over all layers, in which dense ones are zero. Raises ValueError."""
     if (ids.topk, ids.width) != (shape.topk, shape.width):
         raise ValueError(f"top {ids.topk} of {ids.width} bytes, where the model has top {shape.topk} of {shape.width}")
     if ids.layers == shape.layers:
@@ -130,7 +130,7 @@ def _is_zero(ids: npy.Ids, layer: int) -> bool:
 
 
 def _layers(ids: npy.Ids, kept: Sequence[int]) -> bytes:
-    """The same rows with these layers only."""
+    """Return the same rows with these layers only."""
     size, row = ids.topk * ids.width, ids.layers * ids.topk * ids.width
     edges: list[tuple[int, int]] = []
     for layer in kept:

@@ -1,7 +1,7 @@
-"""Which experts the engine routed each token to: taken for the ledger when a response is whole, or dropped.
+"""Takes the experts that routed each token from the engine, for the ledger, or has the engine drop them.
 
-Owner of: the drops under way. Invariants: what an engine captured leaves it once, with the response that it belongs to, or
-is dropped; a response to be trained on has the routes of its tokens as the engine told them, or is refused.
+What an engine captured leaves it once, with its response, or is dropped. A response that is to be trained on has the routes of its
+tokens as the engine gave them, or is refused.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Experts:
         replies: Sequence[Json],
         needed: bool,
     ) -> list[Capture | None]:
-        """The checked routes of every choice, in order: from the choices themselves where the engine puts them there,
-        else asked for. None where there are none: always without a shape, and where they are not needed.
-        Errors: EngineFailure."""
+        """Return the checked routes of every choice, in order: from the choices themselves where the engine puts them there, else
+        by asking for them. None where there are none: always without a shape, and where they are not needed.
+        Raises EngineFailure."""
         choices = [
             Choice(request, choice, client.dialect.take_field(choice))
             for request, reply in zip(requests, replies, strict=True)

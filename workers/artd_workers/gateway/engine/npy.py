@@ -1,6 +1,6 @@
-"""Arrays of expert ids in numpy's file format, without numpy.
+"""Reads and writes arrays of expert ids in numpy's file format, without numpy.
 
-Invariant: only what routes need is read: C order, u1 or little-endian u2, three axes.
+It reads only what routes need: C order, u1 or little-endian u2, three axes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ids:
 
 
 def read(file: bytes) -> Ids:
-    """Raises ValueError when this is no array of expert ids."""
+    """Read a file. Raises ValueError when it is no array of expert ids."""
     if file[:6] != _MAGIC or len(file) < 12 or file[6] not in (1, 2, 3):
         raise ValueError("no .npy file")
     head = 8 + (2 if file[6] == 1 else 4)
@@ -48,7 +48,7 @@ def read(file: bytes) -> Ids:
 
 
 def write(ids: Ids) -> bytes:
-    """The file, as `numpy.save` would write it."""
+    """Return the file that `numpy.save` would write."""
     dtype = next(name for name, width in _WIDTHS.items() if width == ids.width)
     shape = (ids.rows, ids.layers, ids.topk)
     about = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()

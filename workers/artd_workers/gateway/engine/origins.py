@@ -1,10 +1,9 @@
-"""Which weights sampled each token of a response, and computed its entry in the cache, where the reply does not say it.
+"""Asks which weights sampled each token of a response and computed its entry in the KV cache, where the reply does not say so.
 
-Purpose: an engine that stamps no replies says nothing of weights, and none says what a push did to the
-cache of a request that was in flight. artd's worker extension knows both, and is asked only for responses that a push may
-have come across: the engine is held, or there is a newer table, since the request was placed. The gateway confirms a hold
-before the engine is paused, so none is missed. Owner of no state.
-Invariant: what is told covers the response's tokens from the first on, or it is refused.
+An engine that stamps no replies says nothing of weights, and none says what a push did to the cache of a request in flight. artd's
+worker extension knows both. The gateway asks it only for responses that a push may have met: since the request was placed, the engine
+was held or a newer routing table came. The gateway confirms a hold before the engine pauses, so it misses none.
+An answer covers the response's tokens from the first on, or is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ UNKNOWN = Origin()
 async def ask(
     client: EngineClient, requests: Sequence[Json], replies: Sequence[Json], across: bool, needed: bool
 ) -> list[Origin | None]:
-    """Of every choice, in order; None where nothing is to be asked. across: a push may have come across them; needed: they are
-    to be trained on, so who sampled their tokens must be known. Errors: EngineFailure."""
+    """Return the origin of every choice, in order, None where nothing is to be asked. `across`: a push may have met them. `needed`:
+    they are to be trained on, so it must be known which weights sampled their tokens. Raises EngineFailure."""
     choices = [
         (f"{request['request_id']}#{choice['index']}", choice)
         for request, reply in zip(requests, replies, strict=True)

@@ -138,7 +138,7 @@ def make_app(table: Table, flow: Flow, asking: Asking, limits: Limits, token: st
         ApiError: _api_error,
         HTTPException: _http_error,
         ClientDisconnect: _client_gone,
-        Exception: _unexpected,
+        Exception: _explain_unexpected,
     }
     return UnderRollouts(_Guard(Starlette(routes=routes, exception_handlers=handlers), token))
 
@@ -187,7 +187,7 @@ async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=_CLIENT_GONE)
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
+async def _explain_unexpected(request: Request, error: Exception) -> Response:
     """Starlette raises the error again after this reply, so that the log has its stack."""
     what = f"the gateway failed: {type(error).__name__}: {error}; its log: artctl logs gateway"
     return _reply(request.url.path, ApiError(500, "internal", what))

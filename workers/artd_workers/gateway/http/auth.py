@@ -1,6 +1,6 @@
-"""Bearer-token check of every request. Owner of no state; the token comes from `GatewayConfig`.
+"""Checks the bearer token of every request. The token comes from `GatewayConfig`.
 
-Invariant: the comparison takes the same time wherever the first wrong byte is.
+The comparison takes the same time wherever the first wrong byte is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from artd_workers.gateway.errors import ApiError
 
 
 def check_bearer(header: bytes, token: str) -> None:
-    """Check an Authorization header, raw. Errors: ApiError 401 when it is missing, of another scheme, or wrong."""
+    """Check a raw Authorization header. Raises ApiError 401 when it is missing, of another scheme, or wrong."""
     if not header:
         raise ApiError(401, "missing_api_key", "no API key: send `Authorization: Bearer KEY` (run.api_key has the key)")
     scheme, _, given = header.partition(b" ")

@@ -56,7 +56,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
     When the client goes first, cancel `work`, which closes its call to the engine, so that the engine aborts the request.
     Raises ClientDisconnect then."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request))
+    gone = asyncio.create_task(_await_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -68,7 +68,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
+async def _await_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

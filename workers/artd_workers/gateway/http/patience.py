@@ -1,8 +1,8 @@
-"""How long the gateway waits for a request, and for how many at a time.
+"""Limits how long the gateway waits for a request, and for how many connections at a time.
 
-Owner of: the connections that have sent no whole request head, or no right token. Invariants: such a one is dropped after
-`Limits.head_s`, or after `GRACE_S` when there are more than `Limits.heads` of them: the oldest of the address that has the most. So whoever holds
-connections without a token takes the place of nobody who has one.
+A connection waits until it has sent a whole request head with the right token. It is dropped after `Limits.head_s`. When more than
+`Limits.heads` wait, the oldest of the address that has the most is dropped after `GRACE_S`. So whoever holds connections without a token
+takes the place of nobody who has one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Crowd:
         self._waiting: dict[PatientProtocol, float] = {}  # since when
 
     def enter(self, who: PatientProtocol) -> bool:
-        """A new connection; whether there is a place for it."""
+        """Count a new connection. Returns whether there is a place for it."""
         if sum(self._of.values()) >= self.most and self._waiting:
             self._oldest_of_the_most().drop()
         full = sum(self._of.values()) >= self.most
@@ -54,7 +54,7 @@ class Crowd:
         self._of -= Counter([who.address])
 
     def wait(self, who: PatientProtocol) -> None:
-        """It has to send a request now."""
+        """Note that a connection has to send a request now."""
         now = who.loop.time()
         while len(self._waiting) >= self.limits.heads:
             oldest = self._oldest_of_the_most()
@@ -63,11 +63,11 @@ class Crowd:
             oldest.drop()
         self._waiting[who] = now
 
-    def waited(self, who: PatientProtocol) -> None:
+    def end_wait(self, who: PatientProtocol) -> None:
         self._waiting.pop(who, None)
 
     def _oldest_of_the_most(self) -> PatientProtocol:
-        """The one that has waited longest, of the address with the most that wait."""
+        """Return the connection that has waited longest, of the address with the most that wait."""
         (address, _), *_ = Counter(who.address for who in self._waiting).most_common(1)
         return next(who for who in self._waiting if who.address == address)
 
@@ -124,7 +124,7 @@ class PatientProtocol(H11Protocol):
             self._deadline = self.loop.call_later(self._crowd.limits.head_s, self.drop)
 
     def _stop_waiting(self) -> None:
-        self._crowd.waited(self)
+        self._crowd.end_wait(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -17,7 +17,7 @@ from artd_schema.wire.worker import Exchange, Served
 from artd_workers.gateway.dialect import Labels, Origin
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import IN_THREAD
-from artd_workers.gateway.errors import EngineFailure, aborted
+from artd_workers.gateway.errors import EngineFailure, abort_error
 from artd_workers.gateway.ledger import Ledger
 from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
@@ -133,7 +133,7 @@ async def _sample(
 
 
 def _head(made: Generated, samples: list[_Sample], model: str) -> Json:
-    """The response without its choices. derender cannot know the served name, and counts no token that it did not
+    """Return the response without its choices. derender cannot know the served name, and counts no token that it did not
     see."""
     prompt = sum(len(request["token_ids"]) for request in made.requests)
     completion = sum(len(sample.choice["token_ids"]) for sample in samples)
@@ -165,7 +165,7 @@ def _turn(made: Generated, sample: _Sample, raw: Json) -> Turn:
 async def _trace(
     made: Generated, choice: Json, origin: Origin | None, table: Table, limits: Limits
 ) -> tuple[Served, turns.Epochs, turns.Epochs]:
-    """The weights that a choice came from: (the newest of them, policy epochs and cache epochs over its tokens).
+    """Return the weights that a choice came from: (the newest of them, policy epochs and cache epochs over its tokens).
 
     lora: the adapter that was asked for. merged: by label, the RUN@STEP of the push: the engine's version spans, or what its
     worker told; without either it is what the route said on entry, as no push came across. Before the first push the engine
@@ -177,18 +177,18 @@ async def _trace(
     spans = tuple((span.start, span.version) for span in turns.spans_of(place.engine.engine, made.dialect, choice))
     if not spans and origin is None:
         return place.served, *_whole(place.served)
-    policy = await _named(place, spans or (origin.policy if origin else ()), table, limits)
+    policy = await _name_weights(place, spans or (origin.policy if origin else ()), table, limits)
     if place.pinned and (not policy or any(served != place.served for _, served in policy)):
-        raise aborted(f"{place.served.name} was replaced while the request ran", limits.retry_after_s)
+        raise abort_error(f"{place.served.name} was replaced while the request ran", limits.retry_after_s)
     epochs = _epochs(policy)
     newest = policy[-1][1] if policy else place.served
     if len(epochs) == 1:
         return newest, epochs, epochs
-    return newest, epochs, _epochs(await _named(place, origin.cache if origin else (), table, limits))
+    return newest, epochs, _epochs(await _name_weights(place, origin.cache if origin else (), table, limits))
 
 
-async def _named(place: Place, runs: Labels, table: Table, limits: Limits) -> list[tuple[int, Served]]:
-    return [(start, await _served(place, label, table, limits)) for start, label in runs]
+async def _name_weights(place: Place, runs: Labels, table: Table, limits: Limits) -> list[tuple[int, Served]]:
+    return [(start, await _find_weights(place, label, table, limits)) for start, label in runs]
 
 
 def _epochs(runs: list[tuple[int, Served]]) -> turns.Epochs:
@@ -199,10 +199,10 @@ def _whole(served: Served) -> tuple[turns.Epochs, turns.Epochs]:
     return ((0, served.epoch),), ((0, served.epoch),)
 
 
-async def _served(place: Place, label: str, table: Table, limits: Limits) -> Served:
+async def _find_weights(place: Place, label: str, table: Table, limits: Limits) -> Served:
     if "@" not in label or label == place.served.name:
         return place.served
-    served = await table.named(label, limits.label_s)
+    served = await table.find(label, limits.label_s)
     if served is None or served.run != place.served.run:
         what = f"generated with weights {label!r}, which no route of run {place.served.run!r} names"
         raise EngineFailure(place.engine.engine, what, retriable=False)

@@ -23,7 +23,7 @@ from artd_workers.gateway.engine import origins
 from artd_workers.gateway.engine.capture import Capture
 from artd_workers.gateway.engine.client import EngineClient, Engines
 from artd_workers.gateway.engine.experts import Experts
-from artd_workers.gateway.errors import ApiError, EngineFailure, aborted
+from artd_workers.gateway.errors import ApiError, EngineFailure, abort_error
 from artd_workers.gateway.ledger import Ledger, refuse_too_large
 from artd_workers.gateway.limits import Limits
 from artd_workers.gateway.routing import Place, Table
@@ -212,14 +212,14 @@ class Flow:
         return Work(prefix, sum(map(len, prompts)))
 
     def _request(self, client: EngineClient, job: Job, place: Place, request: Json, index: int) -> Json:
-        """A generate request: our id, and a prefix cache of its own per policy epoch. The name does not keep old entries apart: merged
+        """Return a generate request with our id, and a prefix cache of its own for each policy epoch. The name does not keep old entries apart: merged
         weights change under one, and after a rollback an adapter of another lineage has the name of an old one, by which alone some
         engines key their cache."""
         name, salt = f"{job.response_id}-{index}", str(place.served.epoch)
         return client.dialect.to_generate(request, model=place.upstream, request_id=name, salt=salt)
 
     async def _gather(self, client: EngineClient, requests: list[Json]) -> list[Json]:
-        """All prompts at once; the first failure cancels the others, and is raised when they have ended."""
+        """Generate for all prompts at once; the first failure cancels the others, and is raised when they have ended."""
         # No asyncio.TaskGroup: before Python 3.13 one that fails leaves a cancel request on this task, which the
         # asyncio.timeout of 3.11.2 then takes for the client's going.
         calls = [asyncio.create_task(client.dialect.generate(client, request)) for request in requests]
@@ -242,7 +242,7 @@ class Flow:
         if any(choice.get("finish_reason") == "abort" for choice in choices):
             if not any(choice.get("token_ids") for choice in choices):
                 raise EngineFailure(engine, "aborted the request before its first token")
-            raise aborted(f"engine {engine} aborted the request for a push", self._limits.retry_after_s)
+            raise abort_error(f"engine {engine} aborted the request for a push", self._limits.retry_after_s)
         if not all(choice.get("token_ids") for choice in choices):
             raise EngineFailure(engine, "generate answered with a choice without tokens", retriable=False)
 

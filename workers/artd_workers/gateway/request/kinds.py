@@ -22,7 +22,7 @@ class Kind:
         return f"{self.prefix}-{uuid4().hex}"
 
     def check(self, body: dict[str, Any]) -> None:
-        """Raises ApiError 400 for what no part of the gateway supports."""
+        """Check the body of a request. Raises ApiError 400 for what no part of the gateway supports."""
         if not isinstance(body.get("model"), str) or not body["model"]:
             raise invalid("`model` is missing: give a run's name, or RUN@STEP", param="model", code="model_missing")
         if body.get("echo"):
@@ -59,7 +59,7 @@ class Kind:
             choice["text"] = text
 
     def bearer_of_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The object that carries token ids when they were asked for."""
+        """Return the object that carries token ids when they were asked for."""
         return choice["message"] if self.chat else choice
 
 

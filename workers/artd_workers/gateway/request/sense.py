@@ -1,6 +1,6 @@
-"""Values of a request that no engine can do anything with, refused in words of one line before the engine is asked.
+"""Refuses values of a request that no engine can use, in one line, before an engine is asked.
 
-Owner of no state. Invariant: what is refused here, every engine refuses; its own words are of its insides.
+Every engine refuses these values too, but its text is about its internals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from artd_workers.gateway.errors import invalid
 
 
 def refuse_senseless(body: dict[str, Any]) -> None:
-    """Errors: ApiError 400 with the name of the value."""
+    """Check the body of a request. Raises ApiError 400 with the name of the value."""
     for name in ("max_tokens", "max_completion_tokens"):
         limit = body.get(name)
         if isinstance(limit, int) and not isinstance(limit, bool) and limit < 1:
