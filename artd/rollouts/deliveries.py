@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from artd.store.blobs import Blobs
 from artd.store.store import Store
-from artd.tables.exchanges import UNDELIVERED, first_place, mark_delivery
+from artd.tables.exchanges import UNDELIVERED, first_place, mark_delivery, resume_delivery
 from artd_schema.crashpoint import reach
 from artd_schema.wire import worker as w
 from artd_schema.wire.deliveries import Delivery, Recall, Recalled
@@ -62,7 +62,10 @@ class Deliveries:
 
         def find(c: sqlite3.Connection) -> list[sqlite3.Row]:
             found = c.execute(FIND, wanted).fetchone()
-            return c.execute(READ, (run.id, found["response_id"])).fetchall() if found else []
+            if found is None:
+                return []
+            resume_delivery(c, run.id, found["response_id"])
+            return c.execute(READ, (run.id, found["response_id"])).fetchall()
 
         rows = await self._store.write(find)
         used = any(row["turn"] is None and row["blob"] is None for row in rows)

@@ -64,6 +64,14 @@ def supersede_lost(c: sqlite3.Connection, rollout: int) -> None:
     )
 
 
+def resume_delivery(c: sqlite3.Connection, run: int, response_id: str) -> None:
+    """Note that a reply that was lost is sent again: its client may submit it before the mark of this delivery comes."""
+    c.execute(
+        "UPDATE exchange SET delivery = 'pending' WHERE run_id = ? AND response_id = ? AND delivery = 'lost'",
+        (run, response_id),
+    )
+
+
 def mark_delivery(c: sqlite3.Connection, run: int, response_id: str, delivery: str) -> None:
     """Set what became of a reply of a rollout. What was delivered or superseded once stays that."""
     c.execute(

@@ -180,6 +180,22 @@ async def test_an_undelivered_reply_is_recalled_and_superseded_by_what_was_asked
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(Recalled(number=1)), type=w.ToWorker) == Recalled(number=1)
 
 
+async def test_a_reply_that_was_lost_and_sent_again_may_be_submitted_before_its_mark(tmp_path):
+    async with open_store(tmp_path) as store:
+        await add_run(store)
+        data = data_dir(tmp_path)
+        ingest = make_ingest(store, data)
+        notes = Deliveries(store, ingest, Blobs(data.blobs))
+        await say(ingest, "again", 1, request="x")
+        await notes.note(Delivery(run="r", response_id="again", whole=False))
+        await refused(Conflict, "rollout", "all were lost", ingest.submit(by_rollout(), []))
+        found, _ = await notes.recall(Recall(number=1, run="r", rollout="t", request="x", place=2))
+        assert found.response_id == "again"
+        assert (await ingest.submit(by_rollout(), [])).trajectory == 1
+        await notes.note(Delivery(run="r", response_id="again", whole=True))
+        assert await tokens_of(store, data) == [[1]] and await deliveries(store) == {"again": "delivered"}
+
+
 async def test_a_mark_waits_for_the_turns_that_are_on_their_way_to_files(tmp_path, monkeypatch):
     async with open_store(tmp_path) as store:
         await add_run(store)

@@ -6,6 +6,11 @@ from .bug import Bug
 
 BUGS = (
     Bug(
+        "sent-again-and-still-lost", "artd/rollouts/deliveries.py",
+        "            resume_delivery(c, run.id, found[\"response_id\"])\n", "",
+        "tests/unit/test_rollouts.py::test_a_reply_that_was_lost_and_sent_again_may_be_submitted_before_its_mark", "all were lost",
+    ),
+    Bug(
         "failures-forgotten-with-each-step", "artd/serving/push_ends.py",
         "    failures = failures_in_a_row(c, row[\"run_id\"], row[\"engine\"]) + counted\n", "    failures = attempts\n",
         "tests/unit/test_push.py::test_steps_that_all_fail_pause_the_run_although_each_is_a_push_of_its_own", "assert",
