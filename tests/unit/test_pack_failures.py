@@ -368,8 +368,8 @@ async def test_a_busy_child_is_left_alone_where_the_kernel_counts_less(tmp_path,
         return open(file, *given, **named)
 
     monkeypatch.setattr(process, "open", kept, raising=False)
-    command(monkeypatch, "import time\nwhile time.process_time() < 1.5: pass\nprint('done')")
-    answer = await process.run_child(request(data_dir(tmp_path)), 0.7)
+    command(monkeypatch, "import time\nwhile time.process_time() < 2: pass\nprint('done')")
+    answer = await process.run_child(request(data_dir(tmp_path)), 1.5)
     assert isinstance(answer, child.PackFailure) and "ended with status 0" in answer.error
 
 
